@@ -376,7 +376,7 @@ class DivergenceMonitor(Callback):
     # ---- what all ranks do ----
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide what all ranks do, once asynchronous replicas have met and unfit ones have taken over the others' model."""
+        """Decide what all ranks do, once replicas have met and unfit ones have another's model."""
         trainer, asked, self._asked = self._trainer, self._asked, Remedy.NONE
         self._fit_again()
         if trainer is None:

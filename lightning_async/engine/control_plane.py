@@ -86,7 +86,7 @@ class GroupRecovery:
         shared_state: SharedState,
         transfer: Transfer,
         calls: ReplayableCalls | None,
-        deadlines: Timeouts,
+        timeouts: Timeouts,
         min_replicas: int | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,7 +97,7 @@ class GroupRecovery:
         """False where the transport cannot: then the first failure is the last."""
         self._membership, self._shared_state = membership, shared_state
         self._transfer, self._calls = transfer, calls
-        self._deadlines, self._now = deadlines, now
+        self._timeouts, self._now = timeouts, now
         self._min_replicas = membership.generation.world_size if min_replicas is None else min_replicas
         self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
         """Called with a new generation, and with why others are not in it, once its groups are formed."""
@@ -155,7 +155,7 @@ class GroupRecovery:
 
     def _count(self, error: CollectiveError) -> None:
         self.attempts += 1
-        if self.attempts >= self._deadlines.attempts:
+        if self.attempts >= self._timeouts.attempts:
             raise CollectiveError(
                 f"Rank {self._transfer.rank}: round {self._shared_state.next_exchange} failed {self.attempts} times in "
                 f"a row; the last time: {error} If the network is slow, raise `Timeouts(payload=...)`."
@@ -173,7 +173,7 @@ class GroupRecovery:
                 generation = self._membership.next_generation(_SLICE)
                 break
             except CollectiveTimeout:
-                if self._now() - started > self._deadlines.reform.total_seconds():
+                if self._now() - started > self._timeouts.reform.total_seconds():
                     raise
         missing = [name for name in members if name not in generation.members]
         if missing:
@@ -269,7 +269,7 @@ class EngineLoop:
         transfer: Transfer,
         membership: Membership,
         regroup: GroupRecovery,
-        deadlines: Timeouts,
+        timeouts: Timeouts,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.stage = Stage.IDLE
@@ -278,7 +278,7 @@ class EngineLoop:
         self.held = UncommittedRound(buckets, transfer)
         self.on_mark: Callable[[InFlightRound], Any] = lambda exchange: None  # what a marked one has made is copied
         self._components, self._buckets, self._box, self._transfer = components, buckets, shared_state, transfer
-        self._membership, self._regroup, self._deadlines, self._now = membership, regroup, deadlines, now
+        self._membership, self._regroup, self._timeouts, self._now = membership, regroup, timeouts, now
         self._some_silent = self._compare = False
 
     def run(self) -> None:
@@ -331,7 +331,7 @@ class EngineLoop:
     def _is_stalled(self) -> bool:
         """Whether the training thread has been silent for so long that nobody need wait for it. Under the lock."""
         silent_s = self._now() - self._box.last_seen
-        return silent_s > self._deadlines.grace.total_seconds() and not any(
+        return silent_s > self._timeouts.grace.total_seconds() and not any(
             w.is_indispensable() for w in self._components
         )
 
@@ -349,7 +349,7 @@ class EngineLoop:
         parts = [component.complete(d, message, compare) for component, d in zip(self._components, drafts, strict=True)]
         self._to(Stage.HEADER)
         # A rank that is ready rings for those whose training threads are silent for long.
-        patience = _PROMPT if self._some_silent else self._deadlines.grace
+        patience = _PROMPT if self._some_silent else self._timeouts.grace
         row = torch.tensor(to_row([header, *parts]), dtype=torch.float64)
         ring = None if message is None else (patience, self._ring_for_this)
         blanks = [Header(), *(component.blank for component in self._components)]
@@ -508,9 +508,9 @@ def _first_seq(generation: int) -> int:
 # The control plane: where one rank's wings meet the engine's thread, and both threads what they share.
 
 
-def forks_of(collectives: Collectives, payload: Collectives, deadlines: Timeouts) -> tuple[Collectives, Collectives]:
+def forks_of(collectives: Collectives, payload: Collectives, timeouts: Timeouts) -> tuple[Collectives, Collectives]:
     """What headers and payloads go over: forks of these."""
-    return collectives.fork("header", timedelta(days=7)), payload.fork("payload", deadlines.payload)
+    return collectives.fork("header", timedelta(days=7)), payload.fork("payload", timeouts.payload)
 
 
 class ControlPlane:
@@ -534,7 +534,7 @@ class ControlPlane:
         collectives: Collectives,
         membership: Membership,
         replica: Replica,
-        deadlines: Timeouts,
+        timeouts: Timeouts,
         *,
         payload: Collectives | None = None,
         part_bytes: int = 16 << 20,
@@ -545,16 +545,16 @@ class ControlPlane:
     ) -> None:
         self.shared_state = SharedState()
         self.buckets = Buckets(replica, self.shared_state)
-        self.membership, self.now, self.deadlines, self._calls = membership, now, deadlines, calls
+        self.membership, self.now, self.timeouts, self._calls = membership, now, timeouts, calls
         roots = (collectives, payload or collectives)
-        small, large = forks or forks_of(*roots, deadlines)
-        self.transfer = Transfer(small, large, self.shared_state, membership, deadlines.payload, part_bytes, now)
+        small, large = forks or forks_of(*roots, timeouts)
+        self.transfer = Transfer(small, large, self.shared_state, membership, timeouts.payload, part_bytes, now)
         self.components: list[EngineComponent] = []
         self.regroup = GroupRecovery(
-            roots, membership, self.shared_state, self.transfer, calls, deadlines, min_replicas, now
+            roots, membership, self.shared_state, self.transfer, calls, timeouts, min_replicas, now
         )
         self._loop = EngineLoop(
-            self.components, self.buckets, self.shared_state, self.transfer, membership, self.regroup, deadlines, now
+            self.components, self.buckets, self.shared_state, self.transfer, membership, self.regroup, timeouts, now
         )
         self._thread = threading.Thread(target=self._loop.run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
 

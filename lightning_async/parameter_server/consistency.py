@@ -49,7 +49,7 @@ class WorkerRules:
     staleness: str | StalenessPolicy | Mapping[str, Any] = "none"
 
     def __post_init__(self) -> None:
-        check_choice("Terms", "mode", self.mode, ("async", "sync", "ssp"))
+        check_choice("WorkerRules", "mode", self.mode, ("async", "sync", "ssp"))
         check_int(self, "num_workers", at_least=1)
         check_int(self, "max_staleness", at_least=0)
         check_int(self, "warmup_steps", at_least=0)

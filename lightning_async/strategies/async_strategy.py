@@ -72,13 +72,13 @@ class AsyncStrategy(ReplicatedStrategy):
         lr_clock: configuration_checks.LrClock = "local",
         transport: Transport | TransportName,
     ) -> None:
-        dead_after = config.deadlines.dead_after
+        dead_after = config.timeouts.dead_after
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
         self.rule, self.schedule, self.config, self.num_fits = rule, schedule, config, 0
         self.host = JoinCoordinator(self) if isinstance(self.transport, ElasticTransport) else None
-        if config.deadlines.replicas and not isinstance(self.transport, ElasticTransport):
+        if config.timeouts.replicas and not isinstance(self.transport, ElasticTransport):
             raise ValueError(
-                f"`Timeouts(replicas={config.deadlines.replicas!r})`: over {self.transport!r} nobody comes back to be "
+                f"`Timeouts(replicas={config.timeouts.replicas!r})`: over {self.transport!r} nobody comes back to be "
                 "waited for. Use `TorchTransport()`, or leave it out."
             )
         self.buffers: BufferPolicy = buffers
@@ -200,7 +200,7 @@ class AsyncStrategy(ReplicatedStrategy):
     @property
     def patience(self) -> timedelta:
         """See `Drifting`."""
-        return self.config.deadlines.replicas
+        return self.config.timeouts.replicas
 
     @property
     def shrinks(self) -> bool:
@@ -271,7 +271,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def usual_settings(self) -> dict[str, object]:
         """What need not be equal, but commonly is."""
-        return {"deadlines": self.config.deadlines}
+        return {"timeouts": self.config.timeouts}
 
     # ---- servers, where weights are theirs ----
 

@@ -81,7 +81,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         compression: Compression = "none",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
-        deadlines: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
@@ -95,7 +95,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
             self.count = counting(owner, weighting)
             weighting = "samples"
         config = AveragerConfig(
-            overlap=overlap, weighting=weighting, compression=compression, deadlines=Timeouts.or_default(deadlines),
+            overlap=overlap, weighting=weighting, compression=compression, timeouts=Timeouts.or_default(timeouts),
             part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         config.check_rule(owner, rule)

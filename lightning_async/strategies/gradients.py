@@ -96,7 +96,7 @@ class AsyncGradientStrategy(AsyncStrategy):
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
-        deadlines: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
@@ -129,7 +129,7 @@ class AsyncGradientStrategy(AsyncStrategy):
             )
         configuration_checks.check_policies(owner, buffers, "keep", "local", part_mb)
         config = AveragerConfig(
-            deadlines=Timeouts.or_default(deadlines), part_bytes=max(4, int(part_mb * 2**20)),
+            timeouts=Timeouts.or_default(timeouts), part_bytes=max(4, int(part_mb * 2**20)),
             min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)

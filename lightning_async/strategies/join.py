@@ -132,11 +132,11 @@ def connect(
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     environment = RenumberedEnvironment(strategy.cluster_environment, rank, len(names), "")
-    connection = transport.widen(environment, device, place["room"], config.deadlines.dead_after, PATIENCE, check)
+    connection = transport.widen(environment, device, place["room"], config.timeouts.dead_after, PATIENCE, check)
     try:
         made(connection)
         connection.hear_deaths(partial(name_in_run, names=names))
-        connection.forks = forks_of(connection.root, connection.payload, config.deadlines)
+        connection.forks = forks_of(connection.root, connection.payload, config.timeouts)
         pair = connection.root.split((0, len(names) - 1), "joining")
         connection.open()
         told = connection.world.gather_objects(own or [])
@@ -640,7 +640,7 @@ class JoiningRank:
         transport = self._strategy.transport
         if not isinstance(transport, ElasticTransport):
             raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
-        dead_after = self._strategy.config.deadlines.dead_after
+        dead_after = self._strategy.config.timeouts.dead_after
         door = JoinBoardWithTimeout(
             transport.door(self._strategy.cluster_environment), self._number, dead_after, self._end_if_told
         )
@@ -688,7 +688,7 @@ class JoiningRank:
         before this rank had anything of theirs."""
         strategy, self._attempts = self._strategy, self._attempts + 1
         joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
-        dead_after = strategy.config.deadlines.dead_after
+        dead_after = strategy.config.timeouts.dead_after
         membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
         try:
             door.ask(membership.start)
@@ -787,7 +787,7 @@ class JoiningRank:
         Raises:
             AsyncTrainingError: it is not, or they are gone.
         """
-        patience = max(PATIENCE, 2 * self._strategy.config.deadlines.dead_after)  # one may be lost as they vote
+        patience = max(PATIENCE, 2 * self._strategy.config.timeouts.dead_after)  # one may be lost as they vote
         until = time.monotonic() + patience.total_seconds()
 
         def worthwhile() -> bool:

@@ -147,7 +147,7 @@ class ParameterServerStrategy(AsyncStrategy):
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
-        deadlines: Timeouts | None = None,
+        timeouts: Timeouts | None = None,
         transport: Transport | TransportName = "auto",
     ) -> None:
         owner = type(self).__name__
@@ -164,7 +164,7 @@ class ParameterServerStrategy(AsyncStrategy):
         server_options.check_service(self)
         configuration_checks.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
-            deadlines=Timeouts.or_default(deadlines), min_replicas=min_replicas, max_replicas=max_replicas
+            timeouts=Timeouts.or_default(timeouts), min_replicas=min_replicas, max_replicas=max_replicas
         )
         roles = ServerRoles(owner, placement, num_servers, server_address)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -440,7 +440,7 @@ def dismiss(strategy: ServedByRanks, run: int) -> None:
 def register_worker(strategy: ServedByRanks, role: str, number: int) -> Any:
     """Let all know that this process is there, until it ends; what hears of the others."""
     if os.getpid() not in _beats:
-        name, dead_after = joining_rank_name(role, number, came_back() or 0), strategy.config.deadlines.dead_after
+        name, dead_after = joining_rank_name(role, number, came_back() or 0), strategy.config.timeouts.dead_after
         beats = strategy.transport.visit(strategy.place, ROOM, name, dead_after)
         beats.start()
         atexit.register(beats.close)  # before the heartbeats end
@@ -496,7 +496,7 @@ def _door(strategy: ServedByRanks) -> JoinBoard:
 
 
 def _attendance(strategy: ServedByRanks, number: int) -> Attendance:
-    dead_after_s = strategy.config.deadlines.dead_after.total_seconds()
+    dead_after_s = strategy.config.timeouts.dead_after.total_seconds()
     return Attendance(register_worker(strategy, "server", number), strategy.place.world_size(), dead_after_s)
 
 

@@ -146,7 +146,7 @@ class Session:
         replica.watched = lambda: every_tensor(strategy.optimizers)
         config = strategy.config
         control = ControlPlane(
-            connection.root, connection.membership, replica, config.deadlines,
+            connection.root, connection.membership, replica, config.timeouts,
             payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
             min_replicas=strategy.fewest, forks=connection.forks,
         )  # fmt: skip

@@ -276,7 +276,7 @@ def main() -> None:
     strategy = AsyncAveragingStrategy(
         schedule=Synchronous() if job.synchronous else EveryNSteps(job.period),
         min_replicas=job.min_replicas,
-        deadlines=Timeouts(dead_after=timedelta(seconds=job.dead_after_s)),
+        timeouts=Timeouts(dead_after=timedelta(seconds=job.dead_after_s)),
     )
     saves: list[Any] = []
     if job.save_every:

@@ -278,9 +278,9 @@ def averaging(rank: int, job: Job, module: nn.Module, schedule: Schedule) -> Ite
     membership = Membership(store, rank, 2)
     membership.start()
     # Blocks without averaging are no stalls.
-    config = AveragerConfig(weighting="equal", deadlines=Timeouts(grace=timedelta(hours=1)))
+    config = AveragerConfig(weighting="equal", timeouts=Timeouts(grace=timedelta(hours=1)))
     replica = Replica(module, device=device)
-    control = ControlPlane(comm, membership, replica, config.deadlines, payload=large)
+    control = ControlPlane(comm, membership, replica, config.timeouts, payload=large)
     membership.on_change = control.wake
     averager = BackgroundAverager(control, DeltaMean(), schedule, config)
     try:

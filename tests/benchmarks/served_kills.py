@@ -67,7 +67,7 @@ def train(folder: str) -> None:
     module = Counts(folder)
     module.writer.note("start", process=os.getpid(), name=os.environ["RANK"])
     strategy = ParameterServerStrategy(
-        "async", staleness="none", min_replicas=1, deadlines=Timeouts(dead_after=timedelta(seconds=30))
+        "async", staleness="none", min_replicas=1, timeouts=Timeouts(dead_after=timedelta(seconds=30))
     )
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=-1, logger=False,

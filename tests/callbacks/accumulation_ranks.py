@@ -91,12 +91,12 @@ def ddp_of_unequal_batches() -> Any:
 
 @scenario
 def synchronous_by_samples() -> Any:
-    strategy = together(schedule=Synchronous(), deadlines=PATIENT)
+    strategy = together(schedule=Synchronous(), timeouts=PATIENT)
     return fit(strategy, AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=24))
 
 
 def synchronous(accumulation: AdaptiveGradientAccumulation, **options: Any) -> Any:
-    return fit(together(schedule=Synchronous(), deadlines=PATIENT, **options), accumulation)
+    return fit(together(schedule=Synchronous(), timeouts=PATIENT, **options), accumulation)
 
 
 @scenario
@@ -118,7 +118,7 @@ def tokens(batch: Tensor) -> Any:
 @scenario
 def synchronous_first() -> Any:
     """Synchronous steps, in which replicas have equal rates, then steps of each one's own."""
-    strategy = together(schedule=Warmup(EveryNSteps(100), steps=2), deadlines=PATIENT)
+    strategy = together(schedule=Warmup(EveryNSteps(100), steps=2), timeouts=PATIENT)
     return fit(strategy, AdaptiveGradientAccumulation(2, lr_scaling="linear"))
 
 
@@ -128,13 +128,13 @@ def synchronous_by_noise() -> Any:
     policy = NoiseScale(minimum=16, maximum=64, every=1, decay=0.0)
     accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=policy, lr_scaling="linear")
     data = [each * 10 ** rank() for each in rows(rank(), [4] * 16)]
-    return fit(together(schedule=Synchronous(), deadlines=PATIENT), accumulation, data)
+    return fit(together(schedule=Synchronous(), timeouts=PATIENT), accumulation, data)
 
 
 @scenario
 def synchronous_by_communication() -> Any:
     """Rank 1 measures other times than rank 0."""
-    strategy = together(schedule=Synchronous(), deadlines=PATIENT)
+    strategy = together(schedule=Synchronous(), timeouts=PATIENT)
     return timed(lambda accumulation, data: fit(strategy, accumulation, data))
 
 
@@ -194,7 +194,7 @@ def served_by_noise() -> Any:
 
 
 def gathered(accumulation: AdaptiveGradientAccumulation, data: Any = None, epochs: int = 1, **options: Any) -> Any:
-    return fit(AsyncGradientStrategy(min_replicas=2, deadlines=PATIENT, **options), accumulation, data, epochs)
+    return fit(AsyncGradientStrategy(min_replicas=2, timeouts=PATIENT, **options), accumulation, data, epochs)
 
 
 @scenario
@@ -263,7 +263,7 @@ class Evaluated(Line):
 def gathered_and_validated() -> Any:
     """Rank 0 is between two windows as it hears of it, and its own clock comes to it with the next batch."""
     accumulation = AdaptiveGradientAccumulation(base_batch_size=4, target_batch_size=16)
-    strategy, validated = AsyncGradientStrategy(min_replicas=2, deadlines=PATIENT), Validated()
+    strategy, validated = AsyncGradientStrategy(min_replicas=2, timeouts=PATIENT), Validated()
     trainer: Any = make_trainer(
         strategy, callbacks=[accumulation, validated], max_epochs=1, val_check_interval=3, use_distributed_sampler=False
     )
@@ -301,13 +301,13 @@ def ddp_by_communication() -> Any:
 
 @scenario
 def asynchronous() -> Any:
-    strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT, overlap=False)
+    strategy = together(schedule=EveryNSteps(2), timeouts=PATIENT, overlap=False)
     return fit(strategy, AdaptiveGradientAccumulation(ByStep({0: 1, 1: 2, 2: 1})))
 
 
 @scenario
 def different_settings() -> Any:
-    strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT)
+    strategy = together(schedule=EveryNSteps(2), timeouts=PATIENT)
     return fit(strategy, AdaptiveGradientAccumulation(2 + rank()))
 
 
@@ -355,5 +355,5 @@ def ddp_has_unequal_parts() -> Any:
 
 @scenario
 def drifting_has_parts() -> Any:
-    strategy = together(schedule=EveryNSteps(2), deadlines=PATIENT)
+    strategy = together(schedule=EveryNSteps(2), timeouts=PATIENT)
     return parts(strategy, Weighted({1: 3.0}), AdaptiveGradientAccumulation(3))

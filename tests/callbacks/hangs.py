@@ -81,8 +81,8 @@ def steps(folder: str) -> int:
 def one_of_two(folder: str) -> str:
     """Rank 1 hangs."""
     rank = int(os.environ["RANK"])
-    deadlines = Timeouts(dead_after=timedelta(seconds=30))
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=2, deadlines=deadlines)
+    timeouts = Timeouts(dead_after=timedelta(seconds=30))
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=2, timeouts=timeouts)
     module = Hangs(20, a_sleep if rank == 1 else lambda: None)
     watchdog = HangWatchdog(k=5, min_s=0.5, warmup=5, dirpath=folder)
     try:

@@ -83,7 +83,7 @@ def ddp() -> Any:
 
 
 def asynchronous(**options: Any) -> AsyncAveragingStrategy:
-    return together(schedule=options.pop("schedule", EveryNSteps(8)), deadlines=LONG, **options)
+    return together(schedule=options.pop("schedule", EveryNSteps(8)), timeouts=LONG, **options)
 
 
 # ---- DDP ----
@@ -180,7 +180,7 @@ def drifting_rolls_back_together(folder: Path) -> Any:
     module.validation_step = lambda batch, batch_idx: validated.append(module.steps)  # type: ignore[method-assign]
     begun = time.monotonic()
     told = fit(
-        Recorded(schedule=EveryNSteps(8), deadlines=LONG), module, monitor, keeper, Tells(), n=80, val_check_interval=7
+        Recorded(schedule=EveryNSteps(8), timeouts=LONG), module, monitor, keeper, Tells(), n=80, val_check_interval=7
     )
     took_s = time.monotonic() - begun
     return told | {"rolled": keeper.rolled, "took_s": took_s, "after": after, "validated": len(validated)}

@@ -36,7 +36,7 @@ def killed(folder: str) -> Any:
     """Rank 1 is killed within the second epoch."""
     with contextlib.suppress(PeerLost):
         dies = AtBatch(STOP, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank() == 1 else None)
-        train(Path(folder), servers(deadlines=Timeouts(dead_after=timedelta(seconds=3))), dies)
+        train(Path(folder), servers(timeouts=Timeouts(dead_after=timedelta(seconds=3))), dies)
     return "lost"
 
 

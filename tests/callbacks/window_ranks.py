@@ -42,7 +42,7 @@ Make = Callable[[], AsyncGradientStrategy]
 
 
 def windows(*args: Any, **options: Any) -> AsyncGradientStrategy:
-    return AsyncGradientStrategy(*args, min_replicas=2, **{"deadlines": PATIENT, **options})
+    return AsyncGradientStrategy(*args, min_replicas=2, **{"timeouts": PATIENT, **options})
 
 
 class Counted(Noisy):
@@ -186,7 +186,7 @@ def killed(folder: str) -> Any:
     """Rank 1 is killed within the second epoch."""
     with contextlib.suppress(PeerLost):
         dies = AtBatch(STOP, lambda: os.kill(os.getpid(), signal.SIGKILL) if rank() == 1 else None)
-        train(Path(folder), windows(4, deadlines=replace(PATIENT, dead_after=timedelta(seconds=3))), dies)
+        train(Path(folder), windows(4, timeouts=replace(PATIENT, dead_after=timedelta(seconds=3))), dies)
     return "lost"
 
 

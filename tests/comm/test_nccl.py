@@ -100,7 +100,7 @@ def test_synchronous_steps_are_those_of_one_process(ranks: Outcomes) -> None:
 
 @pytest.mark.parametrize("accelerator", ["cpu", GPU])
 def test_a_killed_rank_ends_the_other_with_its_name(accelerator: str) -> None:
-    kwargs = {"batches": [ENDLESS] * 2, "deadlines": {"dead_after": 3.0}}
+    kwargs = {"batches": [ENDLESS] * 2, "timeouts": {"dead_after": 3.0}}
     kwargs |= {"accelerator": accelerator, "devices": 1, "num_nodes": 2}
     told = survivor_of_two(kwargs, environment(accelerator))
     assert told["error"].startswith("PeerLost") and "rank 1" in told["error"]
@@ -108,7 +108,7 @@ def test_a_killed_rank_ends_the_other_with_its_name(accelerator: str) -> None:
 
 @pytest.mark.parametrize("accelerator", ["cpu", GPU])
 def test_two_ranks_go_on_without_a_killed_third(accelerator: str) -> None:
-    kwargs = {"batches": [300, 300, ENDLESS], "deadlines": {"dead_after": 3.0}, "fewest": 2}
+    kwargs = {"batches": [300, 300, ENDLESS], "timeouts": {"dead_after": 3.0}, "fewest": 2}
     kwargs |= {"accelerator": accelerator, "devices": 1, "num_nodes": 3}
     with start_ranks(TRAIN, 3, kwargs=kwargs, timeout=LIMIT_S, env=environment(accelerator)) as group:
         wait_for_step(group, 30, 3)

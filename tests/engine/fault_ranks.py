@@ -125,7 +125,7 @@ def faulty_rank(
     rule: Any = None,
     schedule: Any = None,
     overlap: bool = False,
-    deadlines: Timeouts = DEADLINES,
+    timeouts: Timeouts = DEADLINES,
     dead_after: timedelta = timedelta(seconds=20),
     numel: int = 8,
     rows: int = 1,
@@ -160,7 +160,7 @@ def faulty_rank(
         rule or DeltaMean(),
         schedule or EveryNSteps(4),
         AveragerConfig(
-            overlap=overlap, deadlines=deadlines, weighting=weighting, part_bytes=part_bytes, compression=compression
+            overlap=overlap, timeouts=timeouts, weighting=weighting, part_bytes=part_bytes, compression=compression
         ),
         compression=gradients,
         min_replicas=min_replicas,

@@ -76,7 +76,7 @@ def assemble(
     **kwargs: Any,
 ) -> tuple[BackgroundAverager, SynchronousGradients]:
     """An averager that takes synchronous steps too, as the strategy has it; ``compression`` is of these."""
-    control = ControlPlane(collectives, membership, replica, config.deadlines, part_bytes=config.part_bytes, **kwargs)
+    control = ControlPlane(collectives, membership, replica, config.timeouts, part_bytes=config.part_bytes, **kwargs)
     membership.on_change = control.wake
     averager = BackgroundAverager(control, rule, schedule, config)
     gradients = SynchronousGradients(
@@ -91,7 +91,7 @@ def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterato
     """A replica, from start to a clean end."""
     rule: AveragingRule = kwargs.pop("rule", None) or DeltaMean()
     schedule: Schedule = kwargs.pop("schedule", None) or EveryNSteps(4)
-    config = AveragerConfig(**{"deadlines": DEADLINES, **kwargs.pop("config", {})})
+    config = AveragerConfig(**{"timeouts": DEADLINES, **kwargs.pop("config", {})})
     numel = kwargs.pop("numel", 8)
     dead_after = kwargs.pop("dead_after", timedelta(seconds=20))
     buffers = kwargs.pop("buffers", "average")

@@ -102,7 +102,7 @@ def test_a_mark_comes_again_with_the_round_that_failed(name: str, op: str, nth: 
 
 
 def test_a_rank_that_is_absent_takes_no_part() -> None:
-    turn, deadlines = Turnstile(), Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
+    turn, timeouts = Turnstile(), Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
 
     def body(rank: FaultyRank) -> Any:
         marks, found = marks_of(rank), []
@@ -118,7 +118,7 @@ def test_a_rank_that_is_absent_takes_no_part() -> None:
         rank.meet()
         return [marked.mark for _, marked, _ in found], marks.saved
 
-    told = values(3, body, schedule=EveryNSteps(2), deadlines=deadlines)
+    told = values(3, body, schedule=EveryNSteps(2), timeouts=timeouts)
     assert [marks for marks, _ in told] == [[Mark(1, 1, ("0", "1"))]] * 2 + [[]]
     assert [saved for _, saved in told] == [1] * 3, "it knows of the save"
 

@@ -73,16 +73,16 @@ VALIDATE = {"votes": Vote.VALIDATE}
 CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "nobody is ready": ([TRAINS, TRAINS], {}),
     "one is ready": ([READY, TRAINS], {}),
-    "all are ready": ([READY, READY.but(work=12.0)], {"kind": "Average", "weights": (0.25, 0.75), "source": 0}),
-    "one is excused": ([TRAINS.but(excused=True), READY], {"kind": "Average", "weights": (0, 1), "source": 1}),
+    "all are ready": ([READY, READY.but(work=12.0)], {"kind": "AveragingRound", "weights": (0.25, 0.75), "source": 0}),
+    "one is excused": ([TRAINS.but(excused=True), READY], {"kind": "AveragingRound", "weights": (0, 1), "source": 1}),
     "one is not finite": (
         [READY.but(work=0.0, steps=0.0, healthy=False), READY],
-        {"kind": "Average", "weights": (0, 1), "source": 1, "able": (False, True)},
+        {"kind": "AveragingRound", "weights": (0, 1), "source": 1, "able": (False, True)},
     ),
     "none is finite": ([READY.but(work=0.0, steps=0.0, healthy=False)] * 2, {"void": True}),
     "no work since the agreement, but since the round": (
         [READY.but(work=0.0, steps=0.0), READY.but(work=0.0)],
-        {"kind": "Average", "weights": (0, 1), "source": 0},
+        {"kind": "AveragingRound", "weights": (0, 1), "source": 0},
     ),
     "one has yet to follow a new layout": ([READY.but(version=1, layout=9), LEFT_OVER], {}),
     "synchronous steps": ([STEPS, STEPS], {"kind": "GradientRounds", "weights": (0.5, 0.5)}),
@@ -91,7 +91,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "a synchronous step without a peer": ([STEPS, TRAINS], {}),
     "after synchronous steps": (
         [READY.but(fresh=True), READY.but(work=9.0)],
-        {"kind": "Start", "weights": (0, 1), "fresh": True, "source": 0},
+        {"kind": "AnchorRound", "weights": (0, 1), "fresh": True, "source": 0},
     ),
     "a vote to stop": ([TRAINS.but(votes=Vote.STOP), TRAINS], {"votes": Vote.STOP}),
     "a vote to end": ([TRAINS.but(votes=Vote.END), READY], {"votes": Vote.END}),
@@ -100,7 +100,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     "all at a gate": ([at(SyncPointKind.VALIDATE)] * 2, {**VALIDATE, "compare": True}),
     "a message is due at a gate": (
         [at(SyncPointKind.EPOCH_END, ready=ROUND, due=True, work=4.0, steps=4.0), at(SyncPointKind.EPOCH_END)],
-        {"kind": "Average", "weights": (1, 0), "source": 0, "votes": Vote.EPOCH},
+        {"kind": "AveragingRound", "weights": (1, 0), "source": 0, "votes": Vote.EPOCH},
     ),
     "a message left over at a gate": (
         [at(SyncPointKind.EPOCH_END, ready=ROUND, work=4.0, steps=4.0), at(SyncPointKind.EPOCH_END)],
@@ -117,23 +117,23 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     ),
     "they hold different parameters": (
         [held(5), held(6, unreported=6.0)],
-        {**VALIDATE, "kind": "Consensus", "weights": (0.25, 0.75), "compare": True, "source": 0},
+        {**VALIDATE, "kind": "ConsensusRound", "weights": (0.25, 0.75), "compare": True, "source": 0},
     ),
     "they hold different buffers": (
         [held(5), held(5, 8)],
-        {**VALIDATE, "kind": "Consensus", "weights": (0.5, 0.5), "compare": True, "source": 0, "alike": True},
+        {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5), "compare": True, "source": 0, "alike": True},
     ),
     "moved without a step": (
         [held(5, unreported=0.0), held(5, 8, unreported=0.0), held(5, 9, unreported=0.0, healthy=False)],
-        {**VALIDATE, "kind": "Consensus", "weights": (0.5, 0.5, 0), "compare": True, "source": 0, "alike": True},
+        {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5, 0), "compare": True, "source": 0, "alike": True},
     ),
     "replicas with models of their own": (
         [held(UNLIKE), held(UNLIKE)],
-        {**VALIDATE, "kind": "Consensus", "weights": (0.5, 0.5), "compare": True, "source": 0},
+        {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5), "compare": True, "source": 0},
     ),
     "one at a gate is not finite": (
         [held(5, healthy=False), held(6)],
-        {**VALIDATE, "kind": "Consensus", "weights": (0, 1), "compare": True, "source": 1},
+        {**VALIDATE, "kind": "ConsensusRound", "weights": (0, 1), "compare": True, "source": 1},
     ),
     "told to stop at a gate": ([held(5, votes=Vote.STOP), held(5)], {"votes": Vote.VALIDATE | Vote.STOP}),
     "told to stop, at the gate for that": (
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
         [held(5, sync_point=SyncPointKind.DECIDE), held(6, sync_point=SyncPointKind.DECIDE, healthy=False)],
         {
             "votes": Vote.DECIDE,
-            "kind": "Consensus",
+            "kind": "ConsensusRound",
             "weights": (1, 0),
             "compare": True,
             "source": 0,
@@ -182,15 +182,22 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
     ),
     "one's buffers are not finite": (
         [READY.but(sound=False), READY],
-        {"kind": "Average", "weights": (0, 1), "source": 1, "able": (False, True)},
+        {"kind": "AveragingRound", "weights": (0, 1), "source": 1, "able": (False, True)},
     ),
     "nobody's buffers are finite: they are meant so": (
         [READY.but(sound=False)] * 2,
-        {"kind": "Average", "weights": (0.5, 0.5), "source": 0},
+        {"kind": "AveragingRound", "weights": (0.5, 0.5), "source": 0},
     ),
     "none at a gate is finite: nobody is healed": (
         [held(5, healthy=False), held(6, healthy=False)],
-        {**VALIDATE, "kind": "Consensus", "weights": (0.5, 0.5), "compare": True, "source": 0, "able": (True, True)},
+        {
+            **VALIDATE,
+            "kind": "ConsensusRound",
+            "weights": (0.5, 0.5),
+            "compare": True,
+            "source": 0,
+            "able": (True, True),
+        },
     ),
 }
 

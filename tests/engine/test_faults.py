@@ -151,20 +151,20 @@ def test_a_payload_in_parts_that_fails_half_way_is_repeated() -> None:
 
 
 def test_a_payload_that_hangs_is_repeated_after_its_deadline() -> None:
-    deadlines = Timeouts(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
+    timeouts = Timeouts(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
     smooth = values(2, train_and_meet)
     script = [Fault(op="all_reduce", nth=2, action=Hang(), name=PAYLOAD)]
     started = time.monotonic()
-    rough = values(2, train_and_meet, deadlines=deadlines, scripts={1: script})
+    rough = values(2, train_and_meet, timeouts=timeouts, scripts={1: script})
     assert time.monotonic() - started < 30, "half of all other deadlines"
     assert_alike(rough, smooth)
     assert [each["summary"].failed_rounds for each in rough] == [1, 1]
 
 
 def test_failure_after_failure_ends_with_one_clear_error() -> None:
-    deadlines = Timeouts(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=3)
+    timeouts = Timeouts(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=3)
     script = [Fault(op="all_reduce", nth=n, action=Fail(text="no route"), name=PAYLOAD) for n in range(1, 9)]
-    ended = outcomes(3, train_and_meet, deadlines=deadlines, scripts={1: script})
+    ended = outcomes(3, train_and_meet, timeouts=timeouts, scripts={1: script})
     for outcome in ended:
         assert isinstance(outcome.error, AsyncTrainingError), outcome
     assert isinstance(ended[1].error, CollectiveError)
@@ -173,9 +173,9 @@ def test_failure_after_failure_ends_with_one_clear_error() -> None:
 
 
 def test_failures_far_apart_do_not_add_up() -> None:
-    deadlines = Timeouts(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=2)
+    timeouts = Timeouts(payload=timedelta(seconds=30), reform=timedelta(seconds=60), attempts=2)
     script = [Fault(op="all_reduce", nth=n, action=Fail(), name=PAYLOAD) for n in (1, 3, 5)]
-    ended = values(2, train_and_meet, deadlines=deadlines, scripts={0: script})
+    ended = values(2, train_and_meet, timeouts=timeouts, scripts={0: script})
     assert [each["summary"].failed_rounds for each in ended] == [3, 3]
     assert_alike(ended, values(2, train_and_meet))
 
@@ -280,8 +280,8 @@ def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
     log.setLevel(logging.INFO)
     try:
         script = [Fault(op="all_gather", nth=1, action=Fail(), name=HEADER)]
-        deadlines = Timeouts(reform=timedelta(seconds=40), attempts=1000)
-        took, _ = values(2, body, schedule=EveryNSteps(1), overlap=True, scripts={0: script}, deadlines=deadlines)
+        timeouts = Timeouts(reform=timedelta(seconds=40), attempts=1000)
+        took, _ = values(2, body, schedule=EveryNSteps(1), overlap=True, scripts={0: script}, timeouts=timeouts)
     finally:
         log.setLevel(level)
         log.removeHandler(handler)
@@ -292,11 +292,11 @@ def test_closing_while_the_groups_are_re_formed_does_not_wait() -> None:
 
 
 def test_a_rank_that_is_late_for_the_header_is_no_failure() -> None:
-    deadlines = Timeouts(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
+    timeouts = Timeouts(payload=timedelta(seconds=1), reform=timedelta(seconds=60))
     smooth = values(2, train_and_meet)
     for nth in (1, 2):  # the header, the commit
         script = [Fault(op="all_gather", nth=nth, action=Delay(2.0), name=HEADER)]
-        rough = values(2, train_and_meet, deadlines=deadlines, scripts={1: script})
+        rough = values(2, train_and_meet, timeouts=timeouts, scripts={1: script})
         assert [each["summary"].failed_rounds for each in rough] == [0, 0]
         assert_alike(rough, smooth)
 
@@ -324,8 +324,8 @@ def stalling(steps_before: int, rounds_missed: int, turn: Turnstile, times: list
 
 @pytest.mark.parametrize("rounds_missed", [1, 3])
 def test_rounds_go_on_without_a_stalled_rank_and_it_keeps_its_progress(rounds_missed: int) -> None:
-    deadlines = Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
-    ended = values(3, stalling(1, rounds_missed, Turnstile(), []), schedule=EveryNSteps(2), deadlines=deadlines)
+    timeouts = Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
+    ended = values(3, stalling(1, rounds_missed, Turnstile(), []), schedule=EveryNSteps(2), timeouts=timeouts)
     lr, first, x, stalled = 0.1, 1.0, [1.0, 1.0], 1.0
     stalled -= lr * (stalled - 2.0)
     for _ in range(rounds_missed):
@@ -347,9 +347,9 @@ def test_rounds_go_on_without_a_stalled_rank_and_it_keeps_its_progress(rounds_mi
 
 
 def test_a_stalled_rank_holds_the_others_up_once_not_every_round() -> None:
-    deadlines = Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
+    timeouts = Timeouts(grace=timedelta(seconds=3), reform=timedelta(seconds=60))
     times: list[float] = []
-    values(3, stalling(1, 4, Turnstile(), times), schedule=EveryNSteps(2), deadlines=deadlines)
+    values(3, stalling(1, 4, Turnstile(), times), schedule=EveryNSteps(2), timeouts=timeouts)
     assert sorted(times)[len(times) // 2] < 1.5, times  # half the grace
 
 

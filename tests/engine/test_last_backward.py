@@ -219,7 +219,7 @@ def test_a_checkpoint_holds_a_window_that_has_left_with_its_last_pass() -> None:
 def test_who_is_late_within_the_last_pass_takes_the_step_of_the_others_first() -> None:
     """Its own gradients, which lie where that step's are to be, wait in the bucket, and go with the next step; of a
     parameter that only it has used there is none in that step."""
-    deadlines = Timeouts(payload=timedelta(seconds=2), grace=timedelta(seconds=1), reform=timedelta(seconds=60))
+    timeouts = Timeouts(payload=timedelta(seconds=2), grace=timedelta(seconds=1), reform=timedelta(seconds=60))
     turn = Turnstile()
 
     def body(rank: FaultyRank, net: Any, window: Window) -> Any:
@@ -242,7 +242,7 @@ def test_who_is_late_within_the_last_pass_takes_the_step_of_the_others_first() -
         leave_with(rank, window, (1.0, {0: 5.0, 1: 5.0}))
         return take(rank, net), take(rank, net)
 
-    zero, one = on_ranks(2, body, deadlines=deadlines, schedule=NEVER)
+    zero, one = on_ranks(2, body, timeouts=timeouts, schedule=NEVER)
     assert zero == one
     assert zero[0] == [None, 2.0, 2.0, 2.0, 2.0]
     assert zero[1] == pytest.approx([(2 * 7.0 + 1.0 + 5.0) / 4] * 2 + [(2 * 7.0 + 1.0) / 4] * 3)

@@ -436,7 +436,7 @@ def test_a_backward_pass_that_fails_and_is_caught_is_taken_back() -> None:
 
 def test_a_backward_pass_that_takes_long_is_waited_for_without_a_payload_under_way() -> None:
     """A late rank is no failure, and payloads have a deadline."""
-    deadlines = Timeouts(payload=timedelta(seconds=2), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
+    timeouts = Timeouts(payload=timedelta(seconds=2), grace=timedelta(seconds=90), reform=timedelta(seconds=60))
 
     def body(rank: FaultyRank, net: Any) -> Any:
         control, planned = rank.averager.control, rank.averager.plan()
@@ -456,4 +456,4 @@ def test_a_backward_pass_that_takes_long_is_waited_for_without_a_payload_under_w
         assert rank.meet() is Arrival.OPEN
         return grads(net), control.shared_state.failed, len(offered)
 
-    assert on_ranks(2, body, deadlines=deadlines) == [([1.5] * len(SHAPES), 0, 0), ([1.5] * len(SHAPES), 0, 1)]
+    assert on_ranks(2, body, timeouts=timeouts) == [([1.5] * len(SHAPES), 0, 0), ([1.5] * len(SHAPES), 0, 1)]

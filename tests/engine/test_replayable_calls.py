@@ -42,7 +42,7 @@ class Caller:
         self.world = LightningCollectives(faulty.fork("lightning"), self.membership.check, timedelta(seconds=20))
         self.module = torch.nn.Linear(4, 1, bias=False)
         torch.nn.init.constant_(self.module.weight, float(self.number))
-        config = AveragerConfig(deadlines=DEADLINES)
+        config = AveragerConfig(timeouts=DEADLINES)
         self.averager, _ = assemble(
             faulty, self.membership, Replica(self.module), DeltaMean(), NEVER, config, calls=self.world.calls,
             min_replicas=min_replicas,

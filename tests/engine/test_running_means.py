@@ -272,7 +272,7 @@ def test_an_absent_replica_keeps_its_statistics_and_is_in_the_next_mean() -> Non
         return alone, module.norm.running_mean.item()
 
     (first, agreed), (second, agreed2) = on_ranks(
-        body, lambda: Statistics(nn.BatchNorm1d(1, momentum=0.5, affine=False)), config={"deadlines": soon}
+        body, lambda: Statistics(nn.BatchNorm1d(1, momentum=0.5, affine=False)), config={"timeouts": soon}
     )
     assert (first, second) == (4.0, 6.0)
     assert agreed == agreed2

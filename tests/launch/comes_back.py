@@ -52,9 +52,9 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     here, everywhere = (int(os.environ[name]) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
     memory = PeerMemory(every_n_train_steps=1)
-    deadlines = Timeouts(dead_after=timedelta(seconds=float(os.environ.get("DEAD_AFTER", "30"))))
+    timeouts = Timeouts(dead_after=timedelta(seconds=float(os.environ.get("DEAD_AFTER", "30"))))
     trainer = pl.Trainer(
-        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(5), min_replicas=1, deadlines=deadlines),
+        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(5), min_replicas=1, timeouts=timeouts),
         accelerator="cpu", num_nodes=everywhere // here, devices=here, max_epochs=1, logger=False,
         enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
         callbacks=[memory],

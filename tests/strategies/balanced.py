@@ -138,11 +138,11 @@ def train(strategy: Any, callback: Any, module: Noted | None = None, length: int
 
 
 def synchronous(**options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(schedule=Synchronous(), deadlines=PATIENT, min_replicas=RANKS, **options)
+    return AsyncAveragingStrategy(schedule=Synchronous(), timeouts=PATIENT, min_replicas=RANKS, **options)
 
 
 def gradients(*args: Any, **options: Any) -> AsyncGradientStrategy:
-    return AsyncGradientStrategy(*args, deadlines=PATIENT, min_replicas=RANKS, **options)
+    return AsyncGradientStrategy(*args, timeouts=PATIENT, min_replicas=RANKS, **options)
 
 
 @scenario
@@ -153,7 +153,7 @@ def in_step() -> Any:
 @scenario
 def within_an_epoch() -> Any:
     """And ranks may be lost."""
-    strategy = AsyncAveragingStrategy(schedule=Synchronous(), deadlines=PATIENT)
+    strategy = AsyncAveragingStrategy(schedule=Synchronous(), timeouts=PATIENT)
     return train(strategy, BalancedBatchSizes(every=24), max_epochs=2, val_check_interval=0.5)
 
 
@@ -164,12 +164,12 @@ def windows_of_two() -> Any:
 
 @scenario
 def windows_until_reduced() -> Any:
-    return train(AsyncGradientStrategy("until_reduced", deadlines=HASTY), BalancedBatchSizes(every=10))
+    return train(AsyncGradientStrategy("until_reduced", timeouts=HASTY), BalancedBatchSizes(every=10))
 
 
 @scenario
 def averaged() -> Any:
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=HASTY)
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), timeouts=HASTY)
     module = Noted(hears_at=59, optimizer=momentum)
     return train(strategy, BalancedBatchSizes(every=10), module, 4 * LENGTH, max_epochs=2)
 

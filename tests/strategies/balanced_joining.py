@@ -36,7 +36,7 @@ class Paced(UntilBack):
 
 
 def train(folder: str, deaths: dict[str, tuple[str, int, int]], every: int = 10, num_workers: int = 0) -> None:
-    strategy = AsyncAveragingStrategy(schedule=Synchronous(), deadlines=DEADLINES, min_replicas=1)
+    strategy = AsyncAveragingStrategy(schedule=Synchronous(), timeouts=DEADLINES, min_replicas=1)
     module = Paced({number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()})
     balanced = BalancedBatchSizes(every=every)
     data: Any = torch.arange(LENGTH).float().unsqueeze(1)

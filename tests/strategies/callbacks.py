@@ -29,7 +29,7 @@ from tests.strategies.workers import (
 
 
 def diloco() -> AsyncAveragingStrategy:
-    return together(DiLoCo(), EveryNSteps(3), overlap=False, deadlines=PATIENT)
+    return together(DiLoCo(), EveryNSteps(3), overlap=False, timeouts=PATIENT)
 
 
 class Tuned(Net):
@@ -103,7 +103,7 @@ def _averaged(callback: Any, numbers: tuple[int, int], folder: Path, **options: 
     """Rounds after every third step, validations after every sixth, all deterministic."""
     seen = Seen()
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath=folder, filename="end", save_on_train_epoch_end=True)
-    strategy = together(Mean(), EveryNSteps(3), overlap=False, weighting="steps", deadlines=PATIENT)
+    strategy = together(Mean(), EveryNSteps(3), overlap=False, weighting="steps", timeouts=PATIENT)
     told = fit(
         strategy, loader(shard(numbers)), val=loader(shard((1, 1))), callbacks=[callback, seen, checkpoint],
         enable_checkpointing=True, **{"val_check_interval": 6, **options},

@@ -102,7 +102,7 @@ def train(
     batches: list[int],
     period: int = 4,
     overlap: bool = True,
-    deadlines: dict[str, float] | None = None,
+    timeouts: dict[str, float] | None = None,
     pause_s: float = 0.005,
     at: tuple[int, int, str] | None = None,
     sync_point: str = "",
@@ -115,8 +115,8 @@ def train(
     At least ``fewest`` ranks go on where others are lost; by default all are needed.
     """
     own = int(os.environ["RANK"])
-    times = {name: timedelta(seconds=s) for name, s in (deadlines or {}).items()}
-    limits: Any = {"min_replicas": fewest or len(batches), "deadlines": Timeouts(**times)}  # pyright: ignore
+    times = {name: timedelta(seconds=s) for name, s in (timeouts or {}).items()}
+    limits: Any = {"min_replicas": fewest or len(batches), "timeouts": Timeouts(**times)}  # pyright: ignore
     if windows is None:
         strategy = AsyncAveragingStrategy(schedule=EveryNSteps(period), overlap=overlap, **limits)
     else:
@@ -171,7 +171,7 @@ def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:
     """Fit; then rank 1 is gone, and the others go on with another call of the Trainer; say how that ended."""
     num_ranks, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     strategy = AsyncAveragingStrategy(
-        schedule=EveryNSteps(4), min_replicas=num_ranks, deadlines=Timeouts(dead_after=timedelta(seconds=dead_after))
+        schedule=EveryNSteps(4), min_replicas=num_ranks, timeouts=Timeouts(dead_after=timedelta(seconds=dead_after))
     )
     module, trainer = Tiny(), make_trainer(strategy, num_ranks)
     trainer.fit(module, loader(8))

@@ -42,7 +42,7 @@ from tests.strategies.workers import (
 
 
 def every_step(**options: Any) -> AsyncAveragingStrategy:
-    return together(Mean(), EveryNSteps(1), overlap=False, deadlines=PATIENT, **options)
+    return together(Mean(), EveryNSteps(1), overlap=False, timeouts=PATIENT, **options)
 
 
 # ---- manual optimization ----

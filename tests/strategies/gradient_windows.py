@@ -31,7 +31,7 @@ from tests.strategies.workers import (
 
 
 def strategy(*args: Any, **options: Any) -> AsyncGradientStrategy:
-    return AsyncGradientStrategy(*args, min_replicas=2, deadlines=PATIENT, **options)
+    return AsyncGradientStrategy(*args, min_replicas=2, timeouts=PATIENT, **options)
 
 
 def watch_passes(module: Any) -> list[bool]:

@@ -108,13 +108,13 @@ def train(
     mode = (modes or {}).get(os.environ.get("LIGHTNING_ASYNC_REJOIN", ""), "")
     period = 5 if mode == "other settings" else 3
     strategy: Any = AsyncAveragingStrategy(
-        RULES[rule], Synchronous() if synchronous else EveryNSteps(period), deadlines=DEADLINES, min_replicas=fewest,
+        RULES[rule], Synchronous() if synchronous else EveryNSteps(period), timeouts=DEADLINES, min_replicas=fewest,
         max_replicas=most,
     )  # fmt: skip
     if windows is not None:
-        strategy = AsyncGradientStrategy(windows, deadlines=DEADLINES, min_replicas=fewest, max_replicas=most)
+        strategy = AsyncGradientStrategy(windows, timeouts=DEADLINES, min_replicas=fewest, max_replicas=most)
     if served is not None:
-        strategy = ParameterServerStrategy(served, deadlines=DEADLINES, min_replicas=fewest, max_replicas=most)
+        strategy = ParameterServerStrategy(served, timeouts=DEADLINES, min_replicas=fewest, max_replicas=most)
     module = UntilBack(deaths, mode, most or RANKS, leaves)
     logger = pytorch("loggers").CSVLogger(folder, name="log")
     stopping = pytorch("callbacks").EarlyStopping("val_loss", patience=1000)

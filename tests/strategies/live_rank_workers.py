@@ -119,7 +119,7 @@ def survive(
     epochs: int = 3,
     then_test: bool = False,
     pause_s: float = 0.01,
-    deadlines: Timeouts = DEADLINES,
+    timeouts: Timeouts = DEADLINES,
     synchronous: bool = False,
     windows: int | Literal["until_reduced", "balanced"] | None = None,
     compression: Any = "none",
@@ -131,16 +131,16 @@ def survive(
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     schedule = Synchronous() if synchronous else EveryNSteps(period)
     strategy: Any = AsyncAveragingStrategy(
-        schedule=schedule, overlap=overlap, deadlines=deadlines, min_replicas=min_replicas
+        schedule=schedule, overlap=overlap, timeouts=timeouts, min_replicas=min_replicas
     )
     if windows is not None:
         corrects = None if correction is None else getattr(lightning_async, correction)()
         strategy = AsyncGradientStrategy(
             lightning_async.BalancedWindows(2) if windows == "balanced" else windows, correction=corrects,
-            compression=compression, deadlines=deadlines, min_replicas=min_replicas,
+            compression=compression, timeouts=timeouts, min_replicas=min_replicas,
         )  # fmt: skip
     if served is not None:
-        strategy = ParameterServerStrategy(served, deadlines=deadlines, min_replicas=min_replicas)
+        strategy = ParameterServerStrategy(served, timeouts=timeouts, min_replicas=min_replicas)
     module = Seen(deaths, host)
     module.pause_s = pause_s
     loggers = [pytorch("loggers").CSVLogger(folder, name=name) for name in ("log", "other")]
@@ -188,4 +188,4 @@ if (
     __name__ == "__main__"
 ):  # under a launcher: `python -m tests.strategies.live_rank_workers FOLDER '{"0": ["step", 0, 4]}' 3`
     patient = Timeouts(dead_after=timedelta(seconds=float(sys.argv[3])))
-    survive(sys.argv[1], json.loads(sys.argv[2]), then_test=True, deadlines=patient)
+    survive(sys.argv[1], json.loads(sys.argv[2]), then_test=True, timeouts=patient)

@@ -20,7 +20,7 @@ from tests.strategies.workers import PATIENT, fit, loader, make_trainer, rank, s
 
 
 def strategy(*args: Any, **options: Any) -> AsyncGradientStrategy:
-    return AsyncGradientStrategy(*args, min_replicas=2, deadlines=PATIENT, **options)
+    return AsyncGradientStrategy(*args, min_replicas=2, timeouts=PATIENT, **options)
 
 
 class Two(pl.LightningModule):

@@ -14,7 +14,7 @@ from tests.strategies.workers import PATIENT, Net, Pulls, Some, fit, loader, log
 
 
 def every_step(rule: Any, **options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False, deadlines=PATIENT, **options)
+    return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False, timeouts=PATIENT, **options)
 
 
 @scenario
@@ -115,7 +115,7 @@ def diloco() -> Any:
     told = []
     for _ in range(4):
         strategy = AsyncAveragingStrategy(
-            DiLoCo(outer_lr=0.7, outer_momentum=0.9), EveryNSteps(4), overlap=False, deadlines=PATIENT
+            DiLoCo(outer_lr=0.7, outer_momentum=0.9), EveryNSteps(4), overlap=False, timeouts=PATIENT
         )
         told.append(fit(strategy, loader(shard((12, 12), (3, 9))), max_epochs=2))
     return told[0] | {"same": [t["history"] == told[0]["history"] for t in told]}
@@ -124,7 +124,7 @@ def diloco() -> Any:
 @scenario
 def warm_up() -> Any:
     strategy = AsyncAveragingStrategy(
-        DiLoCo(0.7, 0.9), Warmup(EveryNSteps(4), steps=6), overlap=False, deadlines=PATIENT
+        DiLoCo(0.7, 0.9), Warmup(EveryNSteps(4), steps=6), overlap=False, timeouts=PATIENT
     )
     return fit(strategy, loader(shard((14, 14), (3, 9))))
 
@@ -189,7 +189,7 @@ def same_data_on_both_ranks() -> Any:
     data = problem.batches(0, 12)
     for policy in ("keep", "average"):
         strategy = AsyncAveragingStrategy(
-            schedule=EveryNSteps(2), overlap=False, deadlines=PATIENT, optimizer_state=policy
+            schedule=EveryNSteps(2), overlap=False, timeouts=PATIENT, optimizer_state=policy
         )
         told[policy] = fit(strategy, loader(data), Net(optimizer=adam))["flat"]
     return told

@@ -165,8 +165,8 @@ def train(folder: str, moment: str, windows: int = 0) -> None:
         first = [join.connect]
         join.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
     short = moment.startswith("short")
-    deadlines = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
-    limits: Any = {"deadlines": deadlines, "min_replicas": 2 if short else 1}
+    timeouts = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
+    limits: Any = {"timeouts": timeouts, "min_replicas": 2 if short else 1}
     strategy: Any = AsyncAveragingStrategy(schedule=EveryNSteps(3), **limits)
     if windows:
         strategy = AsyncGradientStrategy(windows, compression="int8", **limits)
@@ -209,7 +209,7 @@ def again(folder: str) -> None:
     saves = FaultTolerantCheckpoint(Path(folder) / "saved", every_n_train_steps=1, keep=Latest(1000))
     module = Seen({})
     trainer = pl.Trainer(
-        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1),
+        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(3), timeouts=DEADLINES, min_replicas=1),
         accelerator="cpu", devices=RANKS, max_epochs=2, default_root_dir=folder, logger=False, callbacks=[saves],
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, accumulate_grad_batches=12,
     )  # fmt: skip

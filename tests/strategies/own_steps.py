@@ -27,7 +27,7 @@ from tests.strategies.workers import (
 )
 
 BATCHES = 12
-ALIKE = {"min_replicas": 2, "deadlines": PATIENT}
+ALIKE = {"min_replicas": 2, "timeouts": PATIENT}
 
 
 def in_step() -> Any:

@@ -91,7 +91,7 @@ def what_is_own(trainer: Any) -> list[Any]:
 
 def train(folder: str) -> None:
     memory = Noted(save=Once(NUMBER != 1))
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), deadlines=DEADLINES, min_replicas=1)
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), timeouts=DEADLINES, min_replicas=1)
     torch.manual_seed(NUMBER)
     module = Own(memory)
     trainer = pl.Trainer(

@@ -162,7 +162,7 @@ def inherit(folder: str, deaths: dict[str, Any], epochs: int = 2, trainer: Any =
     module.period = 1 if synchronous else PERIOD
     strategy = AsyncAveragingStrategy(
         rule=DeltaMean(), schedule=Synchronous() if synchronous else EveryNSteps(PERIOD), overlap=False,
-        deadlines=DEADLINES, min_replicas=1,
+        timeouts=DEADLINES, min_replicas=1,
     )  # fmt: skip
     fit = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=RANKS, max_epochs=epochs, default_root_dir=folder, logger=False,

@@ -90,7 +90,7 @@ def test_the_next_training_of_one_that_is_left_alone_begins_with_a_warning() -> 
 )
 def test_a_killed_rank_ends_all_others_with_its_name(victim: int, world_size: int, overlap: bool) -> None:
     dead_after = 3.0
-    kwargs = {"batches": [ENDLESS] * world_size, "overlap": overlap, "deadlines": {"dead_after": dead_after}}
+    kwargs = {"batches": [ENDLESS] * world_size, "overlap": overlap, "timeouts": {"dead_after": dead_after}}
     with start_ranks(TRAIN, world_size, kwargs=kwargs, timeout=LIMIT_S) as group:
         wait_for_step(group, 30, world_size)
         killed_at = time.time()
@@ -113,7 +113,7 @@ def test_a_killed_rank_ends_all_others_with_its_name(victim: int, world_size: in
 
 
 def test_only_the_dead_rank_is_blamed() -> None:
-    kwargs = {"batches": [ENDLESS] * 4, "deadlines": {"dead_after": 3.0}}
+    kwargs = {"batches": [ENDLESS] * 4, "timeouts": {"dead_after": 3.0}}
     with start_ranks(TRAIN, 4, kwargs=kwargs, timeout=LIMIT_S) as group:
         wait_for_step(group, 20, 4)
         group.signal(2, signal.SIGKILL)
@@ -122,7 +122,7 @@ def test_only_the_dead_rank_is_blamed() -> None:
 
 
 def test_a_rank_killed_while_others_wait_at_the_end_ends_them() -> None:
-    kwargs = {"batches": [20, ENDLESS], "deadlines": {"dead_after": 3.0}}
+    kwargs = {"batches": [20, ENDLESS], "timeouts": {"dead_after": 3.0}}
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S) as group:
         wait_for_step(group, 20, 1)
         group.wait_for(1, "step 40\n")
@@ -153,7 +153,7 @@ def test_a_rank_that_is_gone_between_two_runs_is_named_and_one_that_is_late_is_w
 
 def test_a_rank_that_dies_at_its_second_step_is_named_after_dead_after() -> None:
     """Nobody has seen its heartbeat change yet; its process somebody may."""
-    kwargs = {"batches": [ENDLESS] * 2, "at": [1, 2, "die"], "deadlines": {"dead_after": 3.0}}
+    kwargs = {"batches": [ENDLESS] * 2, "at": [1, 2, "die"], "timeouts": {"dead_after": 3.0}}
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S) as group:
         group.processes[1].wait(LIMIT_S)
         died_at = time.time()
@@ -164,7 +164,7 @@ def test_a_rank_that_dies_at_its_second_step_is_named_after_dead_after() -> None
     assert told["at"] - died_at < SOON_S
 
 
-@pytest.mark.parametrize("where", ["Presence", "Membership"])
+@pytest.mark.parametrize("where", ["ProcessHeartbeat", "Membership"])
 def test_the_first_rank_dies_while_the_others_start(where: str, tmp_path: Path) -> None:
     """The store has gone with it: torch would try to reach that for 30 minutes."""
     kwargs = {"where": where, "folder": str(tmp_path)}
@@ -183,7 +183,7 @@ def test_the_store_of_a_job_without_our_launcher_is_lost_and_each_rank_ends_with
     """It is in this process. Who catches the error has it as it is; the ranks wait for each other before they end."""
     store: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     env = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
-    kwargs = {"batches": [ENDLESS] * 2, "windows": windows, "deadlines": {"dead_after": 3.0}}
+    kwargs = {"batches": [ENDLESS] * 2, "windows": windows, "timeouts": {"dead_after": 3.0}}
     worker, sync_point = "tests.strategies.failure_workers:without_the_store", tmp_path / "sync_point"
     with start_ranks(worker, 2, kwargs=kwargs | {"sync_point": str(sync_point)}, timeout=LIMIT_S, env=env) as group:
         wait_for_step(group, 30, 2)
@@ -210,7 +210,7 @@ def test_the_store_of_a_job_without_our_launcher_is_lost_and_each_rank_ends_with
 def test_a_second_rank_1_and_a_stranger_do_not_disturb_a_run() -> None:
     port = free_port()
     env = {"MASTER_PORT": str(port), SECRET: "of the job"}
-    kwargs = {"batches": [ENDLESS] * 2, "deadlines": {"dead_after": 30.0}}  # beats are overwritten meanwhile
+    kwargs = {"batches": [ENDLESS] * 2, "timeouts": {"dead_after": 30.0}}  # beats are overwritten meanwhile
     second = env | {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S, env=env) as group:
         wait_for_step(group, 20, 2)
@@ -279,7 +279,7 @@ def test_a_stopped_rank_is_waited_for(overlap: bool) -> None:
     kwargs = {
         "batches": [450, 450],
         "overlap": overlap,
-        "deadlines": {"payload": 2.0, "dead_after": 30.0},
+        "timeouts": {"payload": 2.0, "dead_after": 30.0},
         "pause_s": 0.02,
     }
     with start_ranks(TRAIN, 2, kwargs=kwargs, timeout=LIMIT_S) as group:
@@ -298,7 +298,7 @@ def test_a_pause_in_training_is_no_failure_at_all(overlap: bool, tmp_path: Path)
     kwargs = {
         "batches": [300, 300],
         "overlap": overlap,
-        "deadlines": {"payload": 5.0, "dead_after": 30.0, "grace": 1000.0},
+        "timeouts": {"payload": 5.0, "dead_after": 30.0, "grace": 1000.0},
         "at": [1, 50, "wait"],
         "sync_point": str(sync_point),
     }
@@ -316,7 +316,7 @@ def test_a_pause_in_training_is_no_failure_at_all(overlap: bool, tmp_path: Path)
 
 # ---- a rank that is told to go ----
 
-TO_GO = {"deadlines": {"grace": 60.0}}  # nobody goes on because another one was silent for long
+TO_GO = {"timeouts": {"grace": 60.0}}  # nobody goes on because another one was silent for long
 
 
 def terminated(results: list[RankResult], since: float) -> list[dict[str, Any]]:

@@ -398,7 +398,7 @@ def test_checkpoints_hold_what_compressed_messages_lacked(ranks: Outcomes) -> No
         ({"buffers": "drop"}, ValueError, "AsyncGradientStrategy(buffers='drop')"),
         ({"part_mb": 0.0}, ValueError, "AsyncGradientStrategy(part_mb=0.0)"),
         ({"part_mb": "16"}, TypeError, "AsyncGradientStrategy(part_mb='16')"),
-        ({"deadlines": 12}, TypeError, "`deadlines=12` must be Timeouts(...)"),
+        ({"timeouts": 12}, TypeError, "`timeouts=12` must be Timeouts(...)"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], words: str) -> None:

@@ -172,8 +172,8 @@ def test_a_transport_of_its_own_timeout() -> None:
     transport = HorovodTransport(gloo_timeout=timedelta(seconds=7))
     assert AsyncAveragingStrategy(transport=transport).transport is transport
     with pytest.raises(ValueError, match=r"`Timeouts\(replicas=.*over HorovodTransport.*nobody comes back"):
-        AsyncAveragingStrategy(transport=transport, deadlines=Timeouts(replicas=timedelta(minutes=1)))
-    dead_after = AsyncAveragingStrategy().config.deadlines.dead_after
+        AsyncAveragingStrategy(transport=transport, timeouts=Timeouts(replicas=timedelta(minutes=1)))
+    dead_after = AsyncAveragingStrategy().config.timeouts.dead_after
     assert AsyncAveragingStrategy(transport="horovod").transport == HorovodTransport(gloo_timeout=dead_after)
 
 

@@ -50,7 +50,7 @@ def test_steps_are_those_of_one_process_in_float64(ranks: Outcomes) -> None:
 
 
 def test_a_killed_rank_ends_the_other_with_an_error_of_horovods_kind() -> None:
-    kwargs = {"batches": [100_000] * 2, "deadlines": {"dead_after": 3.0}, "windows": 2}
+    kwargs = {"batches": [100_000] * 2, "timeouts": {"dead_after": 3.0}, "windows": 2}
     with horovod_environment(2) as env:
         told = survivor_of_two(kwargs, env)
     assert told["error"].startswith(KINDS), told

@@ -61,7 +61,7 @@ class Waits:
 
                 return super()._wait(first, *args, **kwargs)
 
-        config = SimpleNamespace(deadlines=Timeouts(dead_after=timedelta(seconds=dead_after)))
+        config = SimpleNamespace(timeouts=Timeouts(dead_after=timedelta(seconds=dead_after)))
         environment = SimpleNamespace(started_as=1)
         strategy: Any = SimpleNamespace(transport=Transport(), cluster_environment=environment, config=config)
         self._guest = Same(strategy, self.trainer)

@@ -59,7 +59,7 @@ SCENARIOS = "tests.strategies.unsupported"
         ({"max_replicas": 0}, ValueError, ("max_replicas=0", "at least 1")),
         ({"min_replicas": 3, "max_replicas": 2}, ValueError, ("min_replicas=3", "max_replicas=2")),
         ({"part_mb": 0.0}, ValueError, ("part_mb=0.0", "> 0")),
-        ({"deadlines": timedelta(seconds=12)}, TypeError, ("deadlines=", "dead_after=timedelta(seconds=12)")),
+        ({"timeouts": timedelta(seconds=12)}, TypeError, ("timeouts=", "dead_after=timedelta(seconds=12)")),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Exception], texts: tuple[str, ...]) -> None:
@@ -69,10 +69,10 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
 
 
 @pytest.mark.parametrize("strategy", [AsyncAveragingStrategy, AsyncGradientStrategy, ParameterServerStrategy])
-@pytest.mark.parametrize("deadlines", [0, False, ""])
-def test_deadlines_that_are_nothing_are_none(strategy: Any, deadlines: object) -> None:
-    with pytest.raises(TypeError, match=f"`deadlines={deadlines!r}` must be Timeouts"):
-        strategy(deadlines=deadlines)
+@pytest.mark.parametrize("timeouts", [0, False, ""])
+def test_deadlines_that_are_nothing_are_none(strategy: Any, timeouts: object) -> None:
+    with pytest.raises(TypeError, match=f"`timeouts={timeouts!r}` must be Timeouts"):
+        strategy(timeouts=timeouts)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +237,7 @@ def test_lightning_cli(ranks: Outcomes, name: str) -> None:
         assert rank["schedule"] == "Warmup(schedule=EveryNSteps(n=3), steps=2, epochs=None, warmup_sync_every=None)"
         assert (rank["synchronous_steps"], rank["rounds"]) == (2, 2)
         assert rank["transport"] == "TorchTransport(backend='gloo', start='popen')"
-        assert rank["deadlines"] == [20.0 if name == "cli_with_arguments" else 12.0, 3]
+        assert rank["timeouts"] == [20.0 if name == "cli_with_arguments" else 12.0, 3]
     assert told[0]["digest"] == told[1]["digest"]
 
 

@@ -284,7 +284,7 @@ def synchronous_uneven_state() -> Any:
     }
     told = {}
     for name, (optimizer, settings, options) in asked.items():
-        strategy = AsyncAveragingStrategy(schedule=Synchronous(), deadlines=PATIENT, **settings)
+        strategy = AsyncAveragingStrategy(schedule=Synchronous(), timeouts=PATIENT, **settings)
         val = loader(shard((2, 2)))
         told[name] = fit(
             strategy, loader(shard((4, 10))), Scheduled(optimizer=optimizer), val=val, max_epochs=3, **options
@@ -303,8 +303,8 @@ class Apart(pl.Callback):
 @scenario
 def in_step_from_apart() -> Any:
     strategies = {
-        "synchronous": AsyncAveragingStrategy(schedule=Synchronous(), deadlines=PATIENT),
-        "windows": AsyncGradientStrategy(1, delay=0, deadlines=PATIENT),
+        "synchronous": AsyncAveragingStrategy(schedule=Synchronous(), timeouts=PATIENT),
+        "windows": AsyncGradientStrategy(1, delay=0, timeouts=PATIENT),
     }
     return {
         name: fit(strategy, loader(shard((4, 4))), Scheduled(optimizer=momentum), callbacks=[Apart()])
@@ -359,7 +359,7 @@ def drift_canary(folder: Path) -> Any:
             if rank() == 0 and batch_idx == 29:
                 through.touch()
 
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(5), deadlines=PATIENT)
+    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(5), timeouts=PATIENT)
     return fit(strategy, loader(shard((30, 30))), Stuck())
 
 

@@ -182,7 +182,7 @@ def _cli(folder: Path, config: str, *arguments: str) -> Any:
         "schedule": repr(strategy.schedule),
         "synchronous_steps": strategy.summary.synchronous_steps,
         "rounds": strategy.summary.rounds,
-        "deadlines": [strategy.config.deadlines.dead_after.total_seconds(), strategy.config.deadlines.attempts],
+        "timeouts": [strategy.config.timeouts.dead_after.total_seconds(), strategy.config.timeouts.attempts],
         "transport": repr(strategy.transport),
         "digest": problem.digest(made.model),
     }
@@ -203,7 +203,7 @@ def cli_with_arguments(folder: Path) -> Any:
     """A rule by its name alone, and another value on the command line."""
     config = CONFIG[: CONFIG.index("        class_path: lightning_async.DiLoCo")].rstrip() + " DiLoCo\n"
     config += CONFIG[CONFIG.index("      schedule:") :].replace("lightning_async.", "")
-    values = {"rule.outer_lr": "0.5", "rule.outer_momentum": "0.8", "deadlines.dead_after": "0:00:20"}
+    values = {"rule.outer_lr": "0.5", "rule.outer_momentum": "0.8", "timeouts.dead_after": "0:00:20"}
     return _cli(folder, config, *(f"--trainer.strategy.{name}={value}" for name, value in values.items()))
 
 

@@ -42,7 +42,7 @@ class AveragerConfig:
         deadlines: how long to wait for what.
 
     Raises:
-        TypeError: ``min_replicas`` or ``max_replicas`` is no number; ``deadlines`` are none.
+        TypeError: ``min_replicas`` or ``max_replicas`` is no number; ``timeouts`` are none.
         ValueError: they are below 1, or the first is above the second; an unknown weighting or compression, or a part
             smaller than one element.
     """
@@ -53,7 +53,7 @@ class AveragerConfig:
     part_bytes: int = 16 << 20
     min_replicas: int | None = None
     max_replicas: int | None = None
-    deadlines: Timeouts = field(default_factory=Timeouts)
+    timeouts: Timeouts = field(default_factory=Timeouts)
 
     def __post_init__(self) -> None:
         if self.weighting not in get_args(Weighting):
@@ -65,8 +65,8 @@ class AveragerConfig:
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
 
-        if not isinstance(self.deadlines, Timeouts):
-            raise TypeError(f"`deadlines={self.deadlines!r}` must be Timeouts(...), such as {EXAMPLE}.")
+        if not isinstance(self.timeouts, Timeouts):
+            raise TypeError(f"`timeouts={self.timeouts!r}` must be Timeouts(...), such as {EXAMPLE}.")
         for name, none in (("min_replicas", "half"), ("max_replicas", "as many as were started")):
             given = getattr(self, name)
             if not isinstance(given, int | None) or isinstance(given, bool):
@@ -80,7 +80,7 @@ class AveragerConfig:
         """What must be equal on all ranks."""
         names = ("overlap", "weighting", "compression", "min_replicas", "max_replicas")
         own = {name: getattr(self, name) for name in names}
-        return {**own, "part_mb": self.part_bytes / 2**20, "deadlines.replicas": self.deadlines.replicas}
+        return {**own, "part_mb": self.part_bytes / 2**20, "timeouts.replicas": self.timeouts.replicas}
 
     def fewest(self, started: int, can_lose: bool = True) -> int:
         """So many replicas go on without those that are lost; the others end, too, where fewer are left.
@@ -98,7 +98,7 @@ class AveragerConfig:
 
     def survives(self, started: int, can_lose: bool = True) -> int:
         """So many form groups anew without those that are lost: one, where fewer than `fewest` wait for others."""
-        return 1 if self.deadlines.replicas else self.fewest(started, can_lose)
+        return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""

@@ -132,7 +132,7 @@ class Outgoing:
 
     Args:
         changed: the mailbox's condition.
-        patience_s: one part is waited for so long; then none is under way until all are there, as sums have deadlines.
+        patience_s: one part is waited for so long; then none is under way until all are there, as sums have timeouts.
         count: of the parameters.
         plans: by which gradients go into a bucket; the engine's thread has them.
         scale: gradients are multiplied by it on their way.

@@ -392,7 +392,7 @@ class SynchronousGradients:
 
     def _begin(self, message: GradientMessage, weight: float, before: EarlierPasses | None = None) -> None:
         """The buckets were taken: the message is that of a backward pass that begins."""
-        patience_s = self._control.deadlines.payload.total_seconds() / 2
+        patience_s = self._control.timeouts.payload.total_seconds() / 2
         base = None if before is None or before.pack is None else self.replica.of_rule(self._buckets.sent)
         message.out = out = Outgoing(self._box.changed, patience_s, len(self.replica.layout), self._there, weight)
         message.asks = self.asks
