@@ -128,7 +128,7 @@ class Buckets:
 
     Args:
         replica: says what there is to hold, and where.
-        mailbox: its lock is theirs.
+        shared_state: its lock is theirs.
     """
 
     def __init__(self, replica: Replica, shared_state: SharedState) -> None:

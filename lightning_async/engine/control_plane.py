@@ -71,10 +71,10 @@ class GroupRecovery:
     Args:
         roots: the root communicators: for CPU tensors, and for payloads, which may be the same.
         membership: knows who lives, and which generation is next.
-        mailbox: says when the engine closes.
+        shared_state: says when the engine closes.
         transfer: by which ranks compare their calls in the new groups.
         calls: of the training thread, which go on in the new groups.
-        deadlines: how long to wait for the others.
+        timeouts: how long to wait for the others.
         min_replicas: fewer ranks do not go on. Default: all that there are.
         now: a monotonic clock, in seconds.
     """
@@ -251,13 +251,13 @@ class EngineLoop:
     """Serves headers, for all wings of one rank.
 
     Args:
-        wings: what takes part; may grow until `run`.
+        components: what takes part; may grow until `run`.
         buckets: what is moved.
-        mailbox: what is shared with the training thread.
+        shared_state: what is shared with the training thread.
         transfer: moves it.
         membership: liveness, and the bell that calls for a header at once.
         regroup: forms the groups anew after a failure.
-        deadlines: how long to wait for what.
+        timeouts: how long to wait for what.
         now: a monotonic clock, in seconds.
     """
 
@@ -520,7 +520,7 @@ class ControlPlane:
         collectives: the root communicator, for CPU tensors; headers go over a fork of it.
         membership: liveness, generations, and the bell that calls for a header at once; its owner starts and closes it.
         replica: what is moved. All ranks must start with equal parameters.
-        deadlines: how long to wait for what.
+        timeouts: how long to wait for what.
         payload: what payloads go over a fork of: by default ``collectives``, or one for the device of the buckets.
         part_bytes: payloads move in parts of at most this size.
         now: a monotonic clock, in seconds.

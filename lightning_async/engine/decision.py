@@ -82,7 +82,7 @@ class RoundDecision(NamedTuple):
     Args:
         common: what does not depend on a wing.
         plan: what is exchanged.
-        wing: whose plan it is, by number.
+        component: whose plan it is, by number.
         opens: the gate at which all ranks stand opens.
     """
 

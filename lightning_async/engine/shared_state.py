@@ -91,14 +91,14 @@ class Header(NamedTuple):
         ready: priority of the kind of round that it has a message for; 0 for none.
         votes: what it asks of all.
         excused: nobody need wait for its message: it stands at a gate, is done, or has been silent for long.
-        gate: where its training thread stands.
-        gate_index: which of the gates of that kind (the epoch).
+        sync_point: where its training thread stands.
+        sync_point_index: which of the gates of that kind (the epoch).
         layout: fingerprint of what its buckets hold.
         version: how often that has changed since training began.
         clock: optimizer steps that it has taken in all.
         samples: samples that it has seen in all.
         opened: gates that have opened for it.
-        last_gate: the last of them.
+        last_sync_point: the last of them.
         last_moved: whether the model had changed when that one opened.
         last_clock: steps of all ranks at that time.
         last_exchange: its `exchange` at that time.

@@ -30,7 +30,7 @@ class Transfer:
     Args:
         small: communicator for CPU tensors of a few numbers.
         large: communicator for the buckets.
-        mailbox: says when the engine closes, or a call of the training thread's has failed.
+        shared_state: says when the engine closes, or a call of the training thread's has failed.
         membership: says when a peer is lost or has gone on to another generation.
         deadline: for each part of a payload.
         part_bytes: payloads move in parts of at most this size.

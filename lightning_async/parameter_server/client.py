@@ -475,7 +475,7 @@ class Client:
             weight: samples that it is the mean of; counts in sync mode. 0: there is nothing in it, and what compression
                 has yet to deliver stays here. Default: 1.
             pull: whether to have the weights, too. Default: True.
-            gate: gates that are behind this worker, see `rest`. Default: 0.
+            sync_point: gates that are behind this worker, see `rest`. Default: 0.
             call: in sync mode: all shall hear of it with the answer to this round, see `ServerAnswer.called`. Default:
                 False.
             bases: the versions that it was computed at, of each server. Default: those that were pulled last.

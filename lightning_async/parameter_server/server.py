@@ -325,7 +325,7 @@ class Push:
         weight: samples that it is the mean of; 0 where there is nothing in it.
         gradient: None where there is nothing in it.
         lr: in place of the optimizer's own.
-        gate: that its worker has come from.
+        sync_point: that its worker has come from.
         call: all are to hear of it.
     """
 

@@ -53,7 +53,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
             lost ends training on all.
         max_replicas: ranks that are started while others train are taken in until there are so many: those that were
             lost, under their numbers, and new ones, under numbers of their own. None (default): as many as began.
-        deadlines: how long to wait for what.
+        timeouts: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         transport: who starts the ranks and what moves their bytes: `TorchTransport`, `HorovodTransport`, or a short
             name, "torch", "horovod" or "auto" (default): Horovod where horovodrun started the ranks, else torch.

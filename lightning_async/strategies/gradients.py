@@ -67,7 +67,7 @@ class AsyncGradientStrategy(AsyncStrategy):
             again, among themselves. None (default): half of those that were started, rounded up; over Horovod all.
         max_replicas: ranks that come while others train are taken in until there are so many, see
             `AsyncAveragingStrategy`. None (default): as many as began.
-        deadlines: how long to wait for what.
+        timeouts: how long to wait for what.
         part_mb: payloads move in parts of at most this many MiB. Default 16.
         transport: see `AsyncAveragingStrategy`.
 

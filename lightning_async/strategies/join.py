@@ -83,7 +83,7 @@ class PreparedJoin(NamedTuple):
     """All who train, and a newcomer, are connected.
 
     Args:
-        guest: the newcomer's name as a guest.
+        joining_rank: the newcomer's name as a guest.
         names: for life, of all; the newcomer's is the last.
         run: the number that their run will have.
         connection: of all, with all groups that training needs.
@@ -118,7 +118,7 @@ def connect(
     Args:
         strategy: of this rank.
         rank: its number among them.
-        guest: who is invited.
+        joining_rank: who is invited.
         place: the invitation.
         check: raises where somebody does not come.
         made: called with the connection before its groups are formed: closing it ends that.

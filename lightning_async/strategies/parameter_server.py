@@ -106,7 +106,7 @@ class ParameterServerStrategy(AsyncStrategy):
         bigarray_bound: elements from which on a parameter is split evenly over servers. Default 1,000,000.
         buffers: floating-point buffers (BatchNorm statistics) at gates, see `AsyncAveragingStrategy`.
         min_replicas, max_replicas: see `AsyncAveragingStrategy`.
-        deadlines: how long to wait for what.
+        timeouts: how long to wait for what.
         transport: see `AsyncAveragingStrategy`.
 
     Raises:

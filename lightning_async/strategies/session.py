@@ -49,7 +49,7 @@ def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, r
 
     Args:
         averager: of the run.
-        survivors: who is left, where ranks may be lost.
+        live_ranks: who is left, where ranks may be lost.
         run: its number.
     """
     control, summary, ledger = averager.control, averager.summary, averager.ledger

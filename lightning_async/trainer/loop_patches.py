@@ -47,7 +47,7 @@ class Validation:
         strategy: whose gates these are.
         trainer: its loops.
         meeting: opens the gates.
-        inheritance: what is left of an epoch where ranks were lost.
+        lost_rank_data: what is left of an epoch where ranks were lost.
     """
 
     def __init__(

@@ -33,7 +33,7 @@ class Merger:
     Args:
         buckets: what has arrived.
         agreed: the rule, which says what becomes of progress made meanwhile, and of local models at a rendezvous.
-        wing: hears whether the parameters only show a model.
+        component: hears whether the parameters only show a model.
         exact: False where a message counts as what its codes decode to: what they lack stays in the parameters.
     """
 

@@ -129,7 +129,7 @@ class Merge(InFlightRound):
         is_consensus: all replicas become one model; else a round of the rule.
         base: what the target is a displacement from; None where it must be copied.
         apart: of a consensus, what moved beside the bucket, by name.
-        owed: of compressed messages, see `CompressedMean.carried_residual`.
+        carried_residual: of compressed messages, see `CompressedMean.carried_residual`.
         healed: this replica was not healthy, and takes over the others' model.
     """
 

@@ -39,7 +39,7 @@ class AveragerConfig:
         min_replicas: ranks that are lost are done without, as long as so many are left. Default: half of those that
             were started, rounded up, where the transport can form groups anew, else all.
         max_replicas: ranks that come are taken in until there are so many. Default: as many as were started.
-        deadlines: how long to wait for what.
+        timeouts: how long to wait for what.
 
     Raises:
         TypeError: ``min_replicas`` or ``max_replicas`` is no number; ``timeouts`` are none.
@@ -227,7 +227,7 @@ class RuleState:
     Args:
         rule: what a mean message means.
         buckets: `received` holds parameters that are equal on all ranks.
-        mailbox: holds the lock.
+        shared_state: holds the lock.
     """
 
     def __init__(self, rule: AveragingRule, buckets: Buckets, shared_state: SharedState) -> None:

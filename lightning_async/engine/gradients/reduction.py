@@ -308,7 +308,7 @@ class SynchronousGradients:
 
     Args:
         control: the control plane; this registers with it.
-        gates: by which the training thread waits.
+        sync_points: by which the training thread waits.
         on_step: called under the lock where a step is committed, on all ranks, with this one's samples, or None where
             it was without gradients.
         weigh: the weight of gradients, of so many samples. Default: the samples.

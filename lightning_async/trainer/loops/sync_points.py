@@ -376,7 +376,7 @@ class WaitForReplicas:
     Args:
         strategy: knows who is left.
         trainer: its loop.
-        convening: by whose gates newcomers are taken in.
+        collective_actions: by whose gates newcomers are taken in.
         stopping: how all ranks leave early.
     """
 
