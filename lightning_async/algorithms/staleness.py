@@ -19,7 +19,7 @@ from lightning_async._checks import check_choice, check_int, check_real
 #
 # A correction says one of two things: what becomes of the late gradient, or where gradients are computed
 # instead. What it says depends on what all replicas share, and on nothing else. `DelayCompensation` and
-# `WeightPrediction` are policies of parameter servers, too: see `rules.staleness`.
+# `WeightPrediction` are policies of parameter servers, too: see `algorithms.staleness`.
 
 
 @runtime_checkable

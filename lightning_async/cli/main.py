@@ -16,6 +16,8 @@ COMMANDS = {
     "status": "show what the replicas of a job do while it runs",
 }
 """Each is a module of this package with a function ``main`` that takes the other arguments."""
+_MODULES = {"build-horovod": "lightning_async.horovod.build"}
+"""The commands that are no module of this folder."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the command")
     rest.required = False  # else argparse asks for some, where there is no command either
     options = parser.parse_args(arguments)
-    module = import_module(f"lightning_async.commands.{options.command.replace('-', '_')}")
+    module = import_module(_MODULES.get(options.command, f"lightning_async.cli.{options.command}"))
     return module.main(options.arguments)
 
 

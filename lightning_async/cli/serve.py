@@ -177,7 +177,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--staleness", default="auto", metavar="NAME",
-        help="what is done about pushes that are late, by a name of rules.staleness (default: auto)",
+        help="what is done about pushes that are late, by a name of algorithms.staleness (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--dead-after", type=float, default=1800.0, metavar="S",

@@ -33,7 +33,7 @@ class WorkerRules:
         dead_after_s: seconds for which others wait for a worker that says nothing, before they go on without it; also
             for one that does not come back to a server that was started again. Default: 60.
         staleness: what is done about pushes that are late: a policy, its short name, or ``"auto"``, see
-            `rules.staleness`. Pushes of ``"sync"`` are not late, and take none. Default: ``"none"``.
+            `algorithms.staleness`. Pushes of ``"sync"`` are not late, and take none. Default: ``"none"``.
 
     Raises:
         TypeError, ValueError: an argument is out of range.

@@ -134,7 +134,7 @@ class Sgd:
 
 
 class DanaStep:
-    """SGD with a momentum for each worker, by `ops.server_dana_`; see `rules.staleness.Dana`.
+    """SGD with a momentum for each worker, by `ops.server_dana_`; see `algorithms.staleness.Dana`.
 
     The field ``momentum_buffer`` is the sum of all momenta: with one worker that of SGD. ``ahead`` is what workers
     pull. Banks hold for a step what the worker has of its own, too: ``momentum``. Of a step that several workers take

@@ -90,14 +90,14 @@ class ParameterServerStrategy(AsyncStrategy):
         lr_clock: schedulers that step per batch follow the servers' version, by the number of workers, (``"global"``)
             or a worker's steps (``"local"``). None (default): the first, but in sync mode, or with its own optimizer.
         staleness: what is done about lag: ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum,
-            `GapAware` rates for others; ``"none"``, another short name, or a policy of `rules.staleness`.
+            `GapAware` rates for others; ``"none"``, another short name, or a policy of `algorithms.staleness`.
         max_staleness: pushes, for ``mode="ssp"`` (default 3); updates, for ``staleness="bounded"`` (default 16).
         staleness_lr_factor, buffer_size: for ``"adaptive_lr"`` (default 0.9); for ``"fedbuff"`` and ``"rennala"`` (10).
         warmup_steps: so many steps at first are as in ``"sync"``, in the other modes. Momentum that each worker has of
             its own (`Dana`) begins after them. Default 0.
         update_frequency: local steps of the worker's own optimizer between pushes. Default 1.
         pull_every: pushes between pulls. Default 1.
-        compression: of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or one of `rules.compression`
+        compression: of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or one of `algorithms.compression`
             with arguments of its own. What a push lacks is in the next one. Default ``"none"``.
         consistent_pull: what is pulled is of one version of all servers of a group of parameters: no push is in the
             weights of one server and absent from another's. Pushes of all workers wait during such a pull. In
