@@ -1,4 +1,4 @@
-"""Processes that stand by to be a rank that has died: they have imported what takes seconds, see `becoming`.
+"""Processes that stand by to be a rank that has died: they have imported what takes seconds, see `warm_spare_main`.
 
 They are no ranks: they hold no port, no store and no file, nobody waits for them, and they end with the launcher.
 """
@@ -22,7 +22,7 @@ _CAP_SYS_NICE = 23
 _KILLED_S = 1.0
 _NICER = 5
 """A thread that trains has three times the share of a core; where all cores are busy, imports take half a minute."""
-_BECOMING = str(Path(__file__).with_name("becoming.py"))
+_WARM_SPARE_MAIN = str(Path(__file__).with_name("warm_spare_main.py"))
 
 
 def can_stand_by(job: LaunchedJob) -> bool:
@@ -63,7 +63,7 @@ class WarmSpares:
         self._waiting = [process for process in self._waiting if self._lives(process)]
         while len(self._waiting) < min(self._count, wanted):
             imports = ",".join(self._program.imports)
-            command = [sys.executable, "-u", _BECOMING, CHANNEL, imports, *self._job.program]
+            command = [sys.executable, "-u", _WARM_SPARE_MAIN, CHANNEL, imports, *self._job.program]
             nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
             try:
                 self._waiting.append(Process(command, self._job.base, nowhere, nowhere))

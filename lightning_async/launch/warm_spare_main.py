@@ -3,7 +3,7 @@
 It is started as a script, by its path, with the environment that all ranks share, and imports only the standard library
 itself. What it is told on its channel is what a rank would have been started with: variables, and two descriptors.
 
-    python -u becoming.py VARIABLE-OF-THE-CHANNEL torch,lightning.pytorch train.py ARGUMENTS...
+    python -u warm_spare_main.py VARIABLE-OF-THE-CHANNEL torch,lightning.pytorch train.py ARGUMENTS...
 
 No server forks ranks here: numpy's threads are there once it is imported, and what other threads hold at a fork is held
 in the child for ever. A process of its own costs memory, and is one as any other.

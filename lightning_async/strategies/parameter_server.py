@@ -97,7 +97,7 @@ class ParameterServerStrategy(AsyncStrategy):
             its own (`Dana`) begins after them. Default 0.
         update_frequency: local steps of the worker's own optimizer between pushes. Default 1.
         pull_every: pushes between pulls. Default 1.
-        compression: of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or one of `algorithms.compression`
+        compression: of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or a value of `algorithms`
             with arguments of its own. What a push lacks is in the next one. Default ``"none"``.
         consistent_pull: what is pulled is of one version of all servers of a group of parameters: no push is in the
             weights of one server and absent from another's. Pushes of all workers wait during such a pull. In
