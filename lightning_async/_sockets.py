@@ -114,7 +114,8 @@ class Opening:
     """
 
     def __init__(self, ours: Callable[[int], bool]) -> None:
-        self._before, self._ours = snapshot(), ours
+        self._before = snapshot()
+        self._ours = ours
 
     def sockets(self) -> dict[int, int]:
         """Those that are there by now: descriptor to inode."""

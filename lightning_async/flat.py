@@ -55,7 +55,8 @@ class FlatLayout:
 
     def moved(self, bucket: Tensor, to: FlatLayout) -> Tensor:
         """What ``bucket`` holds, in a new one of another layout: by name, where shapes are equal; zeros elsewhere."""
-        held, new = dict(zip(self.names, self.views(bucket), strict=True)), to.empty(bucket.device)
+        held = dict(zip(self.names, self.views(bucket), strict=True))
+        new = to.empty(bucket.device)
         for name, view in zip(to.names, to.views(new), strict=True):
             if name in held and held[name].shape == view.shape:
                 view.copy_(held[name])

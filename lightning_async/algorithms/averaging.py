@@ -230,7 +230,9 @@ def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any])
             tensor.copy_(saved[key])
 
 
-_OUTER_LR, _OUTER_MOMENTUM, _NESTEROV = 0.7, 0.9, True
+_OUTER_LR = 0.7
+_OUTER_MOMENTUM = 0.9
+_NESTEROV = True
 
 
 class DiLoCoState(NamedTuple):

@@ -17,9 +17,12 @@ from lightning_async.ops.flat_ops import eager
 
 _LARGEST_PART = 1 << 30
 """Bytes of fp32: places in a part are numbers of 32 bits."""
-_quantize_, _dequantize_ = eager(ops.quantize_), eager(ops.dequantize_average_)
-_quantize_2bit_, _dequantize_2bit_ = eager(ops.quantize_2bit_), eager(ops.dequantize_2bit_average_)
-_topk_, _topk_accumulate_ = eager(ops.topk_), eager(ops.topk_accumulate_)
+_quantize_ = eager(ops.quantize_)
+_dequantize_ = eager(ops.dequantize_average_)
+_quantize_2bit_ = eager(ops.quantize_2bit_)
+_dequantize_2bit_ = eager(ops.dequantize_2bit_average_)
+_topk_ = eager(ops.topk_)
+_topk_accumulate_ = eager(ops.topk_accumulate_)
 
 
 @runtime_checkable

@@ -91,7 +91,8 @@ def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | Non
     if len(known) < 2:
         return None
     name = max(known, key=lambda each: known[each].batch_s)
-    mine, others = known[name], [pace for other, pace in known.items() if other != name]
+    mine = known[name]
+    others = [pace for other, pace in known.items() if other != name]
     usual_s = statistics.median(pace.batch_s for pace in others)
     if mine.batch_s <= factor * usual_s:
         return None

@@ -723,7 +723,8 @@ def described(policy: StalenessPolicy) -> dict[str, Any]:
 
 
 def _from_description(told: Mapping[str, Any]) -> StalenessPolicy:
-    name, given = told["policy"], told["arguments"]
+    name = told["policy"]
+    given = told["arguments"]
     cls: Any = _CLASSES.get(name)
     if cls is None:
         module, _, path = name.partition(":")

@@ -85,7 +85,8 @@ class NoiseProbe:
     """
 
     def __init__(self, decay: float, arrive: bool = False) -> None:
-        self._decay, self._arrive = decay, arrive
+        self._decay = decay
+        self._arrive = arrive
         self.noise = Noise()
         self._hooks: dict[int, Any] = {}
         self._parts: list[Tensor] = []
@@ -112,14 +113,16 @@ class NoiseProbe:
         """Nothing is asked for here."""
 
     def before_backward(self, trainer: Any, scale: float) -> None:
-        self._scale, self._parts = scale * loss_scale(trainer), []
+        self._scale = scale * loss_scale(trainer)
+        self._parts = []
 
     def after_backward(self, trainer: Any, ends: bool) -> None:
         if self._scale:
             self._batches += 1
             if (found := norm(self._parts)) is not None:
                 self._norms = (*self._norms, (found, self._scale))
-        self._scale, self._parts = 0.0, []
+        self._scale = 0.0
+        self._parts = []
         if ends and not self._arrive:
             self._see_window(trainer)
 
@@ -133,18 +136,25 @@ class NoiseProbe:
             self._big = found, loss_scale(trainer)
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        window, batches, big = _sum(self._window, self._norms), self._batches, self._big
-        self._window, self._batches, self._norms, self._big = 0.0, 0, (), None
+        window = _sum(self._window, self._norms)
+        batches = self._batches
+        big = self._big
+        self._window = 0.0
+        self._batches = 0
+        self._norms = ()
+        self._big = None
         sizes = (small_size, big_size)
         if not is_full or not batches or big is None or not small_size < big_size:
             return
         if sizes != self._sizes:  # norms of unlike batches have no mean
-            self._sums, self._sizes = [0.0, 0.0, 0.0], sizes
+            self._sums = [0.0, 0.0, 0.0]
+            self._sizes = sizes
         for place, value in enumerate((window / batches, _sum(0.0, (big,)), 1.0)):
             self._sums[place] += value
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        sums, self._sums = [mean(each) for each in self._sums], [0.0, 0.0, 0.0]
+        sums = [mean(each) for each in self._sums]
+        self._sums = [0.0, 0.0, 0.0]
         if sums[2]:
             found = estimate(sums[0] / sums[2], sums[1] / sums[2], *self._sizes)
             self.noise = self.noise.add(found, self._decay)
@@ -156,16 +166,25 @@ class NoiseProbe:
         self._hooks.clear()
 
     def keep(self) -> Callable[[], dict[str, Any]]:
-        noise, window, norms, batches = self.noise, self._window, self._norms, self._batches
-        sums, sizes, big = list(self._sums), list(self._sizes), self._big
+        noise = self.noise
+        window = self._window
+        norms = self._norms
+        batches = self._batches
+        sums = list(self._sums)
+        sizes = list(self._sizes)
+        big = self._big
         return lambda: {
             "noise": list(noise), "window": _sum(window, norms), "batches": batches, "sums": sums, "sizes": sizes,
             "big": None if big is None else [float(big[0]), big[1]],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.noise, self._window, self._batches = Noise(*state["noise"]), state["window"], state["batches"]
-        self._norms, self._sums, self._sizes = (), list(state["sums"]), (state["sizes"][0], state["sizes"][1])
+        self.noise = Noise(*state["noise"])
+        self._window = state["window"]
+        self._batches = state["batches"]
+        self._norms = ()
+        self._sums = list(state["sums"])
+        self._sizes = (state["sizes"][0], state["sizes"][1])
         if (big := state.get("big")) is not None:
             self._big = torch.tensor(big[0], dtype=torch.float64), big[1]
 
@@ -206,7 +225,10 @@ class TimesProbe:
         self._began = None
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        batches, lasts, self._batches, self._lasts = self._batches, self._lasts, [], []
+        batches = self._batches
+        lasts = self._lasts
+        self._batches = []
+        self._lasts = []
         if not batches or not lasts:
             return {}
         batch_s = statistics.median(batches)  # what one batch had to wait for is no batch's time
@@ -220,7 +242,8 @@ class TimesProbe:
         return lambda: state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._batches, self._lasts = list(state["batches"]), list(state["lasts"])
+        self._batches = list(state["batches"])
+        self._lasts = list(state["lasts"])
 
 
 def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
@@ -269,10 +292,15 @@ class Sizes:
     """
 
     def __init__(self, callback: Any, trainer: Any, probe: Probe | None) -> None:
-        self._callback, self._trainer, self._probe = callback, trainer, probe
+        self._callback = callback
+        self._trainer = trainer
+        self._probe = probe
         self._policy: AccumulationPolicy = callback.policy
         self._by_samples = callback.target_batch_size is not None
-        self._size, self._age, self._wanted, self._ranks = 0, 0, 0, 0
+        self._size = 0
+        self._age = 0
+        self._wanted = 0
+        self._ranks = 0
         self._base = float(callback.base_batch_size or 0)
         self.seen: dict[str, Any] = {}
         """What was measured, when that was last asked for."""
@@ -292,8 +320,11 @@ class Sizes:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._size, self._age, self._base = state["size"], state["age"], state["base"]
-        self._ranks, self._wanted = state["ranks"], state.get("wanted", state["size"])
+        self._size = state["size"]
+        self._age = state["age"]
+        self._base = state["base"]
+        self._ranks = state["ranks"]
+        self._wanted = state.get("wanted", state["size"])
         self.arrived = state.get("arrived", 0.0)
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
@@ -325,7 +356,8 @@ class Sizes:
 
     def plan(self, samples: float) -> WindowPlan:
         """The window that begins, with a batch of so many samples."""
-        callback, strategy = self._callback, self._trainer.strategy
+        callback = self._callback
+        strategy = self._trainer.strategy
         together = in_lockstep(strategy)
         if not self._base:
             self._base = mean_of(strategy, samples)
@@ -351,7 +383,8 @@ class Sizes:
         if self._probe is not None:
             self.seen |= self._probe.end_period(partial(mean_of, self._trainer.strategy))
             self._probe.begin_period(self._trainer)
-        trainer, policy = self._trainer, self._policy
+        trainer = self._trainer
+        policy = self._policy
         size = policy.size(
             WindowProgress(trainer.global_step, trainer.current_epoch, self._size, self._unit(), **self.seen)
         )
@@ -359,7 +392,8 @@ class Sizes:
             raise ValueError(f"`{policy!r}` said {size!r}: the size of a window is an int, at least 1.")
         if self._probe is not None and together:
             size = int(trainer.strategy.broadcast(size))  # of numbers that may differ in the last bit
-        before, self._ranks = self._ranks, ranks_of(trainer.strategy)
+        before = self._ranks
+        self._ranks = ranks_of(trainer.strategy)
         if self._by_samples and self._probe is None and self._callback.count is None:
             check_target(self._callback, trainer, size, self._ranks, began=before in (0, self._ranks))
         self._wanted = size
@@ -431,8 +465,11 @@ class AdaptiveGradientAccumulation(Callback):
         count: Callable[[Any], float] | None = None,
         split_on_oom: bool = False,
     ) -> None:
-        self.accumulation_steps, self.target_batch_size = accumulation_steps, target_batch_size
-        self.base_batch_size, self.count, self.split_on_oom = base_batch_size, count, split_on_oom
+        self.accumulation_steps = accumulation_steps
+        self.target_batch_size = target_batch_size
+        self.base_batch_size = base_batch_size
+        self.count = count
+        self.split_on_oom = split_on_oom
         self.lr_scaling: LrScaling | None = lr_scaling
         self.policy = check_arguments(self)
         self._trainer: Any = None
@@ -465,7 +502,8 @@ class AdaptiveGradientAccumulation(Callback):
             return
         check_trainer(self, trainer, pl_module)
         self._start_over()
-        self._trainer, self._lent = trainer, lends(trainer.strategy)
+        self._trainer = trainer
+        self._lent = lends(trainer.strategy)
         self._probe = probe = probe_of(self.policy, self._lent)
         self._sizes = sizes = Sizes(self, trainer, probe)
         kind = ExternalWindowSize if self._lent else AccumulationWindows

@@ -72,7 +72,9 @@ def check_arguments(callback: Any) -> AccumulationPolicy:
     Raises:
         TypeError, ValueError: an argument is of the wrong kind, or does not go with the others.
     """
-    owner, base, target = type(callback).__name__, callback.base_batch_size, callback.target_batch_size
+    owner = type(callback).__name__
+    base = callback.base_batch_size
+    target = callback.target_batch_size
     if (callback.accumulation_steps is None) == (target is None):
         raise ValueError(f"`{owner}` needs exactly one of `accumulation_steps` and `target_batch_size`.")
     if (base is None) != (target is None):
@@ -148,8 +150,10 @@ def _check_windows(callback: Any, strategy: Any) -> None:
     Raises:
         ValueError: it cannot, or what is to be measured is not to be seen.
     """
-    name, owner = type(callback).__name__, type(strategy).__name__
-    policy, correction = callback.policy, strategy.correction
+    name = type(callback).__name__
+    owner = type(strategy).__name__
+    policy = callback.policy
+    correction = strategy.correction
     measures = getattr(policy, "measures", "nothing")
     if strategy.accumulate != 1:
         raise ValueError(
@@ -185,7 +189,9 @@ def _check_servers(callback: Any, strategy: Any) -> None:
     """
     if not getattr(strategy, "served", False) or not strategy.update_on_server or strategy.world_size == 1:
         return
-    name, owner, policy = type(callback).__name__, type(strategy).__name__, callback.policy
+    name = type(callback).__name__
+    owner = type(strategy).__name__
+    policy = callback.policy
     if callback.lr_scaling is not None and (strategy.mode == "sync" or strategy.warmup_steps):
         how = "mode='sync'" if strategy.mode == "sync" else f"warmup_steps={strategy.warmup_steps}"
         raise ValueError(

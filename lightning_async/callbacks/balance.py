@@ -31,7 +31,8 @@ def check_trainer(callback: Any, trainer: Any) -> None:
     Raises:
         ValueError: they may not; says why, and what to do.
     """
-    owner, strategy = type(callback).__name__, trainer.strategy
+    owner = type(callback).__name__
+    strategy = trainer.strategy
     name = type(strategy).__name__
     if not hasattr(type(strategy), "averager") or getattr(strategy, "served", False):
         raise ValueError(
@@ -60,7 +61,8 @@ def check_bounds(callback: Any, ranks: int, total: int) -> None:
     Raises:
         ValueError: there is not.
     """
-    least, most = callback.minimum * ranks, None if callback.maximum is None else callback.maximum * ranks
+    least = callback.minimum * ranks
+    most = None if callback.maximum is None else callback.maximum * ranks
     if least > total or (most is not None and most < total):
         raise ValueError(
             f"`{type(callback).__name__}(minimum={callback.minimum}, maximum={callback.maximum})`: {ranks} ranks are "
@@ -124,7 +126,10 @@ class BalancedBatchSizes(Callback):
         every: int | None = 50,
         global_batch_size: int | None = None,
     ) -> None:
-        self.minimum, self.maximum, self.every, self.global_batch_size = minimum, maximum, every, global_batch_size
+        self.minimum = minimum
+        self.maximum = maximum
+        self.every = every
+        self.global_batch_size = global_batch_size
         check_int(self, "minimum", at_least=1)
         for name, least in (("maximum", minimum), ("every", 1), ("global_batch_size", 1)):
             if getattr(self, name) is not None:
@@ -132,7 +137,10 @@ class BalancedBatchSizes(Callback):
         self._balancing: Balancing | None = None
         self._windows: AccumulationWindows | None = None
         self._undo: list[Callable[[], None]] = []
-        self._since, self._shown, self._total, self._base = 0, dict[str, int](), 0, 0
+        self._since = 0
+        self._shown = dict[str, int]()
+        self._total = 0
+        self._base = 0
         self._told_namespace = False
         """The others are called together because of memory; once, where they cannot take more either."""
         self._sizes: dict[str, int] = {}
@@ -159,8 +167,13 @@ class BalancedBatchSizes(Callback):
         if stage != "fit":
             return
         check_trainer(self, trainer)
-        self._since, self._shown, self._total, self._base = 0, {}, self.global_batch_size or 0, 0
-        self._told_namespace, self._patience, self._sizes = False, 1, {}
+        self._since = 0
+        self._shown = {}
+        self._total = self.global_batch_size or 0
+        self._base = 0
+        self._told_namespace = False
+        self._patience = 1
+        self._sizes = {}
         self._undo.append(replace(trainer, "_teardown", self._tear_down))
         if pl_module.automatic_optimization:
             parts = trainer.accumulate_grad_batches if not hasattr(trainer.strategy, "accumulate") else 1
@@ -190,11 +203,14 @@ class BalancedBatchSizes(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict:
-            self._total, self._base = self.global_batch_size or state_dict["total"], state_dict["base"]
-            self._since, self._patience = state_dict["since"], state_dict["patience"]
+            self._total = self.global_batch_size or state_dict["total"]
+            self._base = state_dict["base"]
+            self._since = state_dict["since"]
+            self._patience = state_dict["patience"]
             self._sizes = dict(state_dict["sizes"])
             if self._balancing is not None:  # this rank comes to a fit that is under way
-                self._balancing.total, self._balancing.sizes = self._total, self._sizes
+                self._balancing.total = self._total
+                self._balancing.sizes = self._sizes
             if self._windows is not None and state_dict["windows"] is not None:
                 self._windows.load_state_dict(state_dict["windows"])
 
@@ -203,7 +219,8 @@ class BalancedBatchSizes(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._balancing is not None:
             return  # training begins anew within this fit
-        ranks, base = trainer.world_size, getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
+        ranks = trainer.world_size
+        base = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
         if trainer.strategy.world is None and not is_joining(trainer.strategy):
             if self.global_batch_size not in (None, base):
                 raise ValueError(
@@ -214,7 +231,8 @@ class BalancedBatchSizes(Callback):
         check_loaders(type(self).__name__, trainer)
         check_bounds(self, ranks, self._total or base * ranks)
         self._balancing = Balancing(trainer, Bounds(self.minimum, self.maximum), self._total, lambda: self._room)
-        self._balancing.base, self._balancing.sizes = 0 if self.global_batch_size else self._base, self._sizes
+        self._balancing.base = 0 if self.global_batch_size else self._base
+        self._balancing.sizes = self._sizes
         self._undo += self._balancing.install()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -254,7 +272,8 @@ class BalancedBatchSizes(Callback):
     def decide(self, world: LightningCollectives) -> bool:
         """See `CollectiveCallback`; the model stays as it is."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
-            self._since, self._told_namespace = 0, self._told_namespace and not has_changed
+            self._since = 0
+            self._told_namespace = self._told_namespace and not has_changed
             self._patience = 1 if has_changed else min(2 * self._patience, _PATIENCE)
         return False
 

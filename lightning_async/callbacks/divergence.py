@@ -29,7 +29,7 @@ from lightning_async.callbacks.divergence_signals import (
     thresholds_by_signal,
 )
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.engine.replica import is_finite
+from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, take_back
@@ -154,7 +154,8 @@ def sync_more(averager: Any) -> Callable[[], None]:
 def call_unfit(replica: Any) -> Callable[[], None]:
     """This replica holds nothing that others may take over: at the next gate it takes over theirs, and its optimizers
     begin anew. Returns what takes it back."""
-    watched, round_decision = replica.watched, torch.tensor(math.nan)
+    watched = replica.watched
+    round_decision = torch.tensor(math.nan)
     replica.watched = lambda: [*watched(), round_decision]
 
     def undo() -> None:
@@ -229,22 +230,29 @@ class DivergenceMonitor(Callback):
             check_choice(owner, "remedies", name, get_args(RemedyName))
         if rollback is not None:
             check_protocol(owner, "rollback", rollback, RollsBack, "something with a `roll_back(trainer)`")
-        self.max_rollbacks, self.lr_factor, self.skip_batches = max_rollbacks, lr_factor, skip_batches
+        self.max_rollbacks = max_rollbacks
+        self.lr_factor = lr_factor
+        self.skip_batches = skip_batches
         self.compared = f"{owner}({lr_factor=}, {skip_batches=})"  # what all do alike, whoever asks for it
         check_int(self, "max_rollbacks", at_least=0)
         check_int(self, "skip_batches", at_least=1)
         check_real(self, "lr_factor", above=0.0, below=1.0)
-        self._signals, self._history = tuple(signals), history
+        self._signals = tuple(signals)
+        self._history = history
         self._thresholds = thresholds_by_signal(owner, alert_threshold)
         self._remedies = None if remedies is None else {Remedy[name.upper()] for name in remedies}
-        self._given_rollback, self.alert = rollback, alert
+        self._given_rollback = rollback
+        self.alert = alert
         self.call_together: Callable[[], None] | None = None
         """See `CollectiveCallback`."""
         self._council: RemedyAgreement | None = None
         self._rollback: RollsBack | None = None
         self._observer = SignalTracker((), {}, history, skips=False)
         self._escalation = Escalation((), history, 0)
-        self._to_skip, self._asked, self._words, self._served = 0, Remedy.NONE, "", False
+        self._to_skip = 0
+        self._asked = Remedy.NONE
+        self._words = ""
+        self._served = False
         self._trainer: Any = None
         self._undo: list[Callable[[], None]] = []
         self._clean_everywhere = 0
@@ -274,8 +282,10 @@ class DivergenceMonitor(Callback):
         self._end()
         if searches_lr(trainer):  # which diverges on purpose
             return
-        self._council, self._trainer = council_of(self, trainer), trainer
-        asynchronous, alone = isinstance(self._council, SyncPointAgreement), isinstance(self._council, SingleRank)
+        self._council = council_of(self, trainer)
+        self._trainer = trainer
+        asynchronous = isinstance(self._council, SyncPointAgreement)
+        alone = isinstance(self._council, SingleRank)
         windows = updates_of(trainer) is not None  # replicas meet as those that drift do, and all take every step
         self._served = bool(getattr(trainer.strategy, "served", False))  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
@@ -289,7 +299,9 @@ class DivergenceMonitor(Callback):
         observer.alone = (asynchronous and not windows) or alone
         ddp = pytorch("strategies").DDPStrategy
         observer.alike = isinstance(trainer.strategy, ddp) or hasattr(trainer.strategy, "world")
-        self._observer, self._to_skip, self._asked = observer, 0, Remedy.NONE
+        self._observer = observer
+        self._to_skip = 0
+        self._asked = Remedy.NONE
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._end()
@@ -326,12 +338,14 @@ class DivergenceMonitor(Callback):
             return
         drop = self._observer.before_step(trainer, optimizer)
         if self._to_skip:
-            self._to_skip, drop = self._to_skip - 1, True
+            self._to_skip = self._to_skip - 1
+            drop = True
         if drop:
             drop_gradients(optimizer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        council, observer = self._council, self._observer
+        council = self._council
+        observer = self._observer
         if council is None:
             return
         heard = council.hear()
@@ -377,7 +391,9 @@ class DivergenceMonitor(Callback):
 
     def decide(self, world: LightningCollectives) -> bool:
         """Decide what all ranks do, once replicas have met and unfit ones have another's model."""
-        trainer, asked, self._asked = self._trainer, self._asked, Remedy.NONE
+        trainer = self._trainer
+        asked = self._asked
+        self._asked = Remedy.NONE
         self._fit_again()
         if trainer is None:
             return False
@@ -411,7 +427,9 @@ class DivergenceMonitor(Callback):
 
     def _go_back(self, trainer: Any) -> bool:
         assert self._rollback is not None
-        rank, started, here = trainer.global_rank, time.monotonic(), trainer.global_step
+        rank = trainer.global_rank
+        started = time.monotonic()
+        here = trainer.global_step
         step = self._rollback.roll_back(trainer)
         if step is None:
             self._escalation.used[Remedy.ROLL_BACK] = self.max_rollbacks

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_async._checks import check_choice, check_protocol
 from lightning_async.algorithms.divergence import Absolute, History, Relative, Remedy, SignalAlarm, Threshold, Track
-from lightning_async.engine.replica import is_finite, real
+from lightning_async.engine.fingerprint import is_finite, real
 from lightning_async.trainer.checkpoint.save_timing import DelayedGather, lagged_of
 
 # How all ranks come to do the same at the same step: each says what it asks for, and the severest is done.
@@ -84,7 +84,8 @@ class SyncPointAgreement:
     """
 
     def __init__(self, callback: Any, strategy: Any) -> None:
-        self._callback, self._strategy = callback, strategy
+        self._callback = callback
+        self._strategy = strategy
 
     def hear(self) -> list[Row]:
         return (
@@ -216,14 +217,17 @@ class StepMetrics:
 
     def forget(self) -> None:
         """What was put belongs to a model that is no more."""
-        self._put, self._coming = {}, None
+        self._put = {}
+        self._coming = None
 
     def take(self) -> dict[str, float]:
         """What is there: this step's numbers of the CPU, the last step's of a GPU."""
-        put, self._put = self._put, {}
+        put = self._put
+        self._put = {}
         here = {name: float(value) for name, value in put.items() if value.device.type != "cuda"}
         there = [name for name, value in put.items() if value.device.type == "cuda"]
-        coming, self._coming = self._coming, None
+        coming = self._coming
+        self._coming = None
         if there:
             stacked = torch.stack([put[name].double().reshape(()) for name in there])
             copy = torch.empty(len(there), dtype=torch.float64, pin_memory=True)
@@ -249,7 +253,8 @@ class SamplingBudget:
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._share, self._clock = share, clock
+        self._share = share
+        self._clock = clock
         self._look_s = self._step_s = 0.0
         self._began: float | None = None
 
@@ -296,12 +301,16 @@ class SignalTracker:
     def __init__(
         self, signals: Collection[Signal], thresholds: Mapping[str, Threshold], history: History, skips: bool
     ) -> None:
-        self._signals, self._thresholds, self._history = frozenset(signals), thresholds, history
+        self._signals = frozenset(signals)
+        self._thresholds = thresholds
+        self._history = history
         self._skips = skips
         self._tracks: dict[str, Track] = {}
         self._readings = StepMetrics()
-        self._gradients, self._model = SamplingBudget(_SHARE), SamplingBudget(_SHARE)
-        self._batch, self._every = 0, 1
+        self._gradients = SamplingBudget(_SHARE)
+        self._model = SamplingBudget(_SHARE)
+        self._batch = 0
+        self._every = 1
         self._suspicious = False
         """A loss since the last step was not finite."""
         self._losses: Sequence[float] = ()
@@ -346,7 +355,8 @@ class SignalTracker:
         """Look at the gradients that this optimizer is about to use; whether they are to be dropped."""
         if _scaled(trainer):  # it skips steps that are not finite, to find its scale
             return False
-        drop, self._suspicious = self._suspicious, False
+        drop = self._suspicious
+        self._suspicious = False
         name = f"gradient_norm/{_number_of(trainer, optimizer)}"
         if "gradient_norm" in self._signals:
             if whole := self._batch % self._every == 0:

@@ -66,7 +66,8 @@ class PeerMemory(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """The ranks have met, and nothing is restored yet."""
         check_object(self, trainer)
-        self._now, strategy = None, trainer.strategy
+        self._now = None
+        strategy = trainer.strategy
         if stage != "fit" or trainer.fast_dev_run:
             return
         if getattr(strategy, "host", None) is None:

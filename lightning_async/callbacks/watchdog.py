@@ -79,7 +79,11 @@ class HangWatchdog(Callback):
         dirpath: str | Path | None = None,
         exit_code: int = 70,
     ) -> None:
-        self.k, self.min_s, self.other_s, self.warmup, self.exit_code = k, min_s, other_s, warmup, exit_code
+        self.k = k
+        self.min_s = min_s
+        self.other_s = other_s
+        self.warmup = warmup
+        self.exit_code = exit_code
         check_real(self, "k", above=1.0)
         check_real(self, "min_s", above=0.0)
         if other_s is not None:
@@ -89,7 +93,8 @@ class HangWatchdog(Callback):
         if exit_code > 255:
             raise ValueError(f"`HangWatchdog(exit_code={exit_code!r})` must be <= 255.")
         self.dirpath = None if dirpath is None else Path(dirpath)
-        self._beat, self._step = _Beat(), 0
+        self._beat = _Beat()
+        self._step = 0
         self._steps: deque[float] = deque(maxlen=_RECENT)
         self._began: float | None = None
         self._stderr: IO[str] | None = None
@@ -119,7 +124,8 @@ class HangWatchdog(Callback):
         now = time.monotonic()
         if self._began is not None:
             self._steps.append(now - self._began)
-        self._began, self._step = now, trainer.global_step
+        self._began = now
+        self._step = trainer.global_step
         self._see(f"a step, number {trainer.global_step}", self.limit_s)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -176,15 +182,19 @@ class HangWatchdog(Callback):
 
     def _watch(self, trainer: Any, stop: threading.Event) -> None:
         """Until training ends, or hangs."""
-        seen, waited_s, last = -1, 0.0, time.monotonic()
+        seen = -1
+        waited_s = 0.0
+        last = time.monotonic()
         path = _path(self.dirpath or trainer.default_root_dir, trainer.global_rank)
         tick_s = min(1.0, self.min_s / 10)
         while not stop.wait(tick_s):
             now = time.monotonic()
             waited_s += min(now - last, 2 * tick_s)  # more than that, and the process was stopped meanwhile
-            last, beat = now, self._beat
+            last = now
+            beat = self._beat
             if beat.number != seen or _waits_at_sync_point(trainer):
-                seen, waited_s = beat.number, 0.0
+                seen = beat.number
+                waited_s = 0.0
             _arm(beat.limit_s, self._stderr)
             if beat.limit_s is not None and waited_s > beat.limit_s:
                 self._give_up(trainer, path, beat, waited_s)

@@ -51,7 +51,9 @@ def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool
         if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             by_torch.append(i)
             continue
-        to, source, size = view.data_ptr(), tensor.data_ptr(), tensor.nbytes
+        to = view.data_ptr()
+        source = tensor.data_ptr()
+        size = tensor.nbytes
         pieces.extend((to + at, source + at, min(PIECE, size - at)) for at in range(0, size, PIECE))
     with torch.no_grad():
         if by_torch:
@@ -186,7 +188,9 @@ class Buffer:
         """Give the memory back; the writer keeps what it has been given."""
         if self._pinned:
             _cudart().cudaHostUnregister(self._whole.data_ptr())
-        self._pinned, self._kinds, self._views = False, [], []
+        self._pinned = False
+        self._kinds = []
+        self._views = []
         self._whole = torch.empty(0, dtype=torch.uint8)
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -71,8 +71,12 @@ class PeerCopySender:
         self.costs = Costs()
         self.size = 0
         """Bytes of the last copy."""
-        self._owner, self._seal, self._at = owner, seal, at
-        self._buffer, self._growth, self._usual = Buffer(f"own-{owner}"), Growth(), Usual(time.monotonic())
+        self._owner = owner
+        self._seal = seal
+        self._at = at
+        self._buffer = Buffer(f"own-{owner}")
+        self._growth = Growth()
+        self._usual = Usual(time.monotonic())
         self._jobs: queue.SimpleQueue[tuple[Address, Mapping[str, Any], int] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Sent] = queue.SimpleQueue()
         self._line: PeerStoreConnection | None = None
@@ -156,7 +160,9 @@ class PeerCopySender:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            (to, label, size), began, error = job, time.monotonic(), None
+            (to, label, size) = job
+            began = time.monotonic()
+            error = None
             try:
                 self._bring(to, label, size)
             except OSError as failure:
@@ -171,7 +177,8 @@ class PeerCopySender:
             deposit(to, self._seal, self._owner, label, data, self._connected)
         finally:
             data.release()
-        before, self._at = self._at, to
+        before = self._at
+        self._at = to
         if before is not None and before != to:
             with contextlib.suppress(OSError):  # it is gone, with what it had
                 forget(before, self._seal, self._owner)
@@ -211,7 +218,8 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
         if other != address:
             with contextlib.suppress(OSError):
                 forget(other, seal, owner)
-    begins, whole = label.get("text"), memoryview(data)
+    begins = label.get("text")
+    whole = memoryview(data)
     try:
         if type(begins) is not int or not 0 <= begins <= len(whole):
             raise DamagedCheckpoint(f"its text cannot begin at byte {begins!r} of {len(whole)}")
@@ -223,5 +231,6 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
 
 def _age(label: Mapping[str, Any]) -> tuple[float, float]:
     """The greater the newer: which life of its owner it is of, whose clocks need not agree, and when."""
-    life, at = label.get("life"), label.get("at")
+    life = label.get("life")
+    at = label.get("at")
     return (life if isinstance(life, int) else 0.0, at if isinstance(at, int | float) else 0.0)

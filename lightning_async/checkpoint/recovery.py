@@ -126,7 +126,8 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
     """Which directory this rank sees, which share of its files to read, of how many: those who see one divide it."""
-    identity, me = store.files.identity(store.dirpath), uuid.uuid4().hex
+    identity = store.files.identity(store.dirpath)
+    me = uuid.uuid4().hex
     together = [each for place, each in gather([identity, me]) if place == identity]
     return identity, (together.index(me), len(together))
 
@@ -149,7 +150,8 @@ def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
 
     A newer format is such a case: to go on from an older checkpoint would throw away what was trained since.
     """
-    entries, words = [], ""
+    entries = []
+    words = ""
     try:
         entries = store.entries()
     except OSError as error:

@@ -61,7 +61,9 @@ class LostParts:
     """
 
     def __init__(self, store: CheckpointStore, rank: int, now: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._rank, self._now = store, rank, now
+        self._store = store
+        self._rank = rank
+        self._now = now
         self._open: dict[int, _Open] = {}
 
     def begin(self, number: int, step: int, run: str, ranks: Collection[int]) -> None:
@@ -111,7 +113,8 @@ class LostParts:
 
     def _settle(self, save: _Open, gone: list[int]) -> bool:
         """Whether it is known what becomes of a save, of whose ranks some are ``gone``."""
-        store, temporary = self._store, save.temporary
+        store = self._store
+        temporary = save.temporary
         if store.files.exists(f"{save.final}/{MANIFEST}"):
             return True
         if not (names := store.files.names(temporary)):
@@ -210,14 +213,16 @@ class RetentionThread:
         self.resumed_from = resumed_from
         self.awaited: set[int] = set()
         """Numbers of those that may be marked as good yet; they stay."""
-        self._store, self._keep = store, keep
+        self._store = store
+        self._keep = keep
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     def prune(self) -> None:
         """Have deleted what is not to be kept as things stand now. Raises what the policy has raised before."""
-        resumed_from, awaited = self.resumed_from, frozenset(self.awaited)
+        resumed_from = self.resumed_from
+        awaited = frozenset(self.awaited)
         self._ask(lambda: prune(self._store, self._keep, resumed_from, awaited))
 
     def promote(self, number: int) -> None:
@@ -260,7 +265,8 @@ class RetentionThread:
         raise CheckpointError(f"There is no checkpoint of number {number} in {self._store.dirpath}.")
 
     def _ask(self, task: Callable[[], object]) -> None:
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
         if self._thread is None:

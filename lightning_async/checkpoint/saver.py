@@ -56,11 +56,13 @@ class Usual:
     """
 
     def __init__(self, now: float) -> None:
-        self.last, self._usual_s = now, 0.0
+        self.last = now
+        self._usual_s = 0.0
 
     def step(self, now: float, writing: bool) -> float:
         """A step is done; what it took longer than usual, in seconds, while something was being written."""
-        took, self.last = now - self.last, now
+        took = now - self.last
+        self.last = now
         if writing and self._usual_s:
             return max(0.0, took - self._usual_s)
         self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
@@ -69,7 +71,8 @@ class Usual:
 
 PATIENCE_S = 600.0
 """For what is still being written."""
-_QUIET_S, _BEAT_S = 5.0, 0.2
+_QUIET_S = 5.0
+_BEAT_S = 0.2
 
 
 class Saver:
@@ -106,9 +109,13 @@ class Saver:
         self.costs = Costs()
         self.pickles = pickles
         """Whether objects are pickled."""
-        self._rank, self._run, self._good_after = rank, run, good_after
-        self._max_failures, self._now = max_failures, now
-        self._store, self._keeper = store, RetentionThread(store, keep, resumed_from)
+        self._rank = rank
+        self._run = run
+        self._good_after = good_after
+        self._max_failures = max_failures
+        self._now = now
+        self._store = store
+        self._keeper = RetentionThread(store, keep, resumed_from)
         self._steps = 0
         self._begun_at: dict[int, int] = {}
         """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
@@ -116,11 +123,14 @@ class Saver:
         """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
         self.gave_up = False
         """A save was given up, as ranks are lost: another one is due, and who makes that takes this back."""
-        self._losses, self._lost, self._looked_at = LostParts(store, rank, now), lost, -math.inf
+        self._losses = LostParts(store, rank, now)
+        self._lost = lost
+        self._looked_at = -math.inf
         self._alone = -1
         """The save that other ranks may have made first."""
         self._writer = Writer(store.dirpath, rank, buffers, pickles=pickles)
-        self._usual, self._last_error = Usual(now()), ""
+        self._usual = Usual(now())
+        self._last_error = ""
         self._warn_after_s = PATIENCE_S
 
     def start(self) -> None:
@@ -184,7 +194,8 @@ class Saver:
             return False
         job = SaveJob(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
         self.costs.saves += 1
-        self._begun_at[number], self._alone = self._steps, number
+        self._begun_at[number] = self._steps
+        self._alone = number
         try:
             self._writer.save(job, queue=True)
         except SaveBusy:
@@ -303,7 +314,8 @@ class Saver:
             )
 
     def _hear(self, result: Result) -> None:
-        costs, step = self.costs, self._shared.pop(result.number, None)
+        costs = self.costs
+        step = self._shared.pop(result.number, None)
         if result.lost and result.error is not None and step is not None:
             self.give_up(result.number, step, result.error)
         self._losses.concerned(self._lost())  # a rank that has left may have said so, in time for this save to fail

@@ -75,7 +75,8 @@ def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     >>> plan([5, 9, 4, 8], ranks=[0, 2])
     [2, 0, 0, 2]
     """
-    writers, load = [ranks[0]] * len(sizes), [0] * len(ranks)
+    writers = [ranks[0]] * len(sizes)
+    load = [0] * len(ranks)
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         lightest = load.index(min(load))
         writers[i] = ranks[lightest]
@@ -190,7 +191,8 @@ class _Read(Sequence[Tensor]):
     """Tensors that are read when they are asked for, each once."""
 
     def __init__(self, readers: Sequence[Callable[[], Tensor]]) -> None:
-        self._readers, self._read = readers, dict[int, Tensor]()
+        self._readers = readers
+        self._read = dict[int, Tensor]()
 
     def __len__(self) -> int:
         return len(self._readers)
@@ -213,7 +215,10 @@ class _Part:
         mapped: bool,
         unpickle: Callable[[bytes], Any] | None = None,
     ) -> None:
-        self.rank, self._path, self._bytes, self._mapped = rank, path, tensors, mapped
+        self.rank = rank
+        self._path = path
+        self._bytes = tensors
+        self._mapped = mapped
         self._unpickle = unpickle
         with self._naming():
             self._text: dict[str, Any] = json.loads(text)
@@ -223,7 +228,8 @@ class _Part:
     def read(
         cls, store: CheckpointStore, folder: str, rank: int, mapped: bool, unpickle: Callable[[bytes], Any] | None
     ) -> _Part:
-        path, tensors = f"{folder}/rank-{rank}.json", store.files.view(f"{folder}/rank-{rank}.bin")
+        path = f"{folder}/rank-{rank}.json"
+        tensors = store.files.view(f"{folder}/rank-{rank}.bin")
         return cls(rank, path, tensors, store.files.read(path), mapped, unpickle)
 
     def shared(self) -> dict[int, Tensor]:
@@ -274,7 +280,8 @@ class _Dump:
     used = False
 
     def __call__(self, value: object) -> bytes:
-        self.used, stream = True, io.BytesIO()
+        self.used = True
+        stream = io.BytesIO()
         torch.save(value, stream, pickle_protocol=pickle.DEFAULT_PROTOCOL)
         return stream.getvalue()
 

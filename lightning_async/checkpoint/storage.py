@@ -59,7 +59,8 @@ class Lock:
 
     def close(self) -> None:
         """Let go. Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor = self.descriptor
+        self.descriptor = -1
         if descriptor >= 0:
             os.close(descriptor)
 

@@ -152,7 +152,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 """Whether a field is of its kind; the others are numbers, from 0 on."""
 
 
-MANIFEST, GOOD = "manifest.json", "good.json"
+MANIFEST = "manifest.json"
+GOOD = "good.json"
 _LONGEST = 4000  # characters of an error
 
 _NAME = re.compile(r"(?P<number>\d{6,})-step-(?P<step>\d+)(?P<rest>\..+)?")
@@ -368,7 +369,8 @@ class CheckpointStore:
         """
         left = []
         for match in self._matches():
-            name, rest = match.string, match["rest"] or ""
+            name = match.string
+            rest = match["rest"] or ""
             path = f"{self.dirpath}/{name}"
             unfinished = rest.startswith(".tmp-") and rest != f".tmp-{run}"
             if not self.files.atomic and not rest:

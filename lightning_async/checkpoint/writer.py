@@ -59,7 +59,8 @@ class Standstill:
         >>> [still.look(True, now) for now in (100.0, 104.0, 3704.0)], still.look(False, 3705.0)
         ([0.0, 4.0, 14.0], 0.0)
         """
-        before, self._last = self._last, now if stopped else None
+        before = self._last
+        self._last = now if stopped else None
         self.seconds = 0.0 if before is None or not stopped else self.seconds + min(now - before, _LONGEST_LOOK_S)
         return self.seconds
 
@@ -81,7 +82,8 @@ class WriterChannel:
         self.died = False
         """Whether it has ended, as far as `answers` knows."""
         self._received = b""
-        self._standstill, self._looks_at = Standstill(), -math.inf
+        self._standstill = Standstill()
+        self._looks_at = -math.inf
         try:
             with contextlib.ExitStack() as opened:
                 self._start(rank, lock, opened)
@@ -170,7 +172,8 @@ _REMEDY = (
     "a checkpoint has to ask for it, as that executes code in it."
 )
 _ATTEMPTS = 2  # of writers at one job: one that kills its writer would kill the next one, too
-_STOPPED_S, _LOOK_S = 20.0, 0.5
+_STOPPED_S = 20.0
+_LOOK_S = 0.5
 """A writer that is stopped for so long is replaced; how often a wait looks whether it is."""
 
 
@@ -257,7 +260,8 @@ class Writer:
             raise ValueError(f"`Writer(deadline={deadline!r})` must be > 0.")
         path = os.fspath(dirpath)
         self._dirpath = path if "://" in path else os.path.abspath(os.path.expanduser(path))
-        self._rank, self._deadline = rank, deadline
+        self._rank = rank
+        self._deadline = deadline
         self._pickles = pickles
         self._buffers = [Buffer(f"checkpoint-{rank}-{i}") for i in range(buffers)]
         self._flights: deque[_Flight] = deque()
@@ -324,7 +328,8 @@ class Writer:
             )
         self.start()
         with uncollected():
-            part, buffer = self._shard(job), free[0]
+            part = self._shard(job)
+            buffer = free[0]
             buffer.owner = BufferOwner.FILLING
             try:
                 flight = self._fill(buffer, job, part)
@@ -339,7 +344,8 @@ class Writer:
     def poll(self) -> list[Result]:
         """What has become of saves since the last call, oldest first. Waits for nothing."""
         self._take_answers()
-        results, self._done = self._done, []
+        results = self._done
+        self._done = []
         return results
 
     def wait(self, timeout: float) -> list[Result]:
@@ -359,7 +365,8 @@ class Writer:
         """
         results = self.wait(timeout)
         self._growth.wait()
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         for flight in self._flights:
             pid = process.pid if process else None
             results.append(self._failure(flight, f"is not written yet; process {pid} writes on, then ends unheard."))
@@ -409,7 +416,8 @@ class Writer:
             if "error" in answer:
                 self._done.append(self._failure(flight, f"has failed. {answer['error']}"))
             else:
-                written, committed = answer["bytes"], answer["committed"]
+                written = answer["bytes"]
+                committed = answer["committed"]
                 self._done.append(Result(flight.number, _since(flight), written, committed))
         if self._process.died:
             self._replace(self._process)
@@ -423,7 +431,8 @@ class Writer:
 
     def _replace(self, dead: WriterChannel) -> None:
         """Have another process write what the dead one had: it is all still in memory."""
-        how, self._process = dead.close(), None
+        how = dead.close()
+        self._process = None
         log.warning("Rank %d: the process %d that writes checkpoints has ended (%s).", self._rank, dead.pid, how)
         first, *_ = [*self._flights, None]  # it has died of this one; the next it had not begun with
         for flight in list(self._flights):

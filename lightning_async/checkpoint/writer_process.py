@@ -63,8 +63,11 @@ class DirectoryLock:
     """
 
     def __init__(self, store: CheckpointStore, program: str, does: str = "trains into it") -> None:
-        self._store, self._program, self._does = store, program, does
-        self._path, self._shared_path = f"{store.dirpath}/.claim", f"{store.dirpath}/.ranks"
+        self._store = store
+        self._program = program
+        self._does = does
+        self._path = f"{store.dirpath}/.claim"
+        self._shared_path = f"{store.dirpath}/.ranks"
         self._lock: Lock | None = None
         self._shared: Lock | None = None
 
@@ -124,9 +127,11 @@ class DirectoryLock:
             gather: as above: ranks wait in turns of some seconds, so that each hears of the others.
             timeout_s: at most. Default: 10 minutes, as these processes wait for each other.
         """
-        began, said = time.monotonic(), False
+        began = time.monotonic()
+        said = False
         while any(gather(_writes(self._store, QUIET_S))):
-            left, there = timeout_s - (time.monotonic() - began), ", ".join(self._store.writing()) or "something"
+            left = timeout_s - (time.monotonic() - began)
+            there = ", ".join(self._store.writing()) or "something"
             if not said or left <= 0:
                 log.warning(
                     "A process of an earlier training is still writing %s in %s; %s.", there, self._store.dirpath,
@@ -138,7 +143,9 @@ class DirectoryLock:
 
     def release(self) -> None:
         """Let go. Idempotent."""
-        locks, self._lock, self._shared = (self._lock, self._shared), None, None
+        locks = (self._lock, self._shared)
+        self._lock = None
+        self._shared = None
         for lock in locks:
             if lock is not None:
                 lock.close()
@@ -168,7 +175,8 @@ class DirectoryLock:
         try:
             shared = self._store.files.lock(self._shared_path)
         except BlockingIOError:
-            lock, self._lock = self._lock, None
+            lock = self._lock
+            self._lock = None
             if lock is not None:
                 lock.close()
             raise
@@ -315,7 +323,8 @@ def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ())
 
 
 def _answer(descriptor: int, offset: int, length: int, again: bool, orphaned: Callable[[], bool]) -> dict[str, Any]:
-    started, number = time.monotonic(), None
+    started = time.monotonic()
+    number = None
     try:
         # Given back when nothing refers to it any more: where a write has failed, its traceback does until it is told.
         memory = memoryview(mmap.mmap(descriptor, offset + length, prot=mmap.PROT_READ))
@@ -346,8 +355,11 @@ def perform(
         OSError: the file system refuses.
     """
     store = CheckpointStore(job["dirpath"])
-    number, step, rank = job["number"], job["step"], job["rank"]
-    temporary, commits = store.temporary(number, step, job["run"]), rank == min(job["ranks"])
+    number = job["number"]
+    step = job["step"]
+    rank = job["rank"]
+    temporary = store.temporary(number, step, job["run"])
+    commits = rank == min(job["ranks"])
     manifest = f"{store.final(number, step)}/manifest.json"
     if again and store.files.exists(manifest):
         return {"bytes": job["bytes"], "committed": commits}  # a writer before this one had done all but answer
@@ -383,7 +395,9 @@ def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable
     Raises:
         CheckpointError: another rank has failed, or was not heard of before the deadline; or the folder is gone.
     """
-    started, pause, silent = time.monotonic(), 0.005, []
+    started = time.monotonic()
+    pause = 0.005
+    silent = []
     longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
     try:
         while True:

@@ -48,7 +48,8 @@ def stand_aside() -> None:
 
 def _serve(command: int, grace: mmap.mmap) -> int:
     """Pass signals on to the command, and ask for the status of all that end; the exit code."""
-    code, others = None, True
+    code = None
+    others = True
     while code is None:
         number = signal.sigwait(_HEARD)
         if number == signal.SIGCHLD:

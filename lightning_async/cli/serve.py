@@ -19,7 +19,8 @@ from lightning_async.membership.startup import is_loopback
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.process import ServerProcess
 
-_LOST, _NOT_WRITTEN = 70, 74
+_LOST = 70
+_NOT_WRITTEN = 74
 _SHORTEST_SECRET = 16
 _EPILOG = """exit codes:
   0     told to end (SIGTERM, SIGINT, SIGHUP), and all is written where snapshots are taken
@@ -114,13 +115,15 @@ def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
         OSError: the file cannot be read.
     """
     if file is None:
-        secret, where = environment.get(SECRET, ""), SECRET
+        secret = environment.get(SECRET, "")
+        where = SECRET
     else:
         with file.open() as opened:
             found = os.fstat(opened.fileno())
             if found.st_mode & 0o077 or found.st_uid not in (os.getuid(), 0):
                 raise ValueError(f"--secret-file {file}: others can read it, or it is another user's; chmod 600.")
-            secret, where = opened.read().strip(), f"--secret-file {file}"
+            secret = opened.read().strip()
+            where = f"--secret-file {file}"
     if not secret:
         raise ValueError(f"--listen asks for a secret, the same on all hosts: --secret-file, or the variable {SECRET}.")
     if len(secret) < _SHORTEST_SECRET:

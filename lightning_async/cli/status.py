@@ -143,7 +143,8 @@ def _serve(places: Callable[[], Sequence[StoreAddress]], host: str, port: int) -
 
 def _look(places: Sequence[StoreAddress]) -> tuple[list[JobStatus], list[str]]:
     """The jobs that are there, and what is wrong."""
-    jobs, problems = [], []
+    jobs = []
+    problems = []
     for place in places:
         try:
             jobs.append(place.look())

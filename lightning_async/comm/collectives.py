@@ -84,7 +84,9 @@ class Operation(Generic[T]):
         on_expire: Callable[[CollectiveError], None],
         poll: Callable[[], object] | None = None,
     ) -> None:
-        self.where, self.kind, self.seq = where, kind, seq
+        self.where = where
+        self.kind = kind
+        self.seq = seq
         self.timeout = timeout
         self.started = time.monotonic()
         self.poll = poll
@@ -194,7 +196,8 @@ class Communicator(abc.ABC, Generic[C]):
     """The part of `Collectives` that moves no bytes."""
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
-        self._where, self._timeout = where, timeout
+        self._where = where
+        self._timeout = timeout
         self._among: frozenset[str] | None = None  # the names a split was made for, here now or not
         self._branches: list[C] = []
         self._names: set[str] = set()
@@ -255,7 +258,8 @@ class Communicator(abc.ABC, Generic[C]):
                 f"{self._where}: `split(ranks={sorted(ranks)})` must name at least one rank, each in "
                 f"[0, {self.world_size})."
             )
-        path, among = self._take(name), frozenset(self.generation.name_of(rank) for rank in ranks)
+        path = self._take(name)
+        among = frozenset(self.generation.name_of(rank) for rank in ranks)
         generation = self.generation.only(among)
         return None if generation is None else self._branch(Where(path, generation), among, timeout)
 
@@ -386,7 +390,9 @@ class ElasticCommunicator(Communicator[E]):
         here = generation if self._among is None else generation.only(self._among)
         assert here is not None  # a rank outside of a split has no part of it
         self._enter(Where(self.name, here))
-        self._failure, self._exchanged, self._seq = None, {}, 0
+        self._failure = None
+        self._exchanged = {}
+        self._seq = 0
         for branch in self._branches:
             branch._renew(generation)
 
@@ -585,7 +591,8 @@ def reducible(
     """
     flat = buffer.detach().reshape(-1)
     if flat.dtype is torch.bool:
-        flat, op = flat.view(torch.uint8), ReduceOp.MAX if op is ReduceOp.SUM else op
+        flat = flat.view(torch.uint8)
+        op = ReduceOp.MAX if op is ReduceOp.SUM else op
     elif flat.is_complex():
         if op is not ReduceOp.SUM:
             raise ValueError(f"complex numbers have no {op.value}.")

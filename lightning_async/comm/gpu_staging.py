@@ -36,7 +36,8 @@ class StagedCollectives(CommunicatorWrapper):
     """
 
     def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
-        self.inner, self.device = inner, device
+        self.inner = inner
+        self.device = device
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._in_place(buffer, lambda host: self.inner.all_reduce(host, op))
@@ -121,7 +122,8 @@ class _Landing(Generic[T]):
     """An operation whose result goes back to the device when it is taken, once."""
 
     def __init__(self, inner: Pending[T], land: Callable[[T], T]) -> None:
-        self._inner, self._land = inner, land
+        self._inner = inner
+        self._land = land
         self._landed: list[T] = []
 
     def done(self) -> bool:

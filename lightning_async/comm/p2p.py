@@ -136,7 +136,8 @@ class CheckedDial:
     """
 
     def __init__(self, dial: Dial, check: Callable[[PeerLost], None]) -> None:
-        self._dial, self._check = dial, check
+        self._dial = dial
+        self._check = check
 
     @property
     def outgoing(self) -> Tensor:
@@ -190,7 +191,8 @@ def unpacked(data: bytes, peer: str, room: int) -> tuple[dict[str, Any], int]:
     try:
         size, header = json.loads(data)
     except (ValueError, TypeError, RecursionError):
-        size, header = None, None
+        size = None
+        header = None
     at = header.get("at", 0) if isinstance(header, dict) else None
     if (
         not isinstance(header, dict)
@@ -243,7 +245,8 @@ class Memory:
 
     def close(self) -> None:
         """Close the file; the mapping goes with the last tensor over it. Idempotent."""
-        descriptor, self.descriptor = self.descriptor, -1
+        descriptor = self.descriptor
+        self.descriptor = -1
         self.bytes = self.bytes[:0].clone()
         if descriptor >= 0:
             os.close(descriptor)
@@ -265,8 +268,10 @@ class ShmChannel:
     shares_memory = True
 
     def __init__(self, sock: socket.socket, peer: str, outgoing: Tensor, incoming: Tensor, asks: bool = False) -> None:
-        self._socket, self.peer = sock, peer
-        self.outgoing, self.incoming = outgoing, incoming
+        self._socket = sock
+        self.peer = peer
+        self.outgoing = outgoing
+        self.incoming = incoming
         self._looks_s = _ANSWER_S if asks else 0.0
         sock.setblocking(False)
 
@@ -332,7 +337,8 @@ class ShmDial:
     """
 
     def __init__(self, name: str, outgoing_bytes: int, incoming_bytes: int) -> None:
-        self.name, self._sizes = name, (outgoing_bytes, incoming_bytes)
+        self.name = name
+        self._sizes = (outgoing_bytes, incoming_bytes)
         first, second = (_whole_pages(size) for size in self._sizes)
         self._memory = Memory(first + second, name="lightning_async-channel")
         self._memory.seal()

@@ -43,11 +43,14 @@ _LENGTH = struct.Struct("<I")
 _HEAD = 2048  # bytes of the first message, which most headers fit into
 _WATCHED = 1 << 15  # bytes from which on a message may be half there
 _FOREVER_S = 30 * 24 * 3600.0
-_PART_S, _SLOWEST = 60.0, 1 << 20  # seconds, and bytes of each further one, for what has begun to come to be whole
+_PART_S = 60.0
+_SLOWEST = 1 << 20  # seconds, and bytes of each further one, for what has begun to come to be whole
 _LOOK_S = 0.05
 _SETTLE = timedelta(seconds=1)
 # Tags: where a group has several connections, each takes every so many-th tag, and all of these are the first one's.
-_HEADS, _BYTES, _PARTS = 0, 2520, 5040
+_HEADS = 0
+_BYTES = 2520
+_PARTS = 5040
 
 
 class PairChannel:
@@ -63,8 +66,11 @@ class PairChannel:
     shares_memory = False
 
     def __init__(self, group: TorchGroup, rank: int, peer: str, outgoing: Tensor, incoming: Tensor) -> None:
-        self._group, self._other, self.peer = group, 1 - rank, peer
-        self.outgoing, self.incoming = outgoing, incoming
+        self._group = group
+        self._other = 1 - rank
+        self.peer = peer
+        self.outgoing = outgoing
+        self.incoming = incoming
         self._sent: list[Any] = []
         self._head: tuple[Any, Tensor] | None = None
         self._bytes: Any = None
@@ -75,7 +81,8 @@ class PairChannel:
         data = packed(header, size, self.outgoing.numel())
         text = torch.frombuffer(bytearray(_LENGTH.pack(len(data)) + data), dtype=torch.uint8)
         head = torch.zeros(_HEAD, dtype=torch.uint8)
-        first, at = min(len(text), _HEAD), header.get("at", 0)
+        first = min(len(text), _HEAD)
+        at = header.get("at", 0)
         head[:first] = text[:first]
         self._expect()
         heads = (head, _HEADS), (text[_HEAD:], _HEADS)
@@ -88,7 +95,8 @@ class PairChannel:
         until = time.monotonic() + (_FOREVER_S if timeout_s is None else timeout_s)
         self._expect()
         assert self._head is not None
-        (work, head), self._head = self._head, None
+        (work, head) = self._head
+        self._head = None
         self._wait(work, until, "has said nothing")
         self._settle()  # who answers has heard
         (length,) = _LENGTH.unpack(head[: _LENGTH.size].numpy().tobytes())
@@ -108,7 +116,8 @@ class PairChannel:
                 work = self._begin("recv", self.incoming[at : at + size], _PARTS)
                 self._wait(work, until, "has sent only a part of a message", large=size >= _WATCHED)
             else:
-                work, self._bytes = self._bytes, None
+                work = self._bytes
+                self._bytes = None
                 self._wait(work, until, "has sent only a part of a message")  # it was there before its head
         return header, size
 
@@ -196,7 +205,8 @@ class OrphanedWait:
             self._thread.start()
         self._group.helped_by(self._thread, timeout_s)
         self._works.put((work, timedelta(seconds=timeout_s)))
-        until, looks = time.monotonic() + timeout_s, 0
+        until = time.monotonic() + timeout_s
+        looks = 0
         while looks < 3:  # it may just be completing: the last bytes and the end of the connection come together
             try:
                 error = self._ends.get(timeout=min(_LOOK_S, max(0.001, until - time.monotonic())))
@@ -235,7 +245,8 @@ class OrphanedWait:
 # All but the nonce is sealed with it. So a stranger gets no further than this; whoever dies in between, the
 # other one hears of it; and who has been started again answers the calls that have come meanwhile.
 
-_ANSWERS, _DIALS = 0, 1  # ranks
+_ANSWERS = 0
+_DIALS = 1  # ranks
 _FORMING_S = 10.0
 
 
@@ -252,7 +263,9 @@ class PairDial:
     def __init__(
         self, host: str, port: int, name: str | None, outgoing_bytes: int, incoming_bytes: int, seal: Seal | None = None
     ) -> None:
-        self.host, self.port, self.name = host, port, name
+        self.host = host
+        self.port = port
+        self.name = name
         self._seal = seal or Seal()
         self.outgoing = torch.zeros(outgoing_bytes, dtype=torch.uint8)
         self.incoming = torch.zeros(incoming_bytes, dtype=torch.uint8)

@@ -72,7 +72,9 @@ class Address:
     @classmethod
     def of(cls, note: Mapping[str, Any]) -> Address | None:
         """What `note` has said; None where that says nothing."""
-        host, port, token = note.get("host"), note.get("port"), note.get("token")
+        host = note.get("host")
+        port = note.get("port")
+        token = note.get("token")
         if not isinstance(host, str) or type(port) is not int or not 0 < port < 1 << 16 or not isinstance(token, str):
             return None
         return cls(host, port, token)
@@ -88,7 +90,9 @@ class PeerStoreConnection:
     """
 
     def __init__(self, sock: socket.socket, seal: Seal, silence_s: float = SILENCE_S) -> None:
-        self.socket, self._seal, self._nonce = unshared(sock), seal.within("parcels"), ""
+        self.socket = unshared(sock)
+        self._seal = seal.within("parcels")
+        self._nonce = ""
         sock.settimeout(silence_s)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -131,16 +135,19 @@ class PeerStoreConnection:
 
     def receive_into(self, data: memoryview) -> None:
         """The same; what has arrived is right when this returns."""
-        total, at = 0, 0
+        total = 0
+        at = 0
         while at < len(data):
             if not (count := self.socket.recv_into(data[at : at + _PIECE])):
                 raise ConnectionError(f"the connection ended after {at} of {len(data)} bytes")
-            total, at = zlib.crc32(data[at : at + count], total), at + count
+            total = zlib.crc32(data[at : at + count], total)
+            at = at + count
         if self.hear().get("crc32") != total:
             raise ConnectionError(f"{len(data)} bytes have not arrived as they were sent")
 
     def receive(self, count: int) -> bytearray:
-        data, at = bytearray(count), 0
+        data = bytearray(count)
+        at = 0
         while at < count:
             if not (more := self.socket.recv_into(memoryview(data)[at:])):
                 raise ConnectionError("the connection ended")
@@ -255,7 +262,8 @@ class PeerStore:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = unshared(socket.create_server((host, 0), family=family, backlog=_AT_ONCE))
         self.address = Address(host, self._listener.getsockname()[1], secrets.token_hex(16))
-        self._seal, self._pid = seal, os.getpid()
+        self._seal = seal
+        self._pid = os.getpid()
         self._kept: dict[str, _Parcel] = {}
         self._spare: dict[str, bytearray] = {}
         self._lock = threading.Lock()
@@ -347,7 +355,8 @@ class PeerStore:
                 self._spare.setdefault(owner, data)
             raise
         with self._lock:
-            before, self._kept[owner] = self._kept.get(owner), _Parcel(dict(told["label"]), data)
+            before = self._kept.get(owner)
+            self._kept[owner] = _Parcel(dict(told["label"]), data)
             if before is not None and not before.readers:
                 self._spare[owner] = before.data
         line.say({})

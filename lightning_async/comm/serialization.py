@@ -121,7 +121,8 @@ def decode(data: Tensor) -> Any:
         plain, kinds = json.loads(bytes(data[_LENGTH:at].tolist()))
         tensors = []
         for name, sizes in kinds:
-            dtype, shape = DTYPES[name], torch.Size(sizes)
+            dtype = DTYPES[name]
+            shape = torch.Size(sizes)
             end = at + shape.numel() * dtype.itemsize
             if end > data.numel():
                 raise IndexError(f"a tensor ends after {end} bytes")
@@ -176,7 +177,8 @@ class _Flattening:
 
     def __init__(self, exact: bool, dump: Callable[[object], bytes] | None) -> None:
         self.tensors: list[Tensor] = []
-        self._exact, self._dump = exact, dump
+        self._exact = exact
+        self._dump = dump
         self._numbers: dict[object, int] = {}
 
     def plain(self, value: Any, path: _Path) -> Any:

@@ -256,7 +256,8 @@ class FaultyCollectives(CommunicatorWrapper):
     def _end_held(self, why: str) -> None:
         for operation in self._held:
             operation.fail(CollectiveError(f"{operation} was {why} after {operation.elapsed_s():.2f} s."))
-        self._held, self._late = [], None
+        self._held = []
+        self._late = None
         for branch in self._branches:
             branch._end_held(why)
 
@@ -315,7 +316,8 @@ class _Changed(Pending[T]):
     """An operation that completes, and whose result is then tampered with, once."""
 
     def __init__(self, inner: Pending[T], tamper: Callable[[T], object]) -> None:
-        self._inner, self._tamper = inner, tamper
+        self._inner = inner
+        self._tamper = tamper
         self._error: CollectiveError | None = None
         self._tampered = False
 
@@ -534,7 +536,8 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
 
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
-        rank, received = self.rank, room_for(buffer[0], self.world_size, out)
+        rank = self.rank
+        received = room_for(buffer[0], self.world_size, out)
         return self._submit(
             "all_to_all", buffer, lambda all_: _write(received, torch.stack([each[rank] for each in all_]))
         )

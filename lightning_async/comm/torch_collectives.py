@@ -106,7 +106,8 @@ class Flights:
         with self._lock:
             if self._broken is None:
                 self._broken = error
-            group, pending = self.group, list(self._pending.values())
+            group = self.group
+            pending = list(self._pending.values())
         if first is not None:
             first.fail(error)
         for operation in pending:
@@ -117,8 +118,10 @@ class Flights:
     def land(self) -> None:
         """Dispose of the group. What is under way has failed: how it ends is no news of the next group's."""
         with self._lock:
-            group, pending = self.group, list(self._pending.values())
-            self.group, self._pending = None, {}
+            group = self.group
+            pending = list(self._pending.values())
+            self.group = None
+            self._pending = {}
         for operation in pending:
             operation.fail(_landed(operation))
         if group is not None:
@@ -196,11 +199,11 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         _check_arguments(backend, timeout, form_timeout)
         super().__init__(Where(name, at_start("TorchCollectives", rank, world_size, member)), timeout)
         self._store = store
-        self._backend, self._device, self._max_ctas = backend, device, max_ctas
-        self._form_timeout, self._meeting_options = (
-            form_timeout,
-            MeetingOptions() if meeting_options is None else meeting_options,
-        )
+        self._backend = backend
+        self._device = device
+        self._max_ctas = max_ctas
+        self._form_timeout = form_timeout
+        self._meeting_options = MeetingOptions() if meeting_options is None else meeting_options
         self._flights = Flights(self._fail)
         self._memory = RegisteredMemory()
         self._made: dict[Any, Any] = {}
@@ -222,7 +225,8 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_buffer(buffer)
         gathered = room_for(buffer, self.world_size, out)
-        rows, mine = [as_bytes(row) for row in gathered], as_bytes(buffer)
+        rows = [as_bytes(row) for row in gathered]
+        mine = as_bytes(buffer)
         large = self._large_tag(mine)
 
         def start(pg: Any) -> Any:
@@ -261,7 +265,8 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         check_buffer(buffer)
         self._check_peer(peer, "peer")
         out = torch.empty_like(buffer)
-        mine, theirs = as_bytes(buffer), as_bytes(out)
+        mine = as_bytes(buffer)
+        theirs = as_bytes(out)
         kind = f"exchange(peer={peer})"
         tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
         if peer == self.rank:
@@ -317,7 +322,8 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
     ) -> Operation[T]:
         received = room_for(buffer[0], self.world_size, out)
-        mine, theirs = as_bytes(buffer), as_bytes(received)
+        mine = as_bytes(buffer)
+        theirs = as_bytes(received)
         large = self._large_tag(mine)
 
         def start(pg: Any) -> Any:

@@ -45,7 +45,8 @@ class TorchGroup:
 
     def __init__(self, pg: Any, sockets: dict[int, int], waits: bool, aborts: bool = False) -> None:
         self.pg: Any = pg
-        self.waits, self.aborts = waits, aborts
+        self.waits = waits
+        self.aborts = aborts
         # By sequence number: what the transport may still read or write, and its works, once it has begun.
         self.in_flight: dict[int, tuple[object, tuple[Any, ...] | None]] = {}
         self.helpers: set[threading.Thread] = set()
@@ -86,7 +87,8 @@ class TorchGroup:
             operation.poll = lambda: _poll(all_, let_go)
             return
         self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop.total_seconds())
-        operation.poll_s, operation.told = _LOOK_S, True
+        operation.poll_s = _LOOK_S
+        operation.told = True
         if isinstance(works, tuple):
             operation.poll = lambda: self._look(operation, ended)
             # Gloo's send and recv have no future, and are not complete before somebody waits.

@@ -101,9 +101,12 @@ class _GroupRendezvous:
         cancelled: Callable[[], bool],
         meeting_options: MeetingOptions,
     ) -> None:
-        self.store, self.where = store, where
-        self._started, self._timeout_s = time.monotonic(), timeout.total_seconds()
-        self._cancelled, self._meeting_options = cancelled, meeting_options
+        self.store = store
+        self.where = where
+        self._started = time.monotonic()
+        self._timeout_s = timeout.total_seconds()
+        self._cancelled = cancelled
+        self._meeting_options = meeting_options
         self._keys: list[str] = []
         base = f"{_PREFIX}/{where.generation.number}/{where.name}"
         # The same name may be formed again later in the same program; old addresses must not be read then.
@@ -152,7 +155,8 @@ def _parse(value: bytes) -> dict[str, Ports | None] | None:
 
 def _gloo(meeting: _GroupRendezvous, host: str | None) -> TorchGroup:
     gloo: Any = dist.ProcessGroupGloo
-    where, options = meeting.where, gloo._Options()
+    where = meeting.where
+    options = gloo._Options()
     # Or another thread's listening socket would be taken for ours.
     with _device, opening(lambda fd: listening_port(fd) is not None) as listening:
         options._devices = _devices(host)
@@ -161,7 +165,8 @@ def _gloo(meeting: _GroupRendezvous, host: str | None) -> TorchGroup:
     everyones = meeting.meet("ready", ports)
     options._timeout = meeting.left()
     # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
-    own, peers = set(ports), {port for theirs in everyones for port in theirs or []}
+    own = set(ports)
+    peers = {port for theirs in everyones for port in theirs or []}
     try:
         with opening(lambda fd: connects(fd, own, peers)) as connections:
             pg = gloo(meeting.view(f"{meeting.base}/"), where.rank, where.world_size, options)

@@ -73,7 +73,9 @@ class IterationPosition:
         ahead: bool = True,
         resumed: Resumed | None = None,
     ) -> None:
-        self.generators, self.start, self._ahead = generators, start or {}, ahead
+        self.generators = generators
+        self.start = start or {}
+        self._ahead = ahead
         self.told: Callable[[], bool] = lambda: False
         """Whether this process was told to stop, if that is known within a moment."""
         self.taken = 0
@@ -98,7 +100,8 @@ class IterationPosition:
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
         self._first_random = self.start.get("random")
-        self._local, self._resumed = local, resumed
+        self._local = local
+        self._resumed = resumed
         self.by_state = resumable(loader.dataset)
         """Whether the dataset goes on from its own state."""
 
@@ -109,8 +112,14 @@ class IterationPosition:
 
     def start_over(self) -> None:
         """The same workers begin another iteration."""
-        self.start, self.taken, self.turn, self.exhausted, self._before = {}, 0, 0, False, None
-        self.given, self._size, self.stream = None, 0, None
+        self.start = {}
+        self.taken = 0
+        self.turn = 0
+        self.exhausted = False
+        self._before = None
+        self.given = None
+        self._size = 0
+        self.stream = None
 
     def begin_again(self) -> None:
         """New workers take the place of those that have died: they begin where this iteration stands."""
@@ -132,7 +141,10 @@ class IterationPosition:
     def keep(self, before: bool) -> Callable[[], Position]:
         """The same, put together when it is asked for; what happens until then does not change it."""
         now = (self._before if before else None) or self._now(random=before)
-        tape, given, size, stream = self.tape, self.given, self._size, self.stream
+        tape = self.tape
+        given = self.given
+        size = self._size
+        stream = self.stream
         return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": stream or describe(self._loader, given, size)}
 
     def dataset(self) -> Any:
@@ -186,9 +198,11 @@ class _View:
 
 def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
     """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
-    start, fetches_again = here.start, _fetches_again(loader, here)
+    start = here.start
+    fetches_again = _fetches_again(loader, here)
     if here.exhausted:
-        here.taken, fetches_again = start["taken"], False
+        here.taken = start["taken"]
+        fetches_again = False
         if not loader.persistent_workers:
             return _Nothing(here)
     if loader.num_workers == 0:
@@ -212,7 +226,8 @@ def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> 
     if not start or not fetches_again:
         here.taken = start.get("taken", 0)
         return
-    random, here._first_random = here._first_random, None
+    random = here._first_random
+    here._first_random = None
     for _ in range(start["taken"]):
         next(iterator, None)
     here._first_random = random
@@ -242,7 +257,8 @@ class _Nothing:
 
 class _Single(_SingleProcessDataLoaderIter):
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
-        self._here, self._taped = here, fetches_again
+        self._here = here
+        self._taped = fetches_again
         view: Any = _View(loader, _index_sampler=_indices(loader, here), dataset=here.dataset())
         if fetches_again:
             here.begin().call(lambda: super(_Single, self).__init__(view))  # makes the dataset's iterator
@@ -272,7 +288,9 @@ class _Multi(_MultiProcessingDataLoaderIter):
     """The number of batches behind which workers were replaced last, and how often there."""
 
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
-        self._here, self._loader, start = here, loader, here.start
+        self._here = here
+        self._loader = loader
+        start = here.start
         self._indices = _indices(loader, here)
         states = start.get("first" if fetches_again else "workers", {})
         if here.exhausted:  # the workers are for the next iteration
@@ -333,7 +351,8 @@ class _Multi(_MultiProcessingDataLoaderIter):
 
         SIGTERM to a process group ends them all, while this process has yet to come to a step at which all ranks save.
         """
-        here, loader = self._here, self._loader
+        here = self._here
+        loader = self._loader
         here.begin_again()
         self._shutdown_workers()
         fetches_again = _fetches_again(loader, here)

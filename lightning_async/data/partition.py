@@ -201,7 +201,8 @@ class Weighted(Partition):
 
     def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
         weights = [Fraction(each) for each in self._of(members)]
-        credit, total = [Fraction(0)] * len(members), sum(weights)
+        credit = [Fraction(0)] * len(members)
+        total = sum(weights)
 
         def deal(sample: Any) -> int:
             for i, weight in enumerate(weights):
@@ -287,7 +288,9 @@ def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
     """Called with each sample of a stream in turn: its place in this part, or None where it is in another one."""
     if "left" in told:
         return _place_in_rest(partition, told)
-    owner, rank, taken = partition.dealer(told["members"]), told["rank"], 0
+    owner = partition.dealer(told["members"])
+    rank = told["rank"]
+    taken = 0
 
     def place(sample: Any) -> int | None:
         nonlocal taken
@@ -301,7 +304,9 @@ def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
 
 def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | None]:
     lost = [(place_in(partition, each), each, begin) for each, begin in told["left"]]
-    mine, parts, taken = told["place"], told["parts"], 0
+    mine = told["place"]
+    parts = told["parts"]
+    taken = 0
 
     def place(sample: Any) -> int | None:
         nonlocal taken
@@ -416,7 +421,8 @@ class _Numbered:
 
     def number(self, members: Sequence[str], rank: int) -> None:
         """These replicas are there from here on, by the numbers that they were started with."""
-        self._place.members, self._place.rank = tuple(members), rank
+        self._place.members = tuple(members)
+        self._place.rank = rank
 
 
 class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -448,8 +454,11 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
     ) -> None:
         self.partition: Partition = Random() if partition is None else partition
         check_protocol("PartitionedSampler", "partition", self.partition, Partition, "a partition such as Random()")
-        self.dataset, self.epoch, self.drop_last = dataset, 0, False
-        self.shuffle, self.seed = self.partition.shuffle, self.partition.seed
+        self.dataset = dataset
+        self.epoch = 0
+        self.drop_last = False
+        self.shuffle = self.partition.shuffle
+        self.seed = self.partition.seed
         self._place = _Place("PartitionedSampler", num_replicas, rank)
         self._made: tuple[Any, list[int]] | None = None
 
@@ -478,7 +487,8 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
             ValueError: parts are unequal.
         """
         members, _ = self._place.known()
-        whole, epoch = len(self.dataset), self.epoch
+        whole = len(self.dataset)
+        epoch = self.epoch
         owners = self.partition.owners(self.partition.order(whole, epoch), members)
         sizes = torch.bincount(owners, minlength=len(members)).tolist()
         if len(set(sizes)) > 1:
@@ -526,7 +536,8 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
                 f"`PartitionedStream(stream={stream!r})` must begin anew with every epoch, as an "
                 "IterableDataset does: of a generator the second epoch would be empty."
             )
-        self.stream, self.partition = stream, Random() if partition is None else partition
+        self.stream = stream
+        self.partition = Random() if partition is None else partition
         check_protocol("PartitionedStream", "partition", self.partition, Partition, "a partition such as Random()")
         self.partition.dealer(("0",))
         self._place = _Place("PartitionedStream", num_replicas, rank)

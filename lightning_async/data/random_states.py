@@ -22,7 +22,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 States = dict[str, Any]
 """State by the generator's name: bytes, numbers, and tuples and dicts of them."""
 
-DEPTH, WIDTH, OBJECTS = 5, 100, 1000
+DEPTH = 5
+WIDTH = 100
+OBJECTS = 1000
 """How far `generators_in` looks: attributes of attributes, entries of one collection, objects in all."""
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -220,7 +222,8 @@ class Tape:
     def __init__(self, generators: Generators, drawn: dict[int, States] | None = None) -> None:
         self.made = 0
         """Calls so far."""
-        self._generators, self._known = generators, dict(drawn or {})
+        self._generators = generators
+        self._known = dict(drawn or {})
         self._drawn: dict[int, States] = {}
         self._left: States = {}
 
@@ -265,8 +268,11 @@ class Indices:
         skip: int = 0,
         made: int = 0,
     ) -> None:
-        self._sampler, self._begin, self._generators = sampler, begin, generators
-        self._skip, self._made = skip, made
+        self._sampler = sampler
+        self._begin = begin
+        self._generators = generators
+        self._skip = skip
+        self._made = made
 
     def __len__(self) -> int:
         return len(self._sampler())  # pyright: ignore[reportArgumentType]
@@ -315,7 +321,8 @@ def stateful(value: Any) -> bool:
 
     litdata's dataset, whose ``state_dict`` is for its own loader, wants to be told what that has taken.
     """
-    save, load = getattr(value, "state_dict", None), getattr(value, "load_state_dict", None)
+    save = getattr(value, "state_dict", None)
+    load = getattr(value, "load_state_dict", None)
     return callable(save) and callable(load) and _takes(save, 0) and _takes(load, 1)
 
 
@@ -355,7 +362,9 @@ class Resumed(IterableDataset[Any]):
     """
 
     def __init__(self, iterable: Any, ended: bool = False, idle: bool = False) -> None:
-        self.iterable, self._ended, self._idle = iterable, ended, idle
+        self.iterable = iterable
+        self._ended = ended
+        self._idle = idle
         self._follows = False
         self._fresh: Any = None
         self._replaced: dict[str, Any] = {}
@@ -389,7 +398,8 @@ class Resumed(IterableDataset[Any]):
         self._replaced = {
             n: before.get(n, _WORKER_END) for n, value in after.items() if value is not before.get(n, _WORKER_END)
         }
-        self._follows, self._first = not _same(state, self._fresh), None
+        self._follows = not _same(state, self._fresh)
+        self._first = None
         keeps_apart = self._follows and _same(self.iterable.state_dict(), self._fresh)
         if self._ended and keeps_apart:
             # It would begin at the end. That iteration is begun here, and dropped: one that counts its epochs as they
@@ -460,7 +470,9 @@ class Carried:
     """
 
     def __init__(self, batch: Any, worker: int, state: dict[str, Any]) -> None:
-        self.batch, self.worker, self.state = batch, worker, state
+        self.batch = batch
+        self.worker = worker
+        self.state = state
 
     def pin_memory(self) -> Carried:
         """As torch asks of batches of types that it does not know."""
@@ -482,7 +494,8 @@ class Carrier:
         self._sent: dict[str, Any] = {}
 
     def __call__(self, samples: Any) -> Carried:
-        batch, info = self._collate(samples), get_worker_info()
+        batch = self._collate(samples)
+        info = get_worker_info()
         assert info is not None, "runs in workers"
         dataset: Any = info.dataset
         if self._generators is None:
@@ -510,12 +523,15 @@ class WorkerStart:
     def __init__(
         self, init: Callable[[int], Any] | None, states: dict[int, dict[str, Any]], collate: Callable[[Any], Any]
     ) -> None:
-        self._init, self._states, self._collate = init, states, collate
+        self._init = init
+        self._states = states
+        self._collate = collate
 
     def __call__(self, worker: int) -> None:
         if self._init is not None:
             self._init(worker)
-        info, state = get_worker_info(), self._states.get(worker)
+        info = get_worker_info()
+        state = self._states.get(worker)
         if info is None:
             return
         dataset: Any = info.dataset

@@ -70,7 +70,8 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
 
 def share(position: Position) -> list[int]:
     """The indices of one rank's whole epoch."""
-    told, everything = position["share"], range(position["share"]["length"])
+    told = position["share"]
+    everything = range(position["share"]["length"])
     if told["kind"] == "given":
         return told["indices"].tolist()
     if told["kind"] == "distributed":
@@ -151,7 +152,8 @@ def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> li
     >>> [deal_steps([0, 1, 2, 3, 4], rank, 2, 2) for rank in range(2)]
     [[0, 2, 4], [1, 3, 3]]
     """
-    part, longest = indices[rank::ranks], -(-len(indices) // ranks)
+    part = indices[rank::ranks]
+    longest = -(-len(indices) // ranks)
     idle = -(-len(part) // batch_size) < -(-longest // batch_size)
     return [*part, (part or indices)[-1]] if idle else part
 
@@ -222,7 +224,8 @@ def stream_of(loader: Any) -> dict[str, Any] | None:
         return None
     if type(loader)._get_iterator is not DataLoader._get_iterator or not getattr(loader, "in_order", True):
         return None
-    size, workers = loader.batch_size or 1, max(1, loader.num_workers)
+    size = loader.batch_size or 1
+    workers = max(1, loader.num_workers)
     return {"kind": "stream", **stream.part(), "batch_size": size, "workers": workers}
 
 
@@ -233,7 +236,9 @@ def distributed(told: dict[str, Any]) -> Tensor:
     >>> distributed(told).tolist()
     [1, 3, 0]
     """
-    length, ranks, rank = told["length"], told["num_replicas"], told["rank"]
+    length = told["length"]
+    ranks = told["num_replicas"]
+    rank = told["rank"]
     order = _order(length, told["seed"] + told["epoch"] if told["shuffle"] else None)
     count = length // ranks if told["drop_last"] else -(-length // ranks)
     mine = order[rank::ranks][:count]  # no copy yet, of what may be millions
@@ -276,7 +281,8 @@ class JoinedBatches(NamedTuple):
 
     def take(self, column: int, numbers: Tensor) -> Tensor:
         """The indices of one loader's batches with these numbers."""
-        starts, lengths = self.starts[column][numbers], self.lengths[column][numbers]
+        starts = self.starts[column][numbers]
+        lengths = self.lengths[column][numbers]
         size = int(lengths.max()) if len(lengths) else 0
         if bool((lengths == size).all()):  # the same, sooner
             return self.indices[column][(starts[:, None] + torch.arange(size)).reshape(-1)]
@@ -298,9 +304,11 @@ class Dealt(Mapping[str, DataShard]):
     def __init__(
         self, left: JoinedBatches, takers: Mapping[str, int], like: list[tuple[dict[str, Any] | None, int]]
     ) -> None:
-        self._left, self._like = left, like
+        self._left = left
+        self._like = like
         self._takers = {name: (i, first) for i, (name, first) in enumerate(takers.items()) if len(left) > i}
-        self._every, self._made = len(takers), dict[str, DataShard]()
+        self._every = len(takers)
+        self._made = dict[str, DataShard]()
 
     def __getitem__(self, name: str) -> DataShard:
         if name not in self._made:  # by two threads at once, at worst: they make the same
@@ -403,7 +411,8 @@ def _columns(of: DataShard, begin: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> tuple[Tensor, Tensor, Tensor]:
-    size, is_given = told["batch_size"], told["kind"] == "given"
+    size = told["batch_size"]
+    is_given = told["kind"] == "given"
     indices = told["indices"] if is_given else distributed(told)
     if not is_given and not told["drop_last"] and not told["full_batches"]:  # else it would be dropped
         is_padding = (len(indices) - 1) * told["num_replicas"] + told["rank"] >= told["length"]
@@ -469,16 +478,22 @@ def by_steps(
     known = [(each, begin) for each, begin in left if each.is_known]
     if not known:
         return {}
-    samples, all_ = _once(_in_order(known)), [sizes[name] for name in takers]
+    samples = _once(_in_order(known))
+    all_ = [sizes[name] for name in takers]
     total = sum(all_)
     steps, rest = divmod(len(samples), total)
     last = [0] * len(all_) if whole else _of_the_last(rest, all_)
     if not all(steps + more for more in last):
         return {}
-    length, full, ends = known[0][0].lengths[0], samples[: steps * total].view(steps, total), samples[steps * total :]
-    dealt, each_begins, last_begins = {}, _begins(all_), _begins(last)
+    length = known[0][0].lengths[0]
+    full = samples[: steps * total].view(steps, total)
+    ends = samples[steps * total :]
+    dealt = {}
+    each_begins = _begins(all_)
+    last_begins = _begins(last)
     for i, (name, first) in enumerate(takers.items()):
-        within, behind = each_begins[i], last_begins[i]
+        within = each_begins[i]
+        behind = last_begins[i]
         mine = torch.cat([full[:, within : within + all_[i]].reshape(-1), ends[behind : behind + last[i]]])
         told = {"kind": "given", "length": length, "batch_size": all_[i], "full_batches": whole, "indices": mine}
         count = -(-len(mine) // all_[i])

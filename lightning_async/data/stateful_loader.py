@@ -92,7 +92,9 @@ class Source:
     """What to iterate over in place of the loader."""
 
     def __init__(self, loader: Any, name: str) -> None:
-        self.loader, self.name, self.stand_in = loader, name, loader
+        self.loader = loader
+        self.name = name
+        self.stand_in = loader
         self.idle = False
         """An iteration yields nothing: Lightning makes one at the start of fit that nobody reads."""
         self.ahead = True
@@ -135,7 +137,8 @@ class Source:
 
     def behind_as_many(self, position: Position, loaders: int) -> Position:
         """Tell that a loader that differs, one of so many, goes on behind as many batches; return where that is."""
-        loader, workers = self.loader, position.get("num_workers")
+        loader = self.loader
+        workers = position.get("num_workers")
         log.warning(
             "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it goes on behind "
             "as many batches as then (%d), so that samples of this epoch are skipped or come again.",
@@ -150,7 +153,9 @@ class Source:
 
     def _begun_anew(self, position: Position) -> Position:
         """Tell that the epoch begins anew, as nobody knows which samples were seen; return where that is."""
-        loader, taken, size = self.loader, position["taken"], position["batch_size"]
+        loader = self.loader
+        taken = position["taken"]
+        size = position["batch_size"]
         workers = loader.num_workers if position["num_workers"] is None else position["num_workers"]
         if taken:
             log.warning(
@@ -238,7 +243,8 @@ class _OfDataLoader(Source):
         return (position["batch_size"], position["length"]) != sizes or self._has_other_workers(position)
 
     def recount(self, position: Position) -> Position:
-        then, now = position["batch_size"], size_of(self.loader)
+        then = position["batch_size"]
+        now = size_of(self.loader)
         if self._is_iterable:
             if self._has_other_workers(position):
                 if not self._has_one_reader(position):
@@ -259,7 +265,9 @@ class _OfDataLoader(Source):
 
     def _undrawn(self, position: Position) -> Position:
         """The position at the beginning of an epoch, or of the rest of one that was divided among other ranks."""
-        told, then, now = position.get("share") or {}, position["batch_size"], size_of(self.loader)
+        told = position.get("share") or {}
+        then = position["batch_size"]
+        now = size_of(self.loader)
         if told.get("kind") != "given":
             return position
         if then != now:
@@ -283,7 +291,8 @@ class _OfDataLoader(Source):
         Args:
             as_many: other ranks take as many, so that some come again in place of those that are gone.
         """
-        length, sampler = len(self.loader.dataset), getattr(self.loader.batch_sampler, "sampler", None)
+        length = len(self.loader.dataset)
+        sampler = getattr(self.loader.batch_sampler, "sampler", None)
         if length != position["length"]:
             gone = len(left) - len(kept(left, length, as_many=False))
             log.warning(
@@ -298,12 +307,14 @@ class _OfDataLoader(Source):
         """All indices of the epoch that is under way; None where that cannot be told."""
         if position.get("share") is not None:
             return share(position)
-        batches, size = self.loader.batch_sampler, position["batch_size"]
+        batches = self.loader.batch_sampler
+        size = position["batch_size"]
         if size is None or type(batches) is not BatchSampler or not hasattr(batches.sampler, "__len__"):
             return None
         sampler: Any = batches.sampler
         generators = Generators(self.generators())
-        tape, order = Tape(generators, position["drawn"]), list[int]()
+        tape = Tape(generators, position["drawn"])
+        order = list[int]()
         with generators.kept():
             drawn = tape.call(lambda: iter(BatchSampler(sampler, size, False)))
             for _ in range(-(-len(sampler) // size)):
@@ -311,7 +322,8 @@ class _OfDataLoader(Source):
         return order
 
     def _behind(self, position: Position, order: list[int]) -> Position:
-        told, size = position.get("share") or {}, size_of(self.loader) or 1
+        told = position.get("share") or {}
+        size = size_of(self.loader) or 1
         batches: Any = self.loader.batch_sampler
         length, drops = len(self.loader.dataset), batches.drop_last  # pyright: ignore[reportArgumentType]
         left = order[position["taken"] * told.get("batch_size", position["batch_size"]) :]
@@ -353,7 +365,8 @@ class _OfDataLoader(Source):
         """The position where this process has read so far, and a worker does now, or the other way round."""
         workers = position["workers"]
         state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
-        moved, loader = _without_states(position, self.loader), self.loader
+        moved = _without_states(position, self.loader)
+        loader = self.loader
         if state is not None and resumable(loader.dataset):
             into = {"workers": {0: {"random": {}, "dataset": state}}} if loader.num_workers else {"dataset": state}
             return {**moved, **into, "batch_size": position["batch_size"]}
@@ -368,7 +381,8 @@ class _OfDataLoader(Source):
         return {**moved, "drawn": {}, "batch_size": position["batch_size"]}
 
     def problems(self) -> list[str]:
-        loader, found = self.loader, []
+        loader = self.loader
+        found = []
         if not getattr(loader, "in_order", True):
             found.append(
                 f"{self.name} yields batches in the order in which its workers are ready (in_order=False), which no "
@@ -399,7 +413,8 @@ class _OfDataLoader(Source):
     def _iterator(self) -> Iterator[Any]:
         if self.idle and not self._persists:
             return iter(())
-        start, self._armed = self._armed, None
+        start = self._armed
+        self._armed = None
         if start and self._is_iterable and not resumable(self.loader.dataset):
             self._tell(start["taken"])
         self._here = IterationPosition(self.loader, Generators(self.generators()), start, self.ahead, self._resumed)
@@ -415,7 +430,8 @@ class _IteratorsOf:
     """
 
     def __init__(self, source: _OfDataLoader) -> None:
-        self._loader, self.source = source.loader, source
+        self._loader = source.loader
+        self.source = source
 
     def __call__(self) -> Iterator[Any]:
         return self.source._iterator()
@@ -452,7 +468,8 @@ class _OfIterable(Source):
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
         if before or ended:
             return super().keep(before, ended)
-        first, tape = [], self._tape  # to ask the loader for its state may take long: it is asked before each fetch
+        first = []
+        tape = self._tape  # to ask the loader for its state may take long: it is asked before each fetch
         self._first = first
 
         def later() -> Position:
@@ -464,7 +481,8 @@ class _OfIterable(Source):
     def begin_at(self, position: Position) -> None:
         self._set_epoch(position)
         if position.get("state") is not None and self._by_state:
-            ended, loader = "taken" not in position, self.loader
+            ended = "taken" not in position
+            loader = self.loader
             if not isinstance(loader, DataLoader):
                 self._iterates = Resumed(loader, ended)
             elif loader._dataset_kind == _DatasetKind.Iterable and stateful(loader.dataset):
@@ -499,7 +517,8 @@ class _OfIterable(Source):
 
     def _begin(self) -> Iterator[Any]:
         """The loader's own next iteration."""
-        loaded, self._loaded = self._loaded, False
+        loaded = self._loaded
+        self._loaded = False
         if self._loaded_before and getattr(self.loader, "restore", False) is True:
             # litdata's loader begins at a loaded state until it has come to its end, which nobody waits for.
             self.loader.restore = False
@@ -528,10 +547,13 @@ class _OfIterable(Source):
         generators = Generators(self.generators())
         if self.idle:
             return
-        start, self._armed = self._armed or {}, None
+        start = self._armed or {}
+        self._armed = None
         again = not self._by_state
         self._tape = tape = Tape(generators, start.get("drawn") if again else None)
-        taken, first, sizes = 0, start.get("random"), {}
+        taken = 0
+        first = start.get("random")
+        sizes = {}
         if again and isinstance(self.loader, DataLoader):
             sizes = {"batch_size": size_of(self.loader), "num_workers": workers_of(self.loader)}
 
@@ -542,7 +564,8 @@ class _OfIterable(Source):
             epoch = epoch_of(self.loader)
             return {"taken": taken, "made": tape.made, "random": random, "state": state, "epoch": epoch, **sizes}
 
-        self._now, self._before = now, None
+        self._now = now
+        self._before = None
         batches = tape.call(self._begin)
         if start and (again or start.get("state") is None):
             self._tell(start["taken"])
@@ -574,7 +597,8 @@ class _Followed:
     """An iterable, with an iterator of ours; all else is its own."""
 
     def __init__(self, loader: Any, iterator: Callable[[], Iterator[Any]]) -> None:
-        self._loader, self._make = loader, iterator
+        self._loader = loader
+        self._make = iterator
 
     def __iter__(self) -> Iterator[Any]:
         return self._make()

@@ -29,7 +29,9 @@ def share_out(do: Callable[[Piece], T], pieces: Iterable[Piece], threads: int) -
     >>> sorted(share_out(lambda piece: piece * piece, range(4), threads=2))
     [0, 1, 4, 9]
     """
-    left, results, errors = deque(pieces), [], []
+    left = deque(pieces)
+    results = []
+    errors = []
     if threads <= 1 or len(left) <= 1:
         return [do(piece) for piece in left]
 

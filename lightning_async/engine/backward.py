@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 
 from lightning_async.flat import FlatLayout
 
-_FIRST_BYTES, _PART_BYTES = 1 << 20, 25 << 20
+_FIRST_BYTES = 1 << 20
+_PART_BYTES = 25 << 20
 
 
 class LayoutSpan(NamedTuple):
@@ -42,12 +43,18 @@ def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object
     """
     found: list[LayoutSpan] = []
     most = _PART_BYTES if part_bytes is None else part_bytes
-    last, end, numel, limit = len(layout), layout.numel, 0, min(most, _FIRST_BYTES)
+    last = len(layout)
+    end = layout.numel
+    numel = 0
+    limit = min(most, _FIRST_BYTES)
     for i in reversed(range(len(layout))):
         full = numel and 4 * (numel + layout.sizes[i]) > limit
         if full or (kinds and i + 1 < last and kinds[i] != kinds[i + 1]):
             found.append(LayoutSpan(i + 1, last, end - numel, end))
-            last, end, numel, limit = i + 1, end - numel, 0, most
+            last = i + 1
+            end = end - numel
+            numel = 0
+            limit = most
         numel += layout.sizes[i]
     return [*found, LayoutSpan(0, last, 0, end)]
 
@@ -70,7 +77,9 @@ class Backward:
         take: Callable[[Sequence[LayoutSpan]], None],
         parts: Sequence[LayoutSpan] | None = None,
     ) -> None:
-        self._params, self._take, self._spans = list(params), take, parts or spans(layout)
+        self._params = list(params)
+        self._take = take
+        self._spans = parts or spans(layout)
         self._span_of = [n for n, span in reversed(list(enumerate(self._spans))) for _ in range(span.first, span.last)]
         self._expected: set[int] = set()
         self._first = True
@@ -96,7 +105,10 @@ class Backward:
 
     def begin(self) -> None:
         """A pass begins."""
-        self.under_way, self.filled, self._taken, self._came = True, 0, [], set()
+        self.under_way = True
+        self.filled = 0
+        self._taken = []
+        self._came = set()
         wanted = range(len(self._params)) if self._first else self._expected
         self._missing = [{i for i in wanted if span.first <= i < span.last} for span in self._spans]
 
@@ -132,15 +144,19 @@ class Backward:
         for missing in self._missing:
             missing.clear()
         self._tell()
-        self.under_way, self._first = False, False
-        taken, self._taken = self._taken, []
+        self.under_way = False
+        self._first = False
+        taken = self._taken
+        self._taken = []
         self._expected |= self._came | {i for i, p in enumerate(self._params) if p.grad is not None}
         self._came = set()
         return [i for i, (p, mark) in enumerate(zip(self._params, taken, strict=True)) if _changed(p, *mark)]
 
     def give_up(self) -> None:
         """The pass has failed."""
-        self.under_way, self._taken, self._came = False, [], set()
+        self.under_way = False
+        self._taken = []
+        self._came = set()
 
 
 def _mark(p: Any) -> tuple[Any, int]:

@@ -132,7 +132,9 @@ class Buckets:
     """
 
     def __init__(self, replica: Replica, shared_state: SharedState) -> None:
-        self.replica, self._shared_state, self._changed = replica, shared_state, shared_state.changed
+        self.replica = replica
+        self._shared_state = shared_state
+        self._changed = shared_state.changed
         self.owner = BucketOwner.FREE
         self.announced = False
         """A header is under way."""
@@ -143,7 +145,8 @@ class Buckets:
         """A committed exchange whose result the training thread has yet to take."""
         self.at_target = True
         """No step was taken since the parameters were the last target, to the bit."""
-        self.to_engine, self.to_training = _Handover(replica.device), _Handover(replica.device)
+        self.to_engine = _Handover(replica.device)
+        self.to_training = _Handover(replica.device)
         self.lay_out()
 
     def lay_out(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket) -> None:
@@ -173,7 +176,8 @@ class Buckets:
 
     def _bucket(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket, pin: bool = False) -> Tensor:
         """Zeros, with `ROOM` in front."""
-        numel, device = ROOM + self.replica.numel, self.replica.device
+        numel = ROOM + self.replica.numel
+        device = self.replica.device
         return registered(torch.zeros(numel, device=device, pin_memory=pin))[ROOM:]
 
     def release(self) -> None:
@@ -256,7 +260,8 @@ class Buckets:
 
     def turn(self, target: Tensor) -> Tensor:
         """A round that this rank was absent from has landed: its target is the last one now. Returns the one before."""
-        before, self.received = self.received, target
+        before = self.received
+        self.received = target
         if target is self.sent:
             self.sent = before
         return before

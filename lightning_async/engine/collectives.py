@@ -75,7 +75,10 @@ class ReplayableCalls:
         deadline: timedelta,
         blame: timedelta = timedelta(seconds=3),
     ) -> None:
-        self._collectives, self._check, self._deadline, self._blame = collectives, check, deadline, blame
+        self._collectives = collectives
+        self._check = check
+        self._deadline = deadline
+        self._blame = blame
         self.recovery: CallRecovery | None = None
         """Set while an engine runs that can form groups anew."""
         self._changed = threading.Condition()
@@ -133,7 +136,8 @@ class ReplayableCalls:
         Raises:
             PeerLost, CollectiveTimeout, CollectiveError: as a call does.
         """
-        started, formed = time.monotonic(), self._formed
+        started = time.monotonic()
+        formed = self._formed
         try:
             self._wait(pending, started)
         except (PeerLost, CollectiveError) as error:
@@ -143,7 +147,8 @@ class ReplayableCalls:
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
         """The generations in which the calls made within were answered; they count for what this is within, too."""
-        outer, self._seen = self._seen, set()
+        outer = self._seen
+        self._seen = set()
         try:
             yield self._seen
         finally:
@@ -225,7 +230,8 @@ class ReplayableCalls:
     def abandon(self) -> None:
         """The engine ends: calls that fail from now on are not repeated."""
         with self._changed:
-            self.recovery, self._forming = None, False
+            self.recovery = None
+            self._forming = False
             self._changed.notify_all()
 
     def settle(
@@ -243,7 +249,8 @@ class ReplayableCalls:
             AsyncTrainingError: ranks are further apart than they can be if they run the same program.
         """
         with self._changed:
-            done, answer = self._done, encode([[number, *each] for number, each in self._answers.items()])
+            done = self._done
+            answer = encode([[number, *each] for number, each in self._answers.items()])
         table = gather(torch.tensor([done, answer.numel()]))
         counts = table[:, 0].tolist()
         newest = max(counts)
@@ -257,7 +264,9 @@ class ReplayableCalls:
                 with self._changed:
                     self._keep({number: CallAnswer(*each) for number, *each in decode(data)})
         with self._changed:
-            self._forming, self._formed, self.generation = False, self._formed + 1, generation
+            self._forming = False
+            self._formed = self._formed + 1
+            self.generation = generation
             self._ranks[generation] = self._collectives.rank
             self._changed.notify_all()
 
@@ -268,11 +277,15 @@ def _copy(answer: Any) -> Any:
 
 
 T = TypeVar("T")
-_ROW_BYTES, _TEXT_BYTES, _DATA_AT = 2048, 128, 160
+_ROW_BYTES = 2048
+_TEXT_BYTES = 128
+_DATA_AT = 160
 """What each rank shows of an operation: which one it is, three numbers, and the first bytes of its data."""
 _ROOM = _ROW_BYTES - _DATA_AT
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_PART_BYTES, _SMALL_BYTES, _AHEAD = 8 << 20, 1 << 18, 4
+_PART_BYTES = 8 << 20
+_SMALL_BYTES = 1 << 18
+_AHEAD = 4
 """Of what is handed over: how much travels at once, what goes along with others, and how many parts are under way."""
 
 
@@ -405,15 +418,18 @@ class LightningCollectives:
             )
         if sync_grads and tensor.requires_grad:
             return _GatherWithGrad.apply(tensor, self)
-        mine, what = _to_cpu(tensor), f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}"
+        mine = _to_cpu(tensor)
+        what = f"all_gather of shape {tuple(tensor.shape)}, {tensor.dtype}"
         return self.in_one_generation(lambda: self._tell_rows(what, mine)).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
         """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
         if self.world_size == 1 or self.asynchronous:
             return [tensor]
-        mine, sizes = _to_cpu(tensor), torch.tensor([*tensor.shape], dtype=torch.int64)
-        data, behind = torch.cat([as_bytes(sizes), as_bytes(mine)]), sizes.nbytes
+        mine = _to_cpu(tensor)
+        sizes = torch.tensor([*tensor.shape], dtype=torch.int64)
+        data = torch.cat([as_bytes(sizes), as_bytes(mine)])
+        behind = sizes.nbytes
         what = f"gather of {tensor.ndim} dimensions, {tensor.dtype}"
         rows = self.in_one_generation(lambda: self._tell(what, data))
         shapes = [row[:behind].clone().view(torch.int64).tolist() for row in rows]
@@ -434,7 +450,9 @@ class LightningCollectives:
             return obj
 
         def broadcast() -> tuple[Tensor, bool]:
-            is_source, data, pickled = self.rank == src, _NOTHING, False
+            is_source = self.rank == src
+            data = _NOTHING
+            pickled = False
             if is_source:
                 data, pickled = _encoded(obj)
             numbers, rows = self._compare(f"broadcast from rank {src}", data, _checksum(data), pickled)
@@ -533,7 +551,8 @@ class LightningCollectives:
         Raises:
             GateMismatch: on every rank, where they came for different things.
         """
-        row, text = torch.zeros(_ROW_BYTES, dtype=torch.uint8), bytearray(what.encode()[:_TEXT_BYTES])
+        row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
+        text = bytearray(what.encode()[:_TEXT_BYTES])
         row[: len(text)] = torch.frombuffer(text, dtype=torch.uint8)
         row[_TEXT_BYTES:_DATA_AT].view(torch.int64)[:3] = torch.tensor([data.numel(), checksum, pickled])
         row[_DATA_AT : _DATA_AT + data.numel()] = data[:_ROOM]
@@ -569,7 +588,8 @@ class _GatherWithGrad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: LightningCollectives) -> Tensor:
         gathered = world.all_gather(tensor.detach())
-        ctx.world, ctx.row = world, world.calls.rank_then()  # ranks may be lost before the backward pass
+        ctx.world = world
+        ctx.row = world.calls.rank_then()  # ranks may be lost before the backward pass
         return gathered
 
     @staticmethod
@@ -616,7 +636,8 @@ def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             size += len(data)
         if size > _PART_BYTES - _SMALL_BYTES:
             yield small
-            small, size = [], 0
+            small = []
+            size = 0
     if small:
         yield small
 

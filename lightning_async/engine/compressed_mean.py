@@ -58,7 +58,8 @@ class CompressedMean:
         part_bytes: int,
         device: torch.device,
     ) -> None:
-        self._collectives, self._result = collectives, result
+        self._collectives = collectives
+        self._result = result
         self.world_size = collectives.world_size
         """Of the generation that this has room for."""
         self._dtype = CODES[compression]
@@ -96,7 +97,8 @@ class CompressedMean:
             What `carried_residual` becomes when the round commits; with a residual nothing is owed.
         """
         shares = torch.tensor(weights, dtype=torch.float32, device=out.device)
-        carried_residual, start = self.carried_residual.clone(), 0
+        carried_residual = self.carried_residual.clone()
+        start = 0
         for i, part in enumerate(FlatLayout.parts(out, 4 * self._part)):
             here = slice(i * self._part, i * self._part + len(part))
             mine, rest = (None if each is None else each[here] for each in (message, residual))
@@ -126,7 +128,8 @@ class CompressedMean:
         """Each rank averages its own columns of all messages, and everyone gathers the averages."""
         width = len(carried_residual)
         self._encode(part, message, self.world_size * width, residual)
-        peers, average = self._received.rows(self.world_size, width), self._sent.row(width)
+        peers = self._received.rows(self.world_size, width)
+        average = self._sent.row(width)
         self._move(self._collectives.all_to_all, self._sent.rows(self.world_size, width), peers)
         ops.requantize_average_(*average, carried_residual, *peers, shares)
         self._move(self._collectives.all_gather, average, peers)

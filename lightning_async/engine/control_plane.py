@@ -62,7 +62,8 @@ log = logging.getLogger(__name__)
 # After a failure: meet all ranks again, or those that are left, in groups of a new generation.
 
 _SLICE = timedelta(seconds=1)
-_HEARSAY_S, _BEAT_S = 2.0, 0.1
+_HEARSAY_S = 2.0
+_BEAT_S = 0.1
 
 
 class GroupRecovery:
@@ -95,9 +96,12 @@ class GroupRecovery:
         self._roots = [root for root in distinct if isinstance(root, ElasticCollectives)]
         self.possible = len(self._roots) == len(distinct)
         """False where the transport cannot: then the first failure is the last."""
-        self._membership, self._shared_state = membership, shared_state
-        self._transfer, self._calls = transfer, calls
-        self._timeouts, self._now = timeouts, now
+        self._membership = membership
+        self._shared_state = shared_state
+        self._transfer = transfer
+        self._calls = calls
+        self._timeouts = timeouts
+        self._now = now
         self._min_replicas = membership.generation.world_size if min_replicas is None else min_replicas
         self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
         """Called with a new generation, and with why others are not in it, once its groups are formed."""
@@ -135,7 +139,8 @@ class GroupRecovery:
                 self._count(error)
                 if self._may_lose and not isinstance(error, (CollectiveTimeout, GenerationChanged)):
                     self._membership.suspect()
-            rank, round_id = self._transfer.rank, box.next_exchange
+            rank = self._transfer.rank
+            round_id = box.next_exchange
             words = f"Rank {rank}: round {round_id} failed: {error}"
             tell("round_failed", logging.INFO, words, rank=rank, round=round_id)
             try:
@@ -163,7 +168,8 @@ class GroupRecovery:
 
     def _meet(self) -> int:
         """The new generation, once all ranks are in it and their training threads' calls go on there."""
-        started, members = self._now(), self._membership.generation.members
+        started = self._now()
+        members = self._membership.generation.members
         if self._calls is not None:
             self._calls.suspend()
         while True:
@@ -215,7 +221,9 @@ class GroupRecovery:
             Closed: they left through the last gate.
             PeerLost: too few are left: no round comes any more.
         """
-        box, left, generation = self._shared_state, self._membership.left(), self._membership.generation
+        box = self._shared_state
+        left = self._membership.left()
+        generation = self._membership.generation
         with box.changed:
             if box.sync_point in (SyncPointKind.TRAIN_END, SyncPointKind.STOP) and left.issuperset(missing):
                 # Nobody leaves in order but through the last gate, whose answer this rank has lost.
@@ -277,8 +285,14 @@ class EngineLoop:
         """Number of the next header."""
         self.held = UncommittedRound(buckets, transfer)
         self.on_mark: Callable[[InFlightRound], Any] = lambda exchange: None  # what a marked one has made is copied
-        self._components, self._buckets, self._box, self._transfer = components, buckets, shared_state, transfer
-        self._membership, self._regroup, self._timeouts, self._now = membership, regroup, timeouts, now
+        self._components = components
+        self._buckets = buckets
+        self._box = shared_state
+        self._transfer = transfer
+        self._membership = membership
+        self._regroup = regroup
+        self._timeouts = timeouts
+        self._now = now
         self._some_silent = self._compare = False
 
     def run(self) -> None:
@@ -323,7 +337,8 @@ class EngineLoop:
         return False
 
     def _has_cause(self) -> bool:
-        box, buckets = self._box, self._buckets
+        box = self._box
+        buckets = self._buckets
         if buckets.owner is BucketOwner.TRAINING or (buckets.arrived is not None and not self._is_stalled()):
             return False  # the training thread uses them, or is about to
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
@@ -337,12 +352,15 @@ class EngineLoop:
 
     def _serve(self) -> None:
         """One cycle: header, and what it decides."""
-        box, buckets, started = self._box, self._buckets, self._now()
+        box = self._box
+        buckets = self._buckets
+        started = self._now()
         self._transfer.check()
         with box.changed:
             box.changed.wait_for(lambda: buckets.owner is not BucketOwner.TRAINING)
             message = buckets.announce()
-            header, drafts = self._header(message), [component.compose() for component in self._components]
+            header = self._header(message)
+            drafts = [component.compose() for component in self._components]
             box.composed = self.seq
         buckets.to_engine.take()
         compare = self._compare and header.sync_point is not SyncPointKind.NONE
@@ -374,7 +392,8 @@ class EngineLoop:
 
     def _header(self, message: Message | None) -> Header:
         """The common part of this rank's header. Under the lock."""
-        box, replica = self._box, self._buckets.replica
+        box = self._box
+        replica = self._buckets.replica
         return Header(
             exchange=box.next_exchange,
             ready=message.priority if message is not None else 0,
@@ -401,11 +420,13 @@ class EngineLoop:
 
     def _note(self, round_decision: RoundDecision, mine: Header, headers: Sequence[Header]) -> None:
         """Tell the training thread what was agreed."""
-        box, common = self._box, round_decision.common
+        box = self._box
+        common = round_decision.common
         self._compare = round_decision.compare
         self._some_silent = any(h.excused and h.sync_point is SyncPointKind.NONE for h in headers)
         with box.changed:
-            box.mean_steps, box.steps_then = sum(h.clock for h in headers) / len(headers), mine.clock
+            box.mean_steps = sum(h.clock for h in headers) / len(headers)
+            box.steps_then = mine.clock
             told = ((h.samples, h.loss, h.pace) for h in headers)
             box.samples_by_rank, box.losses, box.paces = zip(*told, strict=True)
             box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
@@ -420,7 +441,9 @@ class EngineLoop:
         """A gate opens: all replicas hold one model. Under the lock."""
         box = self._box
         box.num_opened += 1
-        box.last_sync_point, box.moved, box.last_clock = common.place, common.moved, common.clock
+        box.last_sync_point = common.place
+        box.moved = common.moved
+        box.last_clock = common.clock
         box.last_exchange = box.next_exchange
         self._regroup.attempts = 0
         for component in self._components:
@@ -442,7 +465,8 @@ class EngineLoop:
         exchange.header_s = waited
         if kind.takes_marks:
             members = self._membership.generation.members
-            exchange.mark, exchange.places = mark_of(headers, members), places_of(headers, members)
+            exchange.mark = mark_of(headers, members)
+            exchange.places = places_of(headers, members)
         if exchange.at_once:
             self.held.behind = exchange
         kind.move(exchange)
@@ -545,7 +569,10 @@ class ControlPlane:
     ) -> None:
         self.shared_state = SharedState()
         self.buckets = Buckets(replica, self.shared_state)
-        self.membership, self.now, self.timeouts, self._calls = membership, now, timeouts, calls
+        self.membership = membership
+        self.now = now
+        self.timeouts = timeouts
+        self._calls = calls
         roots = (collectives, payload or collectives)
         small, large = forks or forks_of(*roots, timeouts)
         self.transfer = Transfer(small, large, self.shared_state, membership, timeouts.payload, part_bytes, now)

@@ -177,7 +177,8 @@ def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
     _check_layouts(headers)
     if busy or (place := _place(headers, votes)) is SyncPointKind.NONE:
         return CommonDecision(votes=votes)
-    clock, first = sum(h.clock for h in headers), headers[0]
+    clock = sum(h.clock for h in headers)
+    first = headers[0]
     moved = clock != first.last_clock or first.exchange != first.last_exchange
     return CommonDecision(votes=votes, place=place, moved=moved, clock=clock)
 
@@ -284,7 +285,8 @@ def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]
     >>> from_rows([Header()], [to_row([Header(gate=Gate.STOP)])])[0][0].gate
     <Gate.STOP: 4>
     """
-    parts, start = [], 0
+    parts = []
+    start = 0
     for blank in blanks:
         end = start + len(_flat(blank))
         parts.append([_like(blank, row[start:end]) for row in rows])

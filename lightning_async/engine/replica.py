@@ -5,7 +5,6 @@ The training thread packs and merges: it is the only writer of the parameters.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -16,93 +15,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
 from lightning_async import ops
+from lightning_async.engine.fingerprint import digest, is_finite, real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
-
-# A fingerprint of what tensors hold: replicas compare it to learn whether they are one model, to the bit.
-
-_BLOCK = 1 << 18
-_PRIME = (1 << 61) - 1
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-
-
-def real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers: a complex tensor as pairs of them, others as they are."""
-    return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
-
-
-def strided(gradient: Tensor) -> Tensor:
-    """The same as a dense one, that has in its memory what it is."""
-    return gradient.resolve_conj() if gradient.layout is torch.strided else gradient.to_dense()
-
-
-def digest(tensors: Iterable[Tensor]) -> int:
-    r"""A number of 52 bits, which a float64 holds exactly; equal for equal bits, on any device.
-
-    .. math:: h = \sum_b p_b \sum_i w_i\, x_{b,i}
-
-    :math:`x_{b,i}` are the tensors' words in blocks, as integers; the weights depend on the place, so a permutation
-    changes the number. Integer arithmetic only: unlike machines agree.
-
-    >>> digest([torch.tensor([1.0, 2.0])]) == digest([torch.tensor([1.0, 2.0])])
-    True
-    >>> digest([torch.tensor([0.0])]) == digest([torch.tensor([-0.0])])
-    False
-    """
-    return _combined([block for tensor in tensors for block in _blocks(tensor)])
-
-
-def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """The `digest` of each tensor alone."""
-    return [_combined(_blocks(tensor)) for tensor in tensors]
-
-
-def is_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements are finite; waits for a GPU once."""
-    return bool(all_finite(tensors))
-
-
-def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether all elements are finite as they are now, as a bool where the tensors are: no GPU is waited for."""
-    present = [real(_stored(tensor.detach())) for tensor in tensors if tensor.numel()]
-    on_cpu = torch.tensor(all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu"))
-    on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
-    return torch.stack(on_gpu).all() & on_cpu if on_gpu else on_cpu
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    """The elements that it has: a sparse one, as momentum of sparse gradients is, has others, which are zero."""
-    return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
-
-
-@functools.cache
-def _weights(device: torch.device) -> Tensor:
-    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64. 2 MiB, kept: all ranks wait at gates for what
-    is compared there."""
-    weights = (torch.arange(_BLOCK, device=device) * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
-    if device.type == "cuda":  # other threads use it on other streams
-        torch.cuda.current_stream(device).synchronize()
-    return weights
-
-
-def _blocks(tensor: Tensor) -> list[Tensor]:
-    flat = real(tensor.detach()).contiguous().reshape(-1)
-    words = flat.view(_WORDS[flat.element_size()])
-    weights = _weights(words.device)
-    # One place for all products: with new memory for each block the host is busy longer than with the arithmetic.
-    room = torch.empty(min(len(words), _BLOCK), dtype=torch.int64, device=words.device)
-    products = (torch.mul(part, weights[: len(part)], out=room[: len(part)]) for part in words.split(_BLOCK))
-    return [product.sum() for product in products if len(product)]
-
-
-def _combined(blocks: list[Tensor]) -> int:
-    if not blocks:
-        return 0
-    total = 0
-    for value in torch.stack([block.to(blocks[0].device) for block in blocks]).tolist():
-        total = (total * 1_000_003 + value) % _PRIME
-    return total & ((1 << 52) - 1)
-
 
 # Averages over time (statistics of BatchNorm, Adam's moments) where the mean of all replicas arrives late.
 #
@@ -170,7 +85,8 @@ def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torc
     rows: list[Tensor] = []
     order: list[int] = []
     for indices, before, after in zip(_by_counter(means).values(), then, count(means), strict=True):
-        before, after = before.double(), after.double()
+        before = before.double()
+        after = after.double()
         lists = (
             [1.0 if means[i].decay is None else means[i].decay for i in indices],
             [means[i].decay is None for i in indices],
@@ -240,7 +156,8 @@ def merge_late_(
         then: what `count` said at the snapshot.
         reference: what was subtracted from the snapshots. Default: nothing.
     """
-    left, device = remaining(means, then, mean.device), mean.device
+    left = remaining(means, then, mean.device)
+    device = mean.device
     start = 0
     for group in _groups(tensors):
         sizes = [part.numel() for _, part in group]
@@ -270,7 +187,8 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
             unlike = group and (group[0][1].dtype is torch.float64) != (part.dtype is torch.float64)
             if group and (unlike or size + part.numel() > PIECE):
                 yield group
-                group, size = [], 0
+                group = []
+                size = 0
             group.append((i, part))
             size += part.numel()
     yield group
@@ -304,8 +222,10 @@ class ModuleTensors:
             raise ValueError(f"`buffers={policy!r}` must be one of {get_args(BufferPolicy)}.")
         _check_materialised(module)
         _check_kinds(module, policy)
-        self._module, self._policy = module, policy
-        self.parameters, self._buffers = dict(module.named_parameters()), dict(module.named_buffers())
+        self._module = module
+        self._policy = policy
+        self.parameters = dict(module.named_parameters())
+        self._buffers = dict(module.named_buffers())
         self._layers = _with_running_means(module)
         self._shapes = {name: p.shape for name, p in self.parameters.items()}
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
@@ -350,7 +270,8 @@ class ModuleTensors:
         Raises:
             AsyncTrainingError: one has another shape or type than before, or buffers were added or removed.
         """
-        known, now = self._buffers, dict(self._module.named_buffers())
+        known = self._buffers
+        now = dict(self._module.named_buffers())
         if known.keys() == now.keys() and same(known.values(), now.values()):
             return False
         wrong = [name for name in {**known, **now} if not self._fits(known.get(name), now.get(name))]
@@ -584,8 +505,10 @@ class Replica:
             running_means: returns how each of these averages over time. Default: nothing is known of them.
         """
         if optimizer_state is not None:
-            self._state, self._state_means = optimizer_state, running_means
-        names, tensors = list(self.tensors.trained), [real(p) for p in self.tensors.trained.values()]
+            self._state = optimizer_state
+            self._state_means = running_means
+        names = list(self.tensors.trained)
+        tensors = [real(p) for p in self.tensors.trained.values()]
         for name, x in zip(names, tensors, strict=True):
             if x.dtype in (torch.bfloat16, torch.float16) and name not in self.remainders:
                 self.remainders[name] = torch.zeros_like(x, dtype=torch.float32)

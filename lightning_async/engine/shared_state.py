@@ -238,6 +238,7 @@ class SharedState:
         if not self.stands_at(sync_point):
             return
         self.agreed &= ~_ASKED_FOR.get(self.sync_point, Vote.NONE)
-        self.opened, self.sync_point = True, SyncPointKind.NONE
+        self.opened = True
+        self.sync_point = SyncPointKind.NONE
         self.last_seen = now
         self.changed.notify_all()

@@ -43,7 +43,9 @@ class SyncPoints:
     """
 
     def __init__(self, control: ControlPlane, *visitors: SyncPointParticipant) -> None:
-        self._control, self._box, self._visitors = control, control.shared_state, visitors
+        self._control = control
+        self._box = control.shared_state
+        self._visitors = visitors
         self.moved_at_sync_point = False
         """Whether the model had changed, on any rank, between the last two gates."""
         self.coming = SyncPointKind.NONE
@@ -63,14 +65,18 @@ class SyncPoints:
         The model is the work-weighted mean of all replicas (or what the rule says of it). Two in a row change
         no bit: where no rank has moved since the last one, nothing is exchanged.
         """
-        box, now = self._box, self._control.now
-        started, waited_s = now(), self.waited_s
+        box = self._box
+        now = self._control.now
+        started = now()
+        waited_s = self.waited_s
         self._leave()
         self.coming = sync_point
         for participant in self._visitors:
             participant.come()
         with box.changed:
-            box.sync_point, box.sync_point_index, box.opened = sync_point, index, False
+            box.sync_point = sync_point
+            box.sync_point_index = index
+            box.opened = False
         self._control.ring()
         try:
             while True:
@@ -81,7 +87,8 @@ class SyncPoints:
                     if self._control.buckets.arrived is not None:
                         continue
                     if box.opened:
-                        self.moved_at_sync_point, self._at_sync_point = box.moved, True
+                        self.moved_at_sync_point = box.moved
+                        self._at_sync_point = True
                         return Arrival.OPEN
                     if Vote.STOP in box.agreed and sync_point is not SyncPointKind.STOP:
                         return Arrival.STOP

@@ -47,9 +47,13 @@ class Transfer:
         part_bytes: int,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.small, self.large, self.part_bytes = small, large, part_bytes
-        self._shared_state, self._membership = shared_state, membership
-        self._deadline, self._now = deadline, now
+        self.small = small
+        self.large = large
+        self.part_bytes = part_bytes
+        self._shared_state = shared_state
+        self._membership = membership
+        self._deadline = deadline
+        self._now = now
 
     @property
     def rank(self) -> int:
@@ -151,7 +155,8 @@ class UncommittedRound:
     """
 
     def __init__(self, buckets: Buckets, transfer: Transfer) -> None:
-        self._buckets, self._transfer = buckets, transfer
+        self._buckets = buckets
+        self._transfer = transfer
         self.behind: InFlightRound | None = None
         """Not committed here; others may have. In two steps: the payload is there."""
         self.ahead: InFlightRound | None = None
@@ -178,7 +183,8 @@ class UncommittedRound:
 
     def committed(self, exchange: InFlightRound) -> None:
         """Here."""
-        self.behind, self.ahead = None, exchange if exchange.at_once else None
+        self.behind = None
+        self.ahead = exchange if exchange.at_once else None
 
     def keep(self) -> None:
         """What others may lack stays what it is, elsewhere; on the training thread, which uses the buckets."""

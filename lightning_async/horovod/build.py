@@ -185,7 +185,8 @@ def patch(source: Path, cxx: int) -> None:
             raise BuildError(f"{name} of Horovod {VERSION} is not what it was.")
         path.write_text(text.replace(old, new))
 
-    old, new = "set(CMAKE_CXX_STANDARD 14)", f"set(CMAKE_CXX_STANDARD {cxx})"
+    old = "set(CMAKE_CXX_STANDARD 14)"
+    new = f"set(CMAKE_CXX_STANDARD {cxx})"
     edit("horovod/torch/CMakeLists.txt", old, new)
     # Torch and NCCL are found beside Horovod, wherever the environment lies.
     rpath = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../nvidia/nccl/lib"

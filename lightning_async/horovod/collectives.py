@@ -66,7 +66,9 @@ class HorovodWorld:
 
     def __init__(self, hvd: ModuleType, process_sets: Mapping[tuple[int, ...], Any]) -> None:
         self.hvd: Any = hvd
-        self.rank, self.size, self.local_rank = int(hvd.rank()), int(hvd.size()), int(hvd.local_rank())
+        self.rank = int(hvd.rank())
+        self.size = int(hvd.size())
+        self.local_rank = int(hvd.local_rank())
         self.one_host = int(hvd.local_size()) == self.size
         self.another_follows = False
         """What fails here goes on in another world: this process, and what it holds, stays until that is formed."""
@@ -89,7 +91,9 @@ class HorovodWorld:
         class HorovodPeerLost(PeerLost, internal_error):
             """See `HorovodFailed`."""
 
-        self.failed_type, self.timeout_type, self.lost_type = HorovodFailed, HorovodTimeout, HorovodPeerLost
+        self.failed_type = HorovodFailed
+        self.timeout_type = HorovodTimeout
+        self.lost_type = HorovodPeerLost
 
     @classmethod
     def join(
@@ -180,7 +184,9 @@ class Flight:
 
     def __init__(self, world: HorovodWorld, name: str, starts: Sequence[Start], operation: HorovodOperation) -> None:
         self.operation = operation
-        self._world, self._name, self._starts = world, name, starts
+        self._world = world
+        self._name = name
+        self._starts = starts
         self._outputs: list[Any] = []
         self._handle: int | None = None
         self._lock = threading.Lock()
@@ -251,12 +257,17 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         super().__init__(Where(name, Generation.first(world.rank, world.size)), timeout)
         self.horovod = world
         self._process_set: Any = world.hvd.global_process_set
-        self._piece_bytes, self._poll_s, self._native, self._recurring = piece_bytes, poll_s, native, recurring
+        self._piece_bytes = piece_bytes
+        self._poll_s = poll_s
+        self._native = native
+        self._recurring = recurring
 
     def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
         """A fork for what the training thread waits for, step by step: in one piece, fp16 reduced as it is."""
         fork = self.fork("gradients", timeout)
-        fork._piece_bytes, fork._poll_s, fork._native = max(piece_bytes, PIECE_BYTES), 0.001, _NATIVE | {torch.float16}
+        fork._piece_bytes = max(piece_bytes, PIECE_BYTES)
+        fork._poll_s = 0.001
+        fork._native = _NATIVE | {torch.float16}
         fork._recurring = True
         return fork
 
@@ -304,7 +315,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
 
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_buffer(buffer)
-        hvd, mine = self.horovod.hvd, as_bytes(buffer)
+        hvd = self.horovod.hvd
+        mine = as_bytes(buffer)
         given = None if out is None else room_for(buffer, self.world_size, out)
 
         def finish(outputs: list[Any]) -> Tensor:
@@ -329,7 +341,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)
         self._check_peer(src, "src")
-        hvd, root = self.horovod.hvd, self._world_rank(src)
+        hvd = self.horovod.hvd
+        root = self._world_rank(src)
         return self._submit(
             f"broadcast(src={src})",
             [
@@ -349,7 +362,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self._check_peer(peer, "peer")
         if peer == self.rank:
             return self._submit("exchange", [], lambda _: buffer.clone(), name="self")
-        hvd, mine = self.horovod.hvd, as_bytes(buffer)
+        hvd = self.horovod.hvd
+        mine = as_bytes(buffer)
         two = sorted((self._world_rank(self.rank), self._world_rank(peer)))
         pair = self.horovod.process_set(two)
         if pair is None:
@@ -371,7 +385,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         )
 
     def barrier(self) -> Operation[None]:
-        token, hvd = torch.zeros(1, dtype=torch.int32), self.horovod.hvd
+        token = torch.zeros(1, dtype=torch.int32)
+        hvd = self.horovod.hvd
         return self._submit(
             "barrier",
             [lambda name: hvd.allreduce_async_(token, name=name, op=hvd.Sum, process_set=self._process_set)],
@@ -400,7 +415,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
     ) -> Operation[Tensor]:
         check_buffer(buffer)
         wire, op, narrow = reducible(buffer, op, self._native)
-        hvd, horovod_op = self.horovod.hvd, how(op)  # a bool's sum is a maximum
+        hvd = self.horovod.hvd
+        horovod_op = how(op)  # a bool's sum is a maximum
 
         def finish(_: object) -> Tensor:
             narrow(wire)
@@ -448,7 +464,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         operation: HorovodOperation[T] = HorovodOperation(
             self._where, kind, self._seq, self._timeout, self._fail, poll=lambda: flight.advance(finish)
         )
-        operation.late, operation.poll_s = self.horovod.timeout_type, self._poll_s
+        operation.late = self.horovod.timeout_type
+        operation.poll_s = self._poll_s
         flight = Flight(self.horovod, f"{self.name}/{name}", starts, operation)
         self.horovod.flights.add(flight)
         flight.advance(finish)
@@ -471,7 +488,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             self.horovod, name=where.name, timeout=timeout, piece_bytes=self._piece_bytes, poll_s=self._poll_s,
             native=self._native, recurring=self._recurring,
         )  # fmt: skip
-        child._where, child._process_set = where, self._process_set
+        child._where = where
+        child._process_set = self._process_set
         return child
 
 

@@ -108,7 +108,9 @@ class Commits(Callback):
     """
 
     def __init__(self, committed: Committed[Commit], every: int, exact: bool) -> None:
-        self._committed, self._every, self._exact = committed, every, exact
+        self._committed = committed
+        self._every = every
+        self._exact = exact
         self.call_together: Callable[[], None] | None = None
         """Set while replicas drift, see `CollectiveCallback`."""
         self._trainer: Any = None
@@ -116,7 +118,8 @@ class Commits(Callback):
         self._undo: list[Undo] = []
         self._step = 0
         """Of the last commit."""
-        self._epoch, self._weight = -1, 1.0
+        self._epoch = -1
+        self._weight = 1.0
         """The epoch that was gone on with, and what its last batch counts."""
 
     def read_by(self, strategy: Any) -> str | None:
@@ -146,13 +149,18 @@ class Commits(Callback):
         return next((each for each in self._trainer.callbacks if isinstance(each, FaultTolerantCheckpoint)), None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        beside, commit, rank, ranks = self._beside(), self._committed.value, trainer.global_rank, trainer.world_size
+        beside = self._beside()
+        commit = self._committed.value
+        rank = trainer.global_rank
+        ranks = trainer.world_size
         if beside is not None:
             self._resume = beside.resume
         if self._resume is None or searches_lr(trainer):
             return
         self._undo.append(replace(self._resume, "on_boundary", self._after))
-        self._step, self._weight, self._epoch = 0, commit.weight, -1
+        self._step = 0
+        self._weight = commit.weight
+        self._epoch = -1
         if commit.resume is None or commit.checkpoint is None:
             return
         state: Any = copy.deepcopy(commit.resume)
@@ -162,7 +170,8 @@ class Commits(Callback):
             state = resized(dealt, rank, ranks, state, deal_steps if together else deal)
             self._weight = weight_of_the_last(state, rank, ranks) if together else 1.0
         self._resume.restore(state)
-        self._step, self._epoch = commit.checkpoint["global_step"], commit.checkpoint["epoch"]
+        self._step = commit.checkpoint["global_step"]
+        self._epoch = commit.checkpoint["epoch"]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._resume is None:
@@ -184,7 +193,8 @@ class Commits(Callback):
     def _after(self, original: Callable[[], None]) -> Callable[[], None]:
         def on_boundary() -> None:
             original()
-            resume, trainer = self._resume, self._trainer
+            resume = self._resume
+            trainer = self._trainer
             assert resume is not None
             drifts = self.call_together is not None and trainer.strategy.sync_points is not None
             if resume.where == "epoch":
@@ -200,7 +210,8 @@ class Commits(Callback):
         return on_boundary
 
     def _is_due(self, drifts: bool) -> bool:
-        step, loop = self._trainer.global_step, self._trainer.fit_loop.epoch_loop
+        step = self._trainer.global_step
+        loop = self._trainer.fit_loop.epoch_loop
         if drifts:
             return step >= self._step + self._every
         # The end of an epoch is committed as such.
@@ -215,8 +226,11 @@ class Commits(Callback):
         return False
 
     def _commit(self, state: LastSafeState, where: str) -> None:
-        trainer, before = self._trainer, self._committed.value
-        strategy, rank, ranks = trainer.strategy, trainer.global_rank, trainer.world_size
+        trainer = self._trainer
+        before = self._committed.value
+        strategy = trainer.strategy
+        rank = trainer.global_rank
+        ranks = trainer.world_size
         number = before.number + 1
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if state.callbacks is not None:
@@ -304,7 +318,8 @@ def fit_elastic(
     """
     if commit_every < 1:
         raise ValueError(f"`fit_elastic(commit_every={commit_every})` must be at least 1.")
-    committed, number = Committed(Commit()), next(_fits)
+    committed = Committed(Commit())
+    number = next(_fits)
     trainers = []
 
     def train() -> None:

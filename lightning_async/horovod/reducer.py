@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_async.comm.collectives import Collectives, Pending
 from lightning_async.engine.backward import Backward, LayoutSpan, spans
-from lightning_async.engine.replica import is_finite, strided
+from lightning_async.engine.fingerprint import is_finite, strided
 from lightning_async.flat import FlatLayout
 
 AllReduce = Callable[[Collectives, Tensor], Pending[Tensor]]
@@ -82,11 +82,15 @@ class GradientReducer:
         all_reduce: AllReduce = lambda collectives, flat: collectives.all_reduce(flat),
         on_drop: Callable[[], None] | None = None,
     ) -> None:
-        self._params, self._mean, self._collectives, self._all_reduce = list(params), mean, collectives, all_reduce
+        self._params = list(params)
+        self._mean = mean
+        self._collectives = collectives
+        self._all_reduce = all_reduce
         self._on_drop = on_drop
         self._used: set[int] = set()
         self._mask = collectives.fork("used")
-        layout, kinds = FlatLayout(self._params), tuple((p.dtype, p.device) for p in self._params)
+        layout = FlatLayout(self._params)
+        kinds = tuple((p.dtype, p.device) for p in self._params)
         parts = spans(layout, bucket_bytes, kinds) if self._params else []
         self._buckets = [
             self._bucket(span, collectives.fork(f"bucket{number}"), wire) for number, span in enumerate(parts)
@@ -143,7 +147,8 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.wait()
         told = everyones.result().tolist()
-        again, missing = told[len(self._params) : -1], told[-1]
+        again = told[len(self._params) : -1]
+        missing = told[-1]
         self._average_again([bucket for bucket, late in zip(self._buckets, again, strict=True) if late])
         if self._mean and 0.0 < missing < self._collectives.world_size:
             for bucket in self._buckets:
@@ -183,7 +188,8 @@ class GradientReducer:
 
     @torch.no_grad()
     def _put(self, bucket: _Bucket, i: int, add: bool) -> None:
-        param, view = bucket.params[i], bucket.views[i]
+        param = bucket.params[i]
+        view = bucket.views[i]
         assert param.grad is not None
         gradient = strided(param.grad)
         if add:

@@ -39,7 +39,8 @@ class HorovodEnvironment(ClusterEnvironment):
         def number(name: str, default: int) -> int:
             return int(os.environ.get(found + name, default))
 
-        self._rank, self._size = number("RANK", 0), number("SIZE", 1)
+        self._rank = number("RANK", 0)
+        self._size = number("SIZE", 1)
         self._local_rank = number("LOCAL_RANK", int(os.environ.get("MPI_LOCALRANKID", self._rank)))
         self._local_size = number("LOCAL_SIZE", int(os.environ.get("MPI_LOCALNRANKS", self._size)))
 

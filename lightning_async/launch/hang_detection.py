@@ -17,7 +17,8 @@ class Watched:
     """
 
     def __init__(self, since: float) -> None:
-        self._last, self.now = since, 0.0
+        self._last = since
+        self.now = 0.0
 
     def tick(self, now: float) -> float:
         """Somebody has looked."""
@@ -37,7 +38,8 @@ class ReportedProgress:
     """
 
     def __init__(self, limits: Sequence[float], world_size: int, now: float) -> None:
-        self._limits, self._world_size = limits, world_size
+        self._limits = limits
+        self._world_size = world_size
         self._since = now
         self._first: dict[tuple[str, int, int], int] = {}
         """The step at which each training of each process was first heard of."""
@@ -73,8 +75,10 @@ class ReportedProgress:
         members = {name for s in last.values() if (s.run, s.generation) == newest for name in s.members}
         done = bool(members) and all(reached[s.name, s.process][1] for s in last.values() if s.name in members)
         if reached != self._reached or done:  # what a script does after training is its own business
-            self._reached, self._since = reached, now
-        silent_s, limit_s = now - self._since, self._limits[begun]
+            self._reached = reached
+            self._since = now
+        silent_s = now - self._since
+        limit_s = self._limits[begun]
         if silent_s < limit_s:
             return None
         self._since = now

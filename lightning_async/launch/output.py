@@ -37,9 +37,11 @@ class Sink:
 
     def __init__(self, fd: int, now: Callable[[], float] = time.monotonic) -> None:
         self.fd = fd
-        self._now, self._is_terminal = now, os.isatty(fd)
+        self._now = now
+        self._is_terminal = os.isatty(fd)
         self._pending = bytearray()
-        self._progress, self._progress_at = b"", -_PROGRESS_S
+        self._progress = b""
+        self._progress_at = -_PROGRESS_S
         self._gone = False
 
     @property
@@ -90,7 +92,8 @@ class Sink:
 
     def flush(self, timeout: float) -> None:
         """Write all of it, within so many seconds."""
-        poll, until = select.poll(), self._now() + timeout
+        poll = select.poll()
+        until = self._now() + timeout
         poll.register(self.fd, select.POLLOUT)
         while self._pending and (left := until - self._now()) > 0:
             if poll.poll(1000 * left):
@@ -115,12 +118,14 @@ class Stream:
 
     def __init__(self, fd: int, prefix: bytes, sink: Sink, log: int | None = None) -> None:
         os.set_blocking(fd, False)
-        self.fd, self.sink = fd, sink
+        self.fd = fd
+        self.sink = sink
         self.tail: deque[bytes] = deque(maxlen=_TAIL)
         """The last lines."""
         self.open = True
         """Whether anybody may still write to it."""
-        self._prefix, self._log = prefix, log
+        self._prefix = prefix
+        self._log = log
         self._rest = b""
 
     def read(self) -> int:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from lightning_async.launch.supervisor import Supervisor
 
 
-_KILLED_S, _SOON_S = 1.0, 1.0
+_KILLED_S = 1.0
+_SOON_S = 1.0
 
 
 class Ranks:
@@ -46,7 +47,11 @@ class Ranks:
     def __init__(
         self, job: LaunchedJob, policy: Policy, logs: Path | None, loop: EventLoop, supervisor: Supervisor
     ) -> None:
-        self._job, self._policy, self._logs, self._loop, self._supervisor = job, policy, logs, loop, supervisor
+        self._job = job
+        self._policy = policy
+        self._logs = logs
+        self._loop = loop
+        self._supervisor = supervisor
         self._processes: dict[int, Process] = {}
         self._keeper: LaunchStore | None = None
         self._pipes: list[tuple[int, int]] = []
@@ -71,7 +76,8 @@ class Ranks:
             OSError: the system does not let it start.
         """
         keeper = self._kept()
-        streams, pipes = self.outputs.streams[rank], self._pipes[2 * rank : 2 * rank + 2]
+        streams = self.outputs.streams[rank]
+        pipes = self._pipes[2 * rank : 2 * rank + 2]
         for stream in streams:
             stream.tail.clear()
         environment = {**self._job.environment(rank, port, attempt, rejoins), **self._errors.begin(rank)}
@@ -134,7 +140,8 @@ class Ranks:
         """Another one takes its place at once: should the launcher be killed, these ranks are to save and to end."""
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
-        self._keeper, how = None, keeper.died()
+        self._keeper = None
+        how = keeper.died()
         if time.monotonic() - keeper.began > _SOON_S:  # else it could not work here, and there would be no end of them
             with contextlib.suppress(OSError):
                 self._kept()
@@ -152,13 +159,15 @@ class Ranks:
         self._loop.forget(process.pidfd)
         self._loop.forget(process.channel.fileno())
         self._loop.cancel((self, "unread", rank))
-        status, seconds = process.end(), time.monotonic() - process.started
+        status = process.end()
+        seconds = time.monotonic() - process.started
         if self._keeper is not None:
             self._keeper.ended(process)
         streams = self.outputs.streams[rank]
         for stream in streams:
             stream.drain()
-        tail, error = tuple(streams[1].tail), self._errors.read(rank)
+        tail = tuple(streams[1].tail)
+        error = self._errors.read(rank)
         self._supervisor.ended(Ending(rank, process.pid, status, seconds, tail=tail, error=error))
 
     def _listen(self, rank: int) -> None:

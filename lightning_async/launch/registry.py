@@ -42,7 +42,8 @@ class Registry:
     """
 
     def __init__(self, secret: str, program: tuple[str, ...]) -> None:
-        self._secret, self._program = secret, program
+        self._secret = secret
+        self._program = program
         self._path = _folder() / f"{os.getpid()}.json"
 
     def write(self, port: int) -> None:

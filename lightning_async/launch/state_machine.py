@@ -377,7 +377,8 @@ def _bring_back(policy: Policy, state: LaunchState) -> Decision:
         used_up = state.restarts + len(state.pausing) >= policy.max_restarts
         if ended or used_up or state.phase is not Phase.RUNNING:
             continue
-        before, rejoins = state.in_vain.get(rank, 0), {**state.rejoins, rank: state.rejoins.get(rank, 0) + 1}
+        before = state.in_vain.get(rank, 0)
+        rejoins = {**state.rejoins, rank: state.rejoins.get(rank, 0) + 1}
         in_vain = {**state.in_vain, rank: before + 1}
         state = replace(state, rejoins=rejoins, in_vain=in_vain, pausing=state.pausing | {rank})
         actions.append(Wait(policy.pause_alone_s(before), rank))
@@ -389,7 +390,9 @@ def _pause_is_over(state: LaunchState, rank: int) -> Decision:
         return state, []
     told = {other: generation for other, generation in state.told.items() if other != rank}
     statuses = {other: status for other, status in state.statuses.items() if other != rank}
-    living, pausing, restarts = state.living | {rank}, state.pausing - {rank}, state.restarts + 1
+    living = state.living | {rank}
+    pausing = state.pausing - {rank}
+    restarts = state.restarts + 1
     state = replace(state, living=living, pausing=pausing, told=told, statuses=statuses, restarts=restarts)
     return state, [Rejoin(rank, state.rejoins[rank])]
 

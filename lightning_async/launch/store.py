@@ -55,7 +55,8 @@ class LaunchStore:
             )  # fmt: skip
         finally:
             theirs.close()
-        self.began, self._port = time.monotonic(), 0
+        self.began = time.monotonic()
+        self._port = 0
         self.pidfd = watched(self._popen)
         """Becomes readable when it ends."""
 

@@ -50,7 +50,9 @@ class Supervisor:
     """
 
     def __init__(self, job: LaunchedJob, policy: Policy, logs: Path | None = None) -> None:
-        self._job, self._policy, self._logs = job, policy, logs
+        self._job = job
+        self._policy = policy
+        self._logs = logs
         self._state = LaunchState()
         self._loop = EventLoop()
         self._told: dict[int, int] = {}
@@ -160,7 +162,8 @@ class Supervisor:
         self._ranks.tell(Death(dead, ending.pid, f"died: its process {how(ending)}"), ranks)
 
     def _start(self, ranks: frozenset[int]) -> None:
-        self._port, self._attempt = self._ranks.open_store(), self._state.restarts
+        self._port = self._ranks.open_store()
+        self._attempt = self._state.restarts
         self._registry.write(self._port)
         self._endings.clear()
         self._hung = frozenset()
@@ -183,7 +186,9 @@ class Supervisor:
         self._ranks.start(rank, self._port, self._attempt, rejoins)
 
     def _tell_of_the_lost(self, before: LaunchState, actions: list[Action]) -> None:
-        state, say, ranks = self._state, self._say, self._policy.ranks
+        state = self._state
+        say = self._say
+        ranks = self._policy.ranks
         left = len(state.agreed.members) if state.agreed is not None else 0
         last = {ending.rank: ending for ending in self._endings}
         if lost := state.lost - before.lost:
@@ -199,7 +204,8 @@ class Supervisor:
 
     def _tell(self, before: LaunchState, actions: list[Action]) -> None:
         """What has changed, in words."""
-        state, say = self._state, self._say
+        state = self._state
+        say = self._say
         for rank in sorted((state.lost - before.lost) & state.living) if state.phase is Phase.STOPPING else ():
             process = f"rank {rank} (process {self._living[rank][0]})"
             say(f"{process} lives, and the others went on without it: in {self._policy.grace_s:g} s it is killed.")

@@ -44,7 +44,8 @@ class WarmSpares:
     """
 
     def __init__(self, job: LaunchedJob, count: int, say: Callable[[str], None]) -> None:
-        self._job, self._say = job, say
+        self._job = job
+        self._say = say
         self._count = count if can_stand_by(job) else 0
         self._program: Program | None = None
         self._waiting: list[Process] = []

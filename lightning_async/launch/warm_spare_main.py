@@ -75,7 +75,8 @@ def _take_rank() -> None:
 
 def _run(program: Sequence[str]) -> None:
     """Run it as ``__main__``, in the place of this script."""
-    before, path = sys.modules["__main__"], program[0]
+    before = sys.modules["__main__"]
+    path = program[0]
     main = sys.modules["__main__"] = ModuleType("__main__")
     vars(main).update(
         {name: vars(before)[name] for name in ("__builtins__", "__annotations__") if name in vars(before)}

@@ -18,7 +18,11 @@ from lightning_async.membership.generation import Generation, in_order, listed
 
 PREFIX = "lightning_async/membership"
 
-ABSENT, UP, VISITING, LEFT, FAILED = "absent", "up", "visiting", "left", "failed"
+ABSENT = "absent"
+UP = "up"
+VISITING = "visiting"
+LEFT = "left"
+FAILED = "failed"
 OUTSIDE = -1
 _MAX_BYTES = 1 << 14
 
@@ -171,7 +175,10 @@ class FailureDetector:
         self.generation = generation
         self.me = generation.name
         self.peers: dict[str, Peer] = {}
-        self._fresh, self._dead_s, self._start_s, self._elastic = fresh, dead_s, start_s, elastic
+        self._fresh = fresh
+        self._dead_s = dead_s
+        self._start_s = start_s
+        self._elastic = elastic
         self._soon_s = max(dead_s / 10, _MIN_SUSPICION_S)
         self._silent_before: dict[str, float] = {}
         """Seconds that each peer was silent for when something broke; empty where nothing has."""

@@ -56,12 +56,17 @@ class HeartbeatStore:
         elastic: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._store, self._me, self._seal = store, me, seal
-        self._patience, self._elastic, self._now = patience, elastic, now
+        self._store = store
+        self._me = me
+        self._seal = seal
+        self._patience = patience
+        self._elastic = elastic
+        self._now = now
         self._peers = [name for name in names if name != me]
         self._sockets: dict[int, int] = {}
         self._broken = False
-        self._timeouts, self._next_try = 0, 0.0
+        self._timeouts = 0
+        self._next_try = 0.0
         self._neighbours = LocalProcessWatch()
         self._host: str | None = None
         """This one's address, as the store's host sees it."""

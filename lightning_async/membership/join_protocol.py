@@ -25,7 +25,8 @@ from lightning_async.errors import StoreLost
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.store import Contact, PrefixStore, Store, TCPStore, base_of, connect
 
-_NOTICE, _KEEPERS = "notice", "keepers"
+_NOTICE = "notice"
+_KEEPERS = "keepers"
 
 
 class JoinBoard:
@@ -111,7 +112,8 @@ class JoinBoard:
 # and torch waits for it in C, past every timeout, where nobody hears of a signal.
 
 T = TypeVar("T")
-_LOOK_S, _GOODBYE_S = 0.05, 2.0
+_LOOK_S = 0.05
+_GOODBYE_S = 2.0
 
 
 class JoinBoardWithTimeout(JoinBoard):
@@ -129,7 +131,9 @@ class JoinBoardWithTimeout(JoinBoard):
     """
 
     def __init__(self, door: JoinBoard, rank: int, dead_after: timedelta, check: Callable[[], None]) -> None:
-        self._rank, self._dead_s, self._check = rank, dead_after.total_seconds(), check
+        self._rank = rank
+        self._dead_s = dead_after.total_seconds()
+        self._check = check
         self._hang_up: Callable[[], None] = lambda: None
         # Its own timeout never decides: the silence is measured by the one who waits.
         self._store, self._hang_up = self.ask(lambda: door.connect(2 * dead_after))

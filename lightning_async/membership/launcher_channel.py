@@ -40,9 +40,12 @@ _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TO
 """How variables begin that these libraries read as they are imported."""
 _SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 """Of these, what such a library sets itself, in whoever imports it: Lightning."""
-_BY_TORCHRUN, _RESTARTS, LONGEST = "torchrun", "TORCHELASTIC_RESTART_COUNT", 1 << 16
+_BY_TORCHRUN = "torchrun"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+LONGEST = 1 << 16
 """Bytes of a message, which names up to nine thousand ranks; a longer one is not sent."""
-_ENDS_S, _log = 2.0, logging.getLogger(__name__)
+_ENDS_S = 2.0
+_log = logging.getLogger(__name__)
 _listeners: list[Listener] = []  # of this process: two, while one run follows another
 
 
@@ -149,7 +152,9 @@ class Listener:
     """
 
     def __init__(self, channel: socket.socket, on_death: Callable[[Death], None]) -> None:
-        self._channel, self._on_death, self._process = channel, on_death, os.getpid()
+        self._channel = channel
+        self._on_death = on_death
+        self._process = os.getpid()
         self._wake, self._woken = socket.socketpair()
         _listeners.append(self)
         self._thread = threading.Thread(target=self._run, name="lightning_async listener", daemon=True)
@@ -243,7 +248,8 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
         process: the rank's.
     """
     said = _load(message, process)
-    number, members = said.get("generation"), said.get("members")
+    number = said.get("generation")
+    members = said.get("members")
     if type(number) is not int or number < 0 or not isinstance(members, list):
         return None
     return (number, tuple(members)) if all(isinstance(member, str) for member in members) else None
@@ -260,7 +266,8 @@ def program(message: bytes, process: int) -> Program | None:
         process: the rank's.
     """
     said = _load(message, process)
-    imports, sets = said.get("imports"), said.get("sets")
+    imports = said.get("imports")
+    sets = said.get("sets")
     if not isinstance(imports, list) or not isinstance(sets, list):
         return None
     return Program(tuple(name for name in _IMPORTS if name in imports), tuple(str(name) for name in sets))

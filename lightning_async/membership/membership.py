@@ -58,7 +58,9 @@ class HeartbeatThread:
     """
 
     def __init__(self, beat: Callable[[], None], interval_s: float, hang_up: Callable[[], None]) -> None:
-        self._beat, self._interval_s, self._hang_up = beat, interval_s, hang_up
+        self._beat = beat
+        self._interval_s = interval_s
+        self._hang_up = hang_up
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._stop = False
@@ -116,7 +118,8 @@ def _stop_all() -> None:
 
 
 HEARTBEAT = timedelta(seconds=0.2)
-_MIN_PATIENCE, _GOODBYE_S = timedelta(seconds=0.5), 2.0  # a shorter stall of the store costs nothing
+_MIN_PATIENCE = timedelta(seconds=0.5)
+_GOODBYE_S = 2.0  # a shorter stall of the store costs nothing
 _GIVEUP = 3  # refusals in a row: no use in saying goodbye
 
 
@@ -168,13 +171,17 @@ class Membership:
         generation = at_start("Membership", rank, world_size, member)
         if interval <= timedelta(0) or dead_after < 4 * interval:
             raise ValueError(f"`Membership(dead_after={dead_after})` must be at least four intervals of {interval}.")
-        elastic, patience = elastic or member is not None, max(_MIN_PATIENCE, dead_after / 4)
+        elastic = elastic or member is not None
+        patience = max(_MIN_PATIENCE, dead_after / 4)
         self._board = HeartbeatStore(store, generation.name, generation.members, seal or Seal(), patience, elastic)
-        self.dead_after, self._dead_s = dead_after, dead_after.total_seconds()
+        self.dead_after = dead_after
+        self._dead_s = dead_after.total_seconds()
         self._failure_detector = FailureDetector(
             generation, fresh, self._dead_s, start_timeout.total_seconds(), elastic, readmit
         )
-        self._interval_s, self.on_change, self._clock = interval.total_seconds(), on_change, clock
+        self._interval_s = interval.total_seconds()
+        self.on_change = on_change
+        self._clock = clock
         self._lock = self._beaten = threading.Condition(threading.Lock())
         self._heartbeat_thread = HeartbeatThread(lambda: self.beat(), self._interval_s, self._board.hang_up)
         self._here = VISITING if visits else UP

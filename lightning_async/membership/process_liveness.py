@@ -72,13 +72,18 @@ class _Callee:
     """One peer, by what is known of it."""
 
     def __init__(self, record: Record) -> None:
-        self.record, self.quiet, self.reached, self.tries, self.waited = record, 0, False, 0, 0
+        self.record = record
+        self.quiet = 0
+        self.reached = False
+        self.tries = 0
+        self.waited = 0
         self.call: socket.socket | None = None
 
     def end(self) -> None:
         if self.call is not None:
             self.call.close()
-        self.call, self.waited = None, 0
+        self.call = None
+        self.waited = 0
 
 
 class LivenessProbes:
@@ -156,7 +161,8 @@ def place_of(process: int) -> str:
         number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
         if int(number) != process or os.readlink("/proc/self") != str(os.getpid()):  # of another namespace
             return ""
-        namespace, began = os.readlink("/proc/self/ns/pid"), rest.rpartition(")")[2].split()[_BEGAN]
+        namespace = os.readlink("/proc/self/ns/pid")
+        began = rest.rpartition(")")[2].split()[_BEGAN]
     except (OSError, ValueError, IndexError):
         return ""
     return f"{boot} {namespace} {process} {began}"
@@ -173,10 +179,12 @@ class LocalProcessWatch:
 
     def __init__(self, patience_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
         told = any(name in os.environ for name in (CHANNEL, STARTER))
-        self._patience_s, self._now = (_WORD_S if told else 0.0) if patience_s is None else patience_s, now
+        self._patience_s = (_WORD_S if told else 0.0) if patience_s is None else patience_s
+        self._now = now
         self._place = place_of(os.getpid())
         self._lives: dict[str, str] = {}
-        self._calls, self._apart = LivenessProbes(), False
+        self._calls = LivenessProbes()
+        self._apart = False
         self._lifeline: LivenessPort | None = None
         self._held: dict[str, int] = {}  # a descriptor, which stands for this process for good
         self._ended: dict[str, float] = {}
@@ -191,7 +199,8 @@ class LocalProcessWatch:
             self._lifeline.hang_up()
         apart = {name: each for name, each in here.items() if name not in self._held and each.place != self._place}
         self._apart = self._apart or bool(apart)
-        now, ended = self._now(), [name for name, descriptor in self._held.items() if _has_ended(descriptor)]
+        now = self._now()
+        ended = [name for name, descriptor in self._held.items() if _has_ended(descriptor)]
         for name in (*ended, *self._calls.refused(apart)):
             self._ended.setdefault(name, now)
         return [name for name, at in self._ended.items() if name in here and now - at >= self._patience_s]

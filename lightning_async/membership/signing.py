@@ -41,7 +41,8 @@ class Seal:
     """
 
     def __init__(self, secret: str | None = None, scope: str = "") -> None:
-        self._secret, self._scope = (secret or "").encode(), scope
+        self._secret = (secret or "").encode()
+        self._scope = scope
         self._told: set[str] = set()
 
     @classmethod

@@ -32,7 +32,8 @@ from lightning_async.membership.status import ENDED, FAILED, StatusRecord, read_
 from lightning_async.membership.store import PrefixStore, Store, base_of, reachable
 
 _log = logging.getLogger(__name__)
-_FIRST_WARNING_S, _LONGEST_SILENCE_S = 10.0, 300.0
+_FIRST_WARNING_S = 10.0
+_LONGEST_SILENCE_S = 300.0
 _PROBE_S = 2.0
 _CONNECTS = timedelta(seconds=60)  # many at once stand in a queue while the server looks up their names
 _LINGER_S = 1.0
@@ -58,11 +59,14 @@ class WaitWithLog:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._rank, self._timeout_s, self._check, self._now, self._sleep = (
-            rank, timeout.total_seconds(), check, now, sleep,
-        )  # fmt: skip
+        self._rank = rank
+        self._timeout_s = timeout.total_seconds()
+        self._check = check
+        self._now = now
+        self._sleep = sleep
         self._started = now()
-        self._next_word_s, self._pause_s = 0.0, 0.002
+        self._next_word_s = 0.0
+        self._pause_s = 0.002
 
     def wait(self, what: Callable[[], str]) -> None:
         """Sleep shortly.
@@ -288,15 +292,19 @@ class Assembly:
         secret: str | None,
         settle: timedelta = timedelta(minutes=1),
     ) -> None:
-        self._store, self._secret = store, secret
+        self._store = store
+        self._secret = secret
         self._room: Any = PrefixStore("lightning_async/assembly", store)
         self._seal = Seal(secret, "assembly")
-        self._rank, self._others = rank, set(range(world_size)) - {rank}
-        self._life, self._waited = int(self._room.add(f"lives/{rank}", 1)), 0
+        self._rank = rank
+        self._others = set(range(world_size)) - {rank}
+        self._life = int(self._room.add(f"lives/{rank}", 1))
+        self._waited = 0
         self._first: dict[int, bytes] = {}
         """Of the others, what lay there when this one came: a process that has died may have left it."""
         self._said: dict[tuple[str, int], float] = {}
-        self._looks_at, self._settles_at = 0.0, time.monotonic() + settle.total_seconds()
+        self._looks_at = 0.0
+        self._settles_at = time.monotonic() + settle.total_seconds()
         self._pid = os.getpid()
 
     def end(self) -> None:
@@ -318,7 +326,8 @@ class Assembly:
         first = self._seal.sign(_NEXT, b"0")
         if self._seal.open(_NEXT, self._room.compare_set(_NEXT, "", first)) is None:  # a stranger's
             self._room.set(_NEXT, first)
-        number, missing = self._next(), set(self._others)
+        number = self._next()
+        missing = set(self._others)
 
         def what() -> str:
             here = f"waiting for rank(s) {sorted(missing)} of {len(self._others) + 1} to be started, too"
@@ -386,7 +395,8 @@ class Assembly:
             return None
         self._looks_at = now + _LOOK_S
         told = read_standings(self._store, self._secret)
-        before, self._said = self._said, {(each.host, each.process): each.at for each in told}
+        before = self._said
+        self._said = {(each.host, each.process): each.at for each in told}
         return [each for each in told if before.get((each.host, each.process), each.at) != each.at]
 
     def _train_without(self, said: Iterable[StatusRecord]) -> bool:
@@ -428,7 +438,10 @@ class ProcessHeartbeat:
         seal: Seal,
         room: str = "lightning_async",
     ) -> None:
-        self._store, self._rank, self._world_size, self.room = store, rank, world_size, room
+        self._store = store
+        self._rank = rank
+        self._world_size = world_size
+        self.room = room
         self._membership = Membership(
             PrefixStore(f"{room}/presence", store), rank, world_size,
             interval=min(_INTERVAL, dead_after / _SEVERAL), dead_after=dead_after, start_timeout=start_timeout,

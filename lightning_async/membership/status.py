@@ -28,13 +28,15 @@ from lightning_async.membership.membership import HeartbeatThread
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.store import Store, TCPStore, base_of, connect, reachable
 
-ENDED, FAILED = "ended", "failed"
+ENDED = "ended"
+FAILED = "failed"
 INTERVAL = timedelta(seconds=1)
 _log = logging.getLogger(__name__)
 _ROOM = "lightning_async/status"
 _LIVES = f"{_ROOM}/lives"
 _PATIENCE = timedelta(seconds=5)
-_MAX_BYTES, _MAX_LIVES = 1 << 14, 1 << 12
+_MAX_BYTES = 1 << 14
+_MAX_LIVES = 1 << 12
 _WINDOW = 6
 _here: list[StatusPublisher] = []  # of this process
 _LONGEST_PAUSE = 32
@@ -132,7 +134,8 @@ class StatusPublisher:
     """
 
     def __init__(self, store: Store, secret: str | None, interval: timedelta = INTERVAL) -> None:
-        self._store, self._seal = store, Seal(secret, "status")
+        self._store = store
+        self._seal = Seal(secret, "status")
         self._client: Any = None
         self._sockets: dict[int, int] = {}
         self._slot = 0
@@ -144,7 +147,8 @@ class StatusPublisher:
 
     def serves(self, store: Store) -> bool:
         """Whether it is of this process, and its records lie in this store."""
-        mine, other = base_of(self._store), base_of(store)
+        mine = base_of(self._store)
+        other = base_of(store)
         alike = mine is other or (isinstance(mine, TCPStore) and isinstance(other, TCPStore)
                                   and (mine.host, mine.port) == (other.host, other.port))  # fmt: skip
         return alike and self._heartbeat_thread.beats
@@ -154,7 +158,8 @@ class StatusPublisher:
 
         Waits for nothing, as `end` does.
         """
-        self._look, self._last = look, None
+        self._look = look
+        self._last = None
         self._steps.clear()
         if self._heartbeat_thread.started:
             self._heartbeat_thread.wake()
@@ -164,7 +169,8 @@ class StatusPublisher:
     def end(self, state: str = ENDED) -> None:
         """The run has ended: say so once, and no more until another one follows."""
         if self._look is not None:
-            self._last, self._look = replace(self._look(), state=state), None
+            self._last = replace(self._look(), state=state)
+            self._look = None
             self._heartbeat_thread.wake()
 
     def close(self) -> None:
@@ -172,7 +178,8 @@ class StatusPublisher:
         self._heartbeat_thread.stop()
 
     def _beat(self) -> None:
-        look, last = self._look, self._last
+        look = self._look
+        last = self._last
         if self._skip:
             self._skip -= 1
         elif look is not None:
@@ -193,7 +200,8 @@ class StatusPublisher:
             self._publish(standing)
         except (RuntimeError, OSError) as error:
             # Never used again: a late answer would be taken for that to a later request.
-            self._client, self._sockets = None, {}
+            self._client = None
+            self._sockets = {}
             self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
             self._skip = self._pause
             _log.debug("What this rank does cannot be published: %s", error)
@@ -209,7 +217,8 @@ class StatusPublisher:
             self._client = base_of(client)
         if not self._slot:
             self._slot = int(self._client.add(_LIVES, 1))
-        key, value = f"{_ROOM}/{self._slot}", standing.dump()
+        key = f"{_ROOM}/{self._slot}"
+        value = standing.dump()
         if len(value) <= _MAX_BYTES:
             self._client.set(key, self._seal.sign(key, value))
 
@@ -236,7 +245,8 @@ def read_standings(store: Store, secret: str | None) -> list[StatusRecord]:
         RuntimeError: the store does not answer.
     """
     client: Any = base_of(store)
-    seal, found = Seal(secret, "status"), []
+    seal = Seal(secret, "status")
+    found = []
     for slot in range(1, min(int(client.add(_LIVES, 0)), _MAX_LIVES) + 1):
         key = f"{_ROOM}/{slot}"
         if not client.check([key]):

@@ -36,7 +36,8 @@ class Contact:
 
     def answered(self, now: float) -> None:
         self._answered_at = now
-        self.refusals, self._silent_s = 0, 0.0
+        self.refusals = 0
+        self._silent_s = 0.0
 
     def refused(self, error: Exception) -> None:
         self.refusals += 1
@@ -108,7 +109,9 @@ class PollingStore(Store):
     def __init__(self, store: Store, prefix: str, check: Callable[[], None], seal: Seal) -> None:
         super().__init__()
         self._store: Any = store
-        self._prefix, self._check, self._seal = prefix, check, seal
+        self._prefix = prefix
+        self._check = check
+        self._seal = seal
 
     def set(self, key: str, value: Any) -> None:
         name = self._prefix + key
@@ -131,7 +134,8 @@ class PollingStore(Store):
             time.sleep(0.02)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore
-        names, pause = [self._prefix + key for key in keys], 0.001
+        names = [self._prefix + key for key in keys]
+        pause = 0.001
         while not self._store.check(names):
             self._check()
             time.sleep(pause)

@@ -21,8 +21,10 @@ import time
 from lightning_async._sockets import connects, keep_from_forks, listening_port, snapshot
 from lightning_async._subprocess import bare_command
 
-_OUTLIVE, _FOLLOW = b"1", b"0"
-_LOOK_S, _NOBODY_S = 0.1, 0.5
+_OUTLIVE = b"1"
+_FOLLOW = b"0"
+_LOOK_S = 0.1
+_NOBODY_S = 0.5
 
 
 class StoreProcess:
@@ -47,7 +49,8 @@ class StoreProcess:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         process.returncode = 0  # nobody waits for it, as it may end last
-        self._lock, self._runs = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._runs = 0
 
     def outlive(self) -> None:
         """A run has begun: should this process end, it serves as long as a rank is connected."""

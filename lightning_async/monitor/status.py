@@ -10,7 +10,8 @@ from typing import Any
 from lightning_async.membership.generation import in_order
 from lightning_async.membership.status import ENDED, FAILED, StatusRecord
 
-LOST, SILENT = "lost", "silent"
+LOST = "lost"
+SILENT = "silent"
 _SILENT_S = 4.0
 """Without a record for so long, of which one comes each second, a replica is stopped, dead, or cut off."""
 
@@ -67,7 +68,8 @@ class JobStatus:
         most = max((last[name].step for name in here), default=0)
         replicas = []
         for name in in_order(last):
-            standing, lives = last[name], {s.process for s in standings if s.name == name}
+            standing = last[name]
+            lives = {s.process for s in standings if s.name == name}
             silent = now - standing.at >= _SILENT_S
             state = standing.state
             if state not in (ENDED, FAILED) and (silent or name not in members):
@@ -127,7 +129,8 @@ _HEAD = ("rank", "now", "state", "epoch", "step", "steps/s", "lag", "rounds", "l
 
 
 def _cells(replica: ReplicaStatus) -> tuple[str, ...]:
-    standing, takes_part = replica.standing, replica.trains
+    standing = replica.standing
+    takes_part = replica.trains
     state = replica.state
     if state in (LOST, SILENT):
         state = f"{state} ({replica.heard_ago_s:.0f} s)"

@@ -214,7 +214,8 @@ def _check_average(op: str, given: Arguments) -> Mapping[str, tuple[int, ...]]:
         _check_scales(op, given["out_codes"], given["out_scales"])
         if given["codes"].dtype in _CODES and given["out_codes"].dtype != given["codes"].dtype:
             raise TypeError(f"`{op}(out_codes=...)` must be {given['codes'].dtype}, got {given['out_codes'].dtype}.")
-    numel, peers = given["residual" if again else "out"].numel(), num_peers(op, given["codes"])
+    numel = given["residual" if again else "out"].numel()
+    peers = num_peers(op, given["codes"])
     return {
         "codes": (peers, numel), "scales": (peers, blocks(numel)), "weights": (peers,), "out": (numel,),
         "out_codes": (numel,), "out_scales": (blocks(numel),), "residual": (numel,),
@@ -234,12 +235,14 @@ def _check_2bit(op: str, given: Arguments) -> Mapping[str, tuple[int, ...]]:
 
 def _check_2bit_average(op: str, given: Arguments) -> Mapping[str, tuple[int, ...]]:
     _check_threshold(op, given)
-    numel, peers = given["out"].numel(), num_peers(op, given["codes"])
+    numel = given["out"].numel()
+    peers = num_peers(op, given["codes"])
     return {"out": (numel,), "codes": (peers, -(-numel // 4)), "weights": (peers,)}
 
 
 def _check_topk(op: str, given: Arguments) -> Mapping[str, tuple[int, ...]]:
-    k, numel = given["values"].numel(), given["source"].numel()
+    k = given["values"].numel()
+    numel = given["source"].numel()
     if k > numel:
         raise ValueError(f"`{op}(values=...)` has room for {k} elements of {numel}.")
     return {"values": (k,), "indices": (k,), "source": (numel,), "residual": (numel,)}

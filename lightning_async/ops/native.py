@@ -72,7 +72,8 @@ def _open(kind: Kind) -> ctypes.CDLL:
     if kind == "cpu":
         library.la_cpu_level.restype = ctypes.c_char_p
         return library
-    count, driver = ctypes.c_int(), ctypes.c_int()
+    count = ctypes.c_int()
+    driver = ctypes.c_int()
     status = library.la_cuda_devices(ctypes.byref(count), ctypes.byref(driver))
     if status or not count.value:
         what = "no driver" if driver.value == 0 else f"a driver for CUDA {driver.value // 1000}"
@@ -91,7 +92,10 @@ def _open_openmp() -> None:
     raise OSError("there is no OpenMP runtime: neither torch's own libgomp nor libgomp.so.1 can be loaded")
 
 
-_P, _I, _L, _F = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+_P = ctypes.c_void_p
+_I = ctypes.c_int
+_L = ctypes.c_int64
+_F = ctypes.c_float
 _AVERAGE = (_I, _P, _P, _P, _L, _L, _F, _P, _P, _P, _P)
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "la_find": (ctypes.c_char_p,),
@@ -148,7 +152,8 @@ def use(level: str) -> Iterator[None]:
     before = library.la_cpu_level() if library is not None else b""
     if level != "torch" and (library is None or library.la_cpu_use_level(level.encode())):
         raise ValueError(f"`use({level!r})`: the CPU library has no such level, or this processor lacks it.")
-    disabled, _loaded.disabled = _loaded.disabled, level == "torch"
+    disabled = _loaded.disabled
+    _loaded.disabled = level == "torch"
     try:
         yield
     finally:
@@ -173,7 +178,8 @@ FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3}
 """Formats of messages; uint8 holds four codes of 2 bits."""
 CHUNK = 65536
-MAX_SCALARS, MAX_NORMS = 10, 2
+MAX_SCALARS = 10
+MAX_NORMS = 2
 _MIN_PER_THREAD = 1 << 16
 
 
@@ -240,8 +246,11 @@ def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), who
         whole: elements of the arrays that these are a piece of, where they are. Default: they are no piece.
     """
     x = arrays[0]
-    number, form, numel = find(x.device.type, name), FORMATS[x.dtype], x.numel()
-    pointers, values = _pointers(arrays), _scalars(scalars)
+    number = find(x.device.type, name)
+    form = FORMATS[x.dtype]
+    numel = x.numel()
+    pointers = _pointers(arrays)
+    values = _scalars(scalars)
     if x.is_cuda:
         cuda, stream = _on(x.device)
         _ok(cuda.la_cuda_flat(number, form, pointers, numel, values, None, None, stream))
@@ -258,7 +267,8 @@ class SegmentTable:
     """
 
     def __init__(self, device: torch.device, segments: Sequence[Segment]) -> None:
-        self.device, self._count = device, len(segments)
+        self.device = device
+        self._count = len(segments)
         self.numel = sum(segment.numel for segment in segments)
         self._segments = (Segment * len(segments))(*segments)
         self._groups: list[tuple[int, int, Tensor, Tensor]] = []
@@ -279,7 +289,8 @@ class SegmentTable:
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norms: bool) -> Tensor | None:
         """Run each segment's op on it and its places in the buckets; with ``norms``, return the sums of squares."""
-        pointers, values = _pointers(buckets), _scalars(scalars)
+        pointers = _pointers(buckets)
+        values = _scalars(scalars)
         sums = torch.empty(MAX_NORMS, dtype=torch.float64, device=self.device) if norms else None
         if self.device.type == "cpu":
             _ok(

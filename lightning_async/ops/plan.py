@@ -51,10 +51,12 @@ class Plan:
     """
 
     def __init__(self, layout: FlatLayout, tensors: Sequence[Tensor], remainders: Remainders | None = None) -> None:
-        self.layout, self.tensors = layout, list(tensors)
+        self.layout = layout
+        self.tensors = list(tensors)
         self.remainders = list(reference.check_lists("Plan", layout, self.tensors, remainders))
         self._tables: dict[tuple[str, torch.device], _Table] = {}
-        self._memory, self._kinds = self._pointers(), _kinds(self.tensors)
+        self._memory = self._pointers()
+        self._kinds = _kinds(self.tensors)
 
     def follow(self, tensors: Sequence[Tensor]) -> bool:
         """Go on with other tensors of the same kinds, which costs a tenth of another plan; whether they are.
@@ -66,10 +68,12 @@ class Plan:
         """
         if _kinds(tensors) != self._kinds or any(rest is not None for rest in self.remainders):
             return False
-        self.tensors, before = list(tensors), self._memory
+        self.tensors = list(tensors)
+        before = self._memory
         self._memory = self._pointers()
         if self._memory != before:
-            tables, self._tables = self._tables, {}
+            tables = self._tables
+            self._tables = {}
             if any(op in _WRITES_TENSORS for op, _ in tables):
                 self._check_distinct()
             self._tables = {key: table for key, table in tables.items() if table.follow(self._memory)}
@@ -92,7 +96,8 @@ class Plan:
 
     def _table(self, op: str, device: torch.device) -> _Table:
         if (memory := self._pointers()) != self._memory:
-            self._memory, self._tables = memory, {}
+            self._memory = memory
+            self._tables = {}
         key = (op, device)
         if key not in self._tables:
             if op in _WRITES_TENSORS:
@@ -193,7 +198,8 @@ def _dense(t: Tensor) -> bool:
 
 
 def _offsets(layout: FlatLayout) -> list[int]:
-    offsets, end = [], 0
+    offsets = []
+    end = 0
     for size in layout.sizes:
         offsets.append(end)
         end += size

@@ -49,7 +49,8 @@ class PushResiduals:
 
     def __init__(self, compression: PushCompression, numel: int) -> None:
         self._compression = compression
-        self.source, self.residual = torch.zeros(numel), torch.zeros(numel)
+        self.source = torch.zeros(numel)
+        self.residual = torch.zeros(numel)
 
     def encode_(self, memory: Tensor) -> int:
         """Put what travels of `source` at the beginning of ``memory``, uint8; how many bytes it is."""
@@ -113,7 +114,8 @@ class Arrived:
 
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
-_DIAL_S, _PART_S = 5.0, 60.0
+_DIAL_S = 5.0
+_PART_S = 60.0
 _REFUSALS: dict[str, type[AsyncTrainingError]] = {
     "evicted": Evicted, "settings": SettingsMismatch, "missing": PeerLost, "uninitialised": PeerLost,
 }  # fmt: skip
@@ -134,21 +136,27 @@ class ShardConnection:
     def __init__(
         self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float, overlap: bool = False
     ) -> None:
-        self.dial, self.base = dial, 0
+        self.dial = dial
+        self.base = 0
         self.began = False
         """The server has weights: one without has lost them."""
-        self._overlap, self._spare, self._pushed_then = overlap, False, 0  # where the last pull is, and when that was
+        self._overlap = overlap
+        self._spare = False
+        self._pushed_then = 0  # where the last pull is, and when that was
         self.resent = self.pushed = 0
         self._missing: list[tuple[int, int]] = []
         """Pushes that were answered, and are lost since: behind one number, up to another."""
-        self._server, self._worker, self._hello = server, hello["worker"], hello
+        self._server = server
+        self._worker = hello["worker"]
+        self._hello = hello
         self._channel: PeerChannel | None = None
         self._life: int | None = None
         self._incarnation: str | None = None
         self._request: tuple[Mapping[str, Any], int] = {}, 0
         self._asked_at = 0.0
         self._why = "nothing was heard of it"
-        self._given_up, self._absent_s = False, absent_s
+        self._given_up = False
+        self._absent_s = absent_s
         self._left: int | None = None
         """From this byte on the next push is at the server already; None: nothing of it is."""
         self._away_since: float | None = None
@@ -156,16 +164,21 @@ class ShardConnection:
 
     def ask(self, header: Mapping[str, Any], size: int) -> None:
         """Say it, if there is somebody; `reply` sees to the rest."""
-        pushes, before = header["do"] == "push", header.get("base", self.base) < self.base
+        pushes = header["do"] == "push"
+        before = header.get("base", self.base) < self.base
         flips = pushes or self.pushed > self._pushed_then  # a pull after a pull is in its place: nothing is of that one
         places = {"of": self._spare ^ (self._overlap and before), "to": self._spare ^ (self._overlap and flips)}
-        self._request, self._asked_at, self.resent = ({**header, **places}, size), time.monotonic(), 0
+        self._request = ({**header, **places}, size)
+        self._asked_at = time.monotonic()
+        self.resent = 0
         if self._channel is not None:
             self._try(self._channel)
 
     def pulled(self, version: int) -> None:
         """The last request has brought weights, of this version."""
-        self.base, self._spare, self._pushed_then = version, self._request[0]["to"], self.pushed
+        self.base = version
+        self._spare = self._request[0]["to"]
+        self._pushed_then = self.pushed
 
     @property
     def lost(self) -> int:
@@ -248,7 +261,8 @@ class ShardConnection:
         except PeerLost as error:
             self._drop(error)
             return False
-        known, told = self._incarnation, self._heard(reply)
+        known = self._incarnation
+        told = self._heard(reply)
         self._life = told["life"]
         if self.began and told["version"] is None:
             raise PeerLost(
@@ -288,7 +302,8 @@ class ShardConnection:
             self._drop(error)
 
     def _drop(self, error: PeerLost) -> None:
-        self._why, self._left = str(error), None
+        self._why = str(error)
+        self._left = None
         if self._channel is not None:
             self._channel.close()
         self._channel = None
@@ -393,10 +408,13 @@ class Client:
         table: int = 0,
         overlap: bool = False,
     ) -> None:
-        self.worker, self._timeout_s = worker, timeout_s
+        self.worker = worker
+        self._timeout_s = timeout_s
         hello = {"worker": worker, "client": secrets.token_hex(3), "fingerprint": fingerprint, "table": table}
         self._lines = [ShardConnection(server, dial, hello, absent_s, overlap) for server, dial in enumerate(dials)]
-        self._fingerprint, self._compression, self._at_a_cut = fingerprint, compression, consistent and len(dials) > 1
+        self._fingerprint = fingerprint
+        self._compression = compression
+        self._at_a_cut = consistent and len(dials) > 1
         self.feedback: list[PushResiduals] = []
         """What compression has yet to deliver, one for each server; empty without."""
         if compression is not None:

@@ -149,7 +149,8 @@ def awaited(
 # will come, and what has come counts. Whoever holds does so for a limited time, and only as long as it is
 # connected; where that was too short, it asks again.
 
-_HOLD_S, _LONGEST_HOLD_S = 1.0, 30.0
+_HOLD_S = 1.0
+_LONGEST_HOLD_S = 30.0
 
 Cut = Mapping[tuple[str, str], int]
 """Of each worker, by its name and its client's own: the number of its last push."""
@@ -265,7 +266,8 @@ def pull(
     Raises:
         ChannelTimeout: a push has come to some servers only, and its worker is not known to be gone.
     """
-    limit_s, until = _HOLD_S, time.monotonic() + timeout_s
+    limit_s = _HOLD_S
+    until = time.monotonic() + timeout_s
     while True:
         began = time.monotonic()
         held = ask({"do": "hold", "limit_s": limit_s})

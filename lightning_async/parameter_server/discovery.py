@@ -129,7 +129,8 @@ class JobBoard:
 
     def call(self, run: int, num_servers: int, worker_rules: WorkerRules, shelving: Shelving | None = None) -> None:
         """So many servers are wanted for this run, on these terms; with snapshots, where that says so."""
-        numbers, kept = {"run": run, "servers": num_servers}, (shelving or Shelving())._asdict()
+        numbers = {"run": run, "servers": num_servers}
+        kept = (shelving or Shelving())._asdict()
         self._door.write("call", {**numbers, "terms": worker_rules.plain(), "snapshots": kept, "over": False})
 
     def dismiss(self, run: int) -> None:
@@ -199,7 +200,10 @@ class Attendance:
     def __init__(
         self, beats: Beats, num_workers: int, dead_after_s: float, now: Callable[[], float] = time.monotonic
     ) -> None:
-        self._beats, self._num_workers, self._dead_after_s, self._now = beats, num_workers, dead_after_s, now
+        self._beats = beats
+        self._num_workers = num_workers
+        self._dead_after_s = dead_after_s
+        self._now = now
         self._heard: dict[str, float] = {}
         """Of each worker that ever was there, when it last was."""
         self._began = now()
@@ -216,7 +220,8 @@ class Attendance:
 
     def over(self) -> bool:
         """Whether all have come, and ended since; or some, and nobody was heard of for too long."""
-        now, left = self._now(), {name for name in self._beats.left() if name.startswith(_WORKER)}
+        now = self._now()
+        left = {name for name in self._beats.left() if name.startswith(_WORKER)}
         self._heard |= {name: self._heard.get(name, now) for name in left}
         self._heard |= {name: now for name in self._beats.guests() if name.startswith(_WORKER)}
         if not self.came:
@@ -243,7 +248,9 @@ class DedicatedServer:
     """
 
     def __init__(self, board: JobBoard, number: int, host: str | None = None) -> None:
-        self._board, self.number, self._host = board, number, host
+        self._board = board
+        self.number = number
+        self._host = host
         self._own: dict[int, ServerProcess] = {}
         """By the descriptor of the supervisor's process, readable at its end."""
         self._adopted: list[dict[str, Any]] = []

@@ -32,7 +32,9 @@ class WorkerSteps:
 
     def __init__(self, steps: Sequence[int] = (0,), in_step: int = 0, pushes: int = 1) -> None:
         self.first = self._mean = Fraction(sum(steps), len(steps))
-        self._in_step, self._pushes, self._version = in_step, pushes, 0
+        self._in_step = in_step
+        self._pushes = pushes
+        self._version = 0
 
     def begin(self, version: int) -> None:
         """Servers have weights of this version, before the first step."""
@@ -58,7 +60,8 @@ class WorkerSteps:
     def take(self, told: dict[str, Any]) -> None:
         """Be where another one was."""
         self.first = self._mean = Fraction(*told["mean"])
-        self._version, (self._in_step, self._pushes) = told["version"], told["rest"]
+        self._version = told["version"]
+        (self._in_step, self._pushes) = told["rest"]
 
 
 T = TypeVar("T")
@@ -116,7 +119,8 @@ class PushTotals:
 
     def moved(self, sent: int, pulled: int) -> None:
         """So many bytes, to servers and from them."""
-        self.sent_bytes, self.pulled_bytes = self.sent_bytes + sent, self.pulled_bytes + pulled
+        self.sent_bytes = self.sent_bytes + sent
+        self.pulled_bytes = self.pulled_bytes + pulled
 
     def late(self, lag: int) -> None:
         """A push was applied, so many updates after the weights that it was computed at."""

@@ -119,12 +119,17 @@ class Sgd:
     def __init__(
         self, lr: float, momentum: float, nesterov: bool, weight_decay: float = 0.0, maximize: bool = False
     ) -> None:
-        self._lr, self._momentum, self._nesterov = float(lr), float(momentum), bool(nesterov)
-        self._weight_decay, self._sign = float(weight_decay), -1.0 if maximize else 1.0
+        self._lr = float(lr)
+        self._momentum = float(momentum)
+        self._nesterov = bool(nesterov)
+        self._weight_decay = float(weight_decay)
+        self._sign = -1.0 if maximize else 1.0
         self.fields = ("momentum_buffer",) if momentum else ()
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        rate, scale, names = rates.of(self._lr), self._sign * rates.scale, ("params", *self.fields)
+        rate = rates.of(self._lr)
+        scale = self._sign * rates.scale
+        names = ("params", *self.fields)
         if self._momentum:
             how = rate, self._momentum, self._nesterov, scale, self._weight_decay, span.whole
             _sgd_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
@@ -144,12 +149,16 @@ class DanaStep:
     fields = ("momentum_buffer", "ahead")
 
     def __init__(self, lr: float, momentum: float, weight_decay: float, maximize: bool) -> None:
-        self._lr, self._momentum = float(lr), float(momentum)
-        self._weight_decay, self._sign = float(weight_decay), -1.0 if maximize else 1.0
+        self._lr = float(lr)
+        self._momentum = float(momentum)
+        self._weight_decay = float(weight_decay)
+        self._sign = -1.0 if maximize else 1.0
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
         rate = rates._replace(factor=1.0).of(self._lr)  # or what is ahead would be nearer after a late push
-        names, gradient, mu = ("params", "momentum", "momentum_buffer"), span.gradient, self._momentum
+        names = ("params", "momentum", "momentum_buffer")
+        gradient = span.gradient
+        mu = self._momentum
         if self._weight_decay or self._sign < 0:
             gradient = torch.add(gradient.float() * self._sign, span.old["params"], alpha=self._weight_decay)
         if "momentum" not in span.new:
@@ -199,11 +208,16 @@ class Adam:
         decoupled: bool = False,
         maximize: bool = False,
     ) -> None:
-        self._lr, self._betas, self._eps = float(lr), (float(beta1), float(beta2)), float(eps)
-        self._decay, self._sign = (float(weight_decay), bool(decoupled)), -1.0 if maximize else 1.0
+        self._lr = float(lr)
+        self._betas = (float(beta1), float(beta2))
+        self._eps = float(eps)
+        self._decay = (float(weight_decay), bool(decoupled))
+        self._sign = -1.0 if maximize else 1.0
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        step, rate, names = int(scalars.get("step", 0)) + 1, rates.of(self._lr), ("params", *self.fields)
+        step = int(scalars.get("step", 0)) + 1
+        rate = rates.of(self._lr)
+        names = ("params", *self.fields)
         how = step, rate, *self._betas, self._eps, self._sign * rates.scale, *self._decay, span.whole
         _adam_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
         return {"step": step}
@@ -275,7 +289,8 @@ def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
         return Sgd(options["lr"], options["momentum"], *how)
     if name in ("Adam", "AdamW"):
         decoupled = name == "AdamW" or options.get("decoupled_weight_decay", False)
-        (beta1, beta2), eps = options["betas"], options["eps"]
+        (beta1, beta2) = options["betas"]
+        eps = options["eps"]
         return Adam(options["lr"], beta1, beta2, eps, options["weight_decay"], decoupled, options["maximize"])
     return None
 

@@ -118,7 +118,8 @@ class ServerPartition:
                 load[server] += sizes[key]
         placed = []
         for of_server in found:
-            offset, pieces = 0, []
+            offset = 0
+            pieces = []
             for key, start, stop in sorted(of_server):
                 if stop > start:
                     pieces.append(Piece(key, start, stop, offset))

@@ -90,7 +90,8 @@ class ServerProcess:
         ours, theirs = socket.socketpair()
         opened.callback(theirs.close)
         self._control = unshared(ours)
-        control, handed = theirs.fileno(), [*memories, *(each.fileno() for each in listeners)]
+        control = theirs.fileno()
+        handed = [*memories, *(each.fileno() for each in listeners)]
         arguments = [control, handed, {**self._settings, "address": self.address}]
         self._popen = subprocess.Popen(
             bare_command("lightning_async.parameter_server.supervisor", arguments, "supervises a server"),
@@ -181,7 +182,8 @@ class ServerProcess:
 # listens under the same name ---> workers dial it, as they would anyway
 
 _log = logging.getLogger(__name__)
-_LOOK_S, _REPLACING_ENDS_S = 0.1, 20.0
+_LOOK_S = 0.1
+_REPLACING_ENDS_S = 20.0
 
 
 class Shelving(NamedTuple):
@@ -252,7 +254,8 @@ class Guard:
     """
 
     def __init__(self, start: ServerStart, own: dict[int, ServerProcess]) -> None:
-        self._start, self._own = start, own
+        self._start = start
+        self._own = own
         self._woken, self._wakes = os.pipe()
         self._watched = {os.pidfd_open(process.supervisor): number for number, process in own.items()}
         self._closed = threading.Event()

@@ -56,7 +56,8 @@ class TableInitialization:
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
-        self._store, self._worker_rules = store, worker_rules
+        self._store = store
+        self._worker_rules = worker_rules
         self._brought: dict[str, Tensor] = {}
 
     def check_plan(self, worker: str, fingerprint: str) -> None:
@@ -96,7 +97,8 @@ class TableInitialization:
             raise RequestError("settings", str(error)) from error
 
     def _check(self, header: Mapping[str, Any]) -> None:
-        mine, theirs = self._store.contents, header
+        mine = self._store.contents
+        theirs = header
         for name in ("optimizer", "arguments", "fingerprint"):
             if mine[name] != theirs[name]:
                 raise RequestError("settings", f"`{name}` is {theirs[name]!r} there and {mine[name]!r} on the server.")
@@ -117,14 +119,16 @@ class RequestTransfer:
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
-        self._store, self._worker_rules = store, worker_rules
+        self._store = store
+        self._worker_rules = worker_rules
         self._decoded = torch.empty(0)
         self._arrived: WeakKeyDictionary[PeerChannel, tuple[tuple[Any, ...], Arrived]] = WeakKeyDictionary()
         self._targets: WeakKeyDictionary[PeerChannel, torch.Tensor] = WeakKeyDictionary()
 
     def arrived(self, channel: PeerChannel, header: Mapping[str, Any], size: int) -> Arrived:
         """A push, as it came; Refused, where it is of another size."""
-        size, numel = header.get("size", size), self._store.contents["numel"]
+        size = header.get("size", size)
+        numel = self._store.contents["numel"]
         before, arrived = self._arrived.get(channel, ((), None))
         if arrived is not None and before == (size, header["compression"], numel):
             return arrived
@@ -139,7 +143,8 @@ class RequestTransfer:
         """Apply it; the version that the channel has for the worker now, if any."""
         if gradient.compression is not None and self._decoded.numel() != gradient.numel:
             self._decoded = torch.empty(gradient.numel)
-        values, lag = gradient.floats(self._decoded), self._store.version - header["base"]
+        values = gradient.floats(self._decoded)
+        lag = self._store.version - header["base"]
         target = self._target(channel) if header["pull"] else None
         with memory_for(worker, self._worker_rules):
             there = self._store.push(worker, header["number"], values, lag, header["lr"], target, header["of"])
@@ -147,7 +152,8 @@ class RequestTransfer:
 
     def give(self, worker: str, channel: PeerChannel, header: Mapping[str, Any], there: bool = False) -> int:
         """Put what a worker pulls into the channel, unless it is there, or a field in its place; how many bytes."""
-        target, field = self._target(channel), header.get("field")
+        target = self._target(channel)
+        field = header.get("field")
         plain = field == "params"
         if not there:
             with memory_for(worker, self._worker_rules):
@@ -168,7 +174,8 @@ class RequestTransfer:
         return ["params", *self._store.state]
 
     def _target(self, channel: PeerChannel) -> torch.Tensor:
-        numel, found = self._store.contents["numel"], self._targets.get(channel)
+        numel = self._store.contents["numel"]
+        found = self._targets.get(channel)
         if found is None or found.numel() != numel:
             size = numel * torch.float32.itemsize
             if channel.outgoing.numel() < size:
@@ -203,12 +210,16 @@ class WorkerSessions:
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules, now: Callable[[], float] = time.monotonic) -> None:
-        self._store, self._worker_rules, self._now = store, worker_rules, now
+        self._store = store
+        self._worker_rules = worker_rules
+        self._now = now
         self.channels: dict[str, PeerChannel] = {}
         """Of those that are connected."""
-        self._clock, self._pushed_at = 0.0, now()
+        self._clock = 0.0
+        self._pushed_at = now()
         self._heard: dict[str, float] = {}
-        self._awake, self._swept_at = 0.0, now()
+        self._awake = 0.0
+        self._swept_at = now()
         self._away_since = dict.fromkeys(store.workers, 0.0)
 
     def hello(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -222,7 +233,9 @@ class WorkerSessions:
             ValueError: there is no room for it.
         """
         self.sweep()
-        workers, life, incarnation = self._store.workers, header["life"], header.get("incarnation")
+        workers = self._store.workers
+        life = header["life"]
+        incarnation = header.get("incarnation")
         if life is not None and incarnation is not None and incarnation == self._store.record.get("replaced"):
             return None  # what it computes at is no more: others have begun anew
         known = workers.pop(worker, None)
@@ -296,7 +309,8 @@ class WorkerSessions:
 
     def forget(self, *names: str) -> None:
         """They are gone for good: what they say under their lives counts no more. What they have pushed does."""
-        workers, lives = self._store.workers, self._store.record["lives"]
+        workers = self._store.workers
+        lives = self._store.record["lives"]
         for name in names:
             if (channel := self._drop(name)) is not None:
                 channel.break_off()
@@ -346,7 +360,8 @@ class SyncRounds:
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
-        self._store, self._worker_rules = store, worker_rules
+        self._store = store
+        self._worker_rules = worker_rules
         self._waiting: dict[str, Push] = {}
         self._sum = self._decoded = torch.empty(0)
 
@@ -425,11 +440,13 @@ class Server:
     def __init__(
         self, store: Store, worker_rules: WorkerRules, shelf: Shelf | None = None, every_s: float = math.inf
     ) -> None:
-        self._store, self._worker_rules = store, worker_rules
+        self._store = store
+        self._worker_rules = worker_rules
         self._changed = threading.Condition()
         self.snapshots = None if shelf is None else Snapshots(store, self._changed, shelf, every_s)
         self._presence = WorkerSessions(store, worker_rules)
-        self._rounds, self._cuts = SyncRounds(store, worker_rules), consistency.ConsistentReads()
+        self._rounds = SyncRounds(store, worker_rules)
+        self._cuts = consistency.ConsistentReads()
         self._beginning = TableInitialization(store, worker_rules)
         self._exchange = RequestTransfer(store, worker_rules)
 
@@ -447,14 +464,16 @@ class Server:
                 said = None
                 try:
                     if worker is None and header.get("do") == "forget":
-                        reply, length = self.forget(header["workers"]), 0
+                        reply = self.forget(header["workers"])
+                        length = 0
                     elif worker is None:
                         worker, reply = self._hello(channel, header)
                         length = 0
                     else:
                         reply, length = self._answer(worker, channel, header, size)
                 except RequestError as refused:
-                    reply, length = {"refused": refused.kind, "why": str(refused)}, 0
+                    reply = {"refused": refused.kind, "why": str(refused)}
+                    length = 0
                 channel.send(reply, length)
         except PeerLost:
             pass  # its others go on; it comes back, or does not
@@ -479,7 +498,8 @@ class Server:
     def _hello(self, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if header.get("do") != "hello":
             raise RequestError("hello", f"{channel.peer} has not said who it is.")
-        worker, life = str(header["worker"]), header["life"]
+        worker = str(header["worker"])
+        life = header["life"]
         with self._changed:
             self._beginning.check_plan(worker, header["fingerprint"])
             try:
@@ -536,7 +556,8 @@ class Server:
         if do in ("snapshot", "pull"):
             return self._version(), self._exchange.give(worker, channel, header) if do == "pull" else 0
         if do == "lags":
-            told, lost = self._version(), self._store.record.get("lost", 0)
+            told = self._version()
+            lost = self._store.record.get("lost", 0)
             kept = {} if self.snapshots is None else {"durable": told["durable"], "lost": lost}
             return {**told, "lags": {**self._store.lags, **kept}}, 0
         if do == "read":
@@ -547,7 +568,9 @@ class Server:
     def _push(
         self, worker: str, channel: PeerChannel, header: Mapping[str, Any], size: int
     ) -> tuple[dict[str, Any], int]:
-        number, told, filled = header["number"], self._store.known[worker], None
+        number = header["number"]
+        told = self._store.known[worker]
+        filled = None
         if number == said(told) + 1:
             self._until(worker, channel, lambda: self._allow({worker: number}))
             gradient = self._exchange.arrived(channel, header, size) if header["weight"] > 0.0 else None
@@ -600,7 +623,8 @@ class Server:
 
     def _wait(self, worker: str, channel: PeerChannel, number: int, sync_point: int) -> None:
         """Until this worker may go on, as all others have come far enough, or are waited for no more."""
-        since, limit_s = time.monotonic(), self._worker_rules.dead_after_s
+        since = time.monotonic()
+        limit_s = self._worker_rules.dead_after_s
         while True:
             self._check_current(worker, channel)
             if self._presence.sweep() | self._rounds.complete(self._allow):

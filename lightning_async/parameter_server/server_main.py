@@ -58,7 +58,9 @@ class ServerTables:
     def __init__(
         self, memories: Sequence[int], worker_rules: WorkerRules, threads: int = 1, keeping: Keeping | None = None
     ) -> None:
-        self._memories, self._worker_rules, self._threads = list(memories), worker_rules, threads
+        self._memories = list(memories)
+        self._worker_rules = worker_rules
+        self._threads = threads
         self._keeping = keeping or Keeping()
         self._making = threading.Lock()
         self.over = False
@@ -147,7 +149,8 @@ def _check_first(header: Mapping[str, Any]) -> None:
 
 
 _CRASHED = 70
-_LOOK_S, _SOON_S = 1.0, 0.02
+_LOOK_S = 1.0
+_SOON_S = 0.02
 _MOST = 8  # threads; more do not make the memory faster
 _CALLERS = 64  # that have not said yet who they are
 _GREETING_S = 20.0
@@ -167,10 +170,13 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # where there are none left, Gloo ends the process
-    memories, listeners = handed[:TABLES], handed[TABLES:]
+    memories = handed[:TABLES]
+    listeners = handed[TABLES:]
     keeping = Keeping(settings["snapshots"], settings["server"], settings["snapshot_every"])
     server = ServerTables(memories, WorkerRules(**settings["terms"]), threads, keeping)
-    orphaned, alone_since, linger_s = bool(settings["orphaned"]), time.monotonic(), float(settings["linger_s"])
+    orphaned = bool(settings["orphaned"])
+    alone_since = time.monotonic()
+    linger_s = float(settings["linger_s"])
     told = {**settings["address"], "server": settings["server"], "terms": settings["terms"]}
     calls = {each: _Calls(server, socket.socket(fileno=each), told) for each in listeners}
     poll = select.poll()
@@ -184,11 +190,13 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
                 os._exit(0)  # its supervisor is gone, and the memory with it
             if word == END:
                 _end(server)
-            orphaned, linger_s = True, 0.0 if word == DRAIN else linger_s
+            orphaned = True
+            linger_s = 0.0 if word == DRAIN else linger_s
         for each, of_listener in calls.items():
             of_listener.see_to(each in ready)
         if server.over:
-            orphaned, linger_s = True, 0.0
+            orphaned = True
+            linger_s = 0.0
         if server.connected:
             alone_since = time.monotonic()
         if orphaned and not server.connected and time.monotonic() - alone_since >= linger_s:
@@ -214,7 +222,9 @@ class _Calls:
     """
 
     def __init__(self, server: ServerTables, listener: socket.socket, told: dict[str, Any]) -> None:
-        self._server, self._listener, self._told = server, listener, told
+        self._server = server
+        self._listener = listener
+        self._told = told
         self._near = listener.family == socket.AF_UNIX
         self._greeting: dict[socket.socket, float] = {}
         listener.setblocking(False)

@@ -52,7 +52,8 @@ class Journal:
 
     def __init__(self, memory: Tensor) -> None:
         array: Any = memory.numpy()
-        self._memory, self._texts = memoryview(array), _Texts()
+        self._memory = memoryview(array)
+        self._texts = _Texts()
         found = [each for each in map(self._read, (0, 1)) if each is not None]
         self._number, self._text = max(found, key=lambda each: each[0], default=(0, None))
 
@@ -74,7 +75,8 @@ class Journal:
         at = number % 2 * _SLOT
         self._memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
         self._memory[at : at + _HEAD.size] = _HEAD.pack(number, len(text), _digest(number, text))
-        self._number, self._text = number, text
+        self._number = number
+        self._text = text
 
     def _read(self, slot: int) -> tuple[int, bytes] | None:
         at = slot * _SLOT
@@ -93,7 +95,10 @@ class _Texts:
         self._known: dict[tuple[str, str], tuple[object, str]] = {}
 
     def of(self, record: Mapping[str, Any]) -> str:
-        last, before, self._last, self._kept = self._last, self._kept, record, {}
+        last = self._last
+        before = self._kept
+        self._last = record
+        self._kept = {}
         fresh: dict[str, Any] = {}
         for name, value in record.items():
             if name in last and last[name] is value:
@@ -166,11 +171,13 @@ class SharedArrays:
         kept: Sequence[str] = (),
         threads: int = 1,
     ) -> None:
-        self._descriptor, self._numel = descriptor, numel
+        self._descriptor = descriptor
+        self._numel = numel
         self._threads = threads if numel >= _LARGE else 1
         pieces = [slice(at, at + _PIECE) for at in range(0, numel, _PIECE)]
         self._pieces = pieces if len(pieces) > 1 else [WHOLE]
-        self._own, self._kept = tuple(own), tuple(kept)
+        self._own = tuple(own)
+        self._kept = tuple(kept)
         self._array_bytes = -(-max(1, numel * torch.float32.itemsize) // mmap.PAGESIZE) * mmap.PAGESIZE
         self._slots_at = SIZE + 2 * len(shared) * self._array_bytes
         self._slot_bytes = 2 * (len(self._own) + len(self._kept)) * self._array_bytes
@@ -204,7 +211,8 @@ class SharedArrays:
 
     def keep_only(self, slots: Collection[int]) -> None:
         """Give back the memory of all other slots."""
-        size, end = os.fstat(self._descriptor).st_size, self._slots_at + (max(slots, default=-1) + 1) * self._slot_bytes
+        size = os.fstat(self._descriptor).st_size
+        end = self._slots_at + (max(slots, default=-1) + 1) * self._slot_bytes
         for number in set(self._slots) - set(slots):
             del self._slots[number]
             self._spares.pop(number, None)

@@ -96,7 +96,8 @@ class Shelf:
             self._lock.close()
 
     def _write(self, number: int, snapshot: Snapshot) -> None:
-        data, told = self._path(number, ".bin"), self._path(number, ".json")
+        data = self._path(number, ".bin")
+        told = self._path(number, ".json")
         names = {name: part.numel() for name, part in snapshot.parts.items()}
         arrays: list[Any] = [part.numpy() for part in snapshot.parts.values() if part.numel()]
         file = self._files.write(data, [memoryview(each).cast("B") for each in arrays])
@@ -111,13 +112,15 @@ class Shelf:
             self._files.unlink(self._path(number, ".bin"))
 
     def _read(self, number: int) -> Snapshot:
-        told, data = self._path(number, ".json"), self._path(number, ".bin")
+        told = self._path(number, ".json")
+        data = self._path(number, ".bin")
         value = unseal(self._files.read(told), told)
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
             raise DamagedCheckpoint(f"{told} is no snapshot that this version can read.")
         self._files.check(data, FileRecord(**value["file"]))
         whole = torch.frombuffer(bytearray(self._files.view(data)) or bytearray(1), dtype=torch.uint8)
-        parts, at = {}, 0
+        parts = {}
+        at = 0
         for name, numel in value["parts"].items():
             size = numel * torch.float32.itemsize
             parts[name] = whole[at : at + size].view(torch.float32)
@@ -143,7 +146,10 @@ class Snapshots:
     """
 
     def __init__(self, store: Store, lock: Any, shelf: Shelf, every_s: float = math.inf) -> None:
-        self._store, self._lock, self._shelf, self._every_s = store, lock, shelf, every_s
+        self._store = store
+        self._lock = lock
+        self._shelf = shelf
+        self._every_s = every_s
         self._taking = threading.Lock()
         self._copies: dict[str, Tensor] = {}
         self._taken: Mapping[str, Any] = {}
@@ -163,7 +169,8 @@ class Snapshots:
 
     @property
     def _has_all(self) -> bool:
-        now, then = self._store.record, self._taken
+        now = self._store.record
+        then = self._taken
         if any(then.get(each) != now[each] for each in ("incarnation", "version")):
             return False
         before = {(name, told["life"]): told["push"] for name, told in then["workers"].items()}
@@ -189,12 +196,14 @@ class Snapshots:
             with self._lock:
                 if not self._store.ready or self._has_all:
                     return
-                numel, names = self._store.contents["numel"], list(self._store.parts)
+                numel = self._store.contents["numel"]
+                names = list(self._store.parts)
             while True:
                 if list(self._copies) != names:
                     self._copies = {name: torch.zeros(numel) for name in names}  # kept: the next one costs no new pages
                 with self._lock:
-                    record, names = dict(self._store.record), list(self._store.parts)
+                    record = dict(self._store.record)
+                    names = list(self._store.parts)
                     if list(self._copies) == names:
                         self._store.copy_parts(self._copies)
                         break

@@ -60,7 +60,8 @@ def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[st
     >>> counted(counted({"counts": {}, "dropped": 0}, 3), 40, dropped=True)
     {'counts': {'3': 1, '32': 1}, 'dropped': 1}
     """
-    counts, key = lags["counts"], str(least(lag))
+    counts = lags["counts"]
+    key = str(least(lag))
     return {"counts": {**counts, key: counts.get(key, 0) + 1}, "dropped": lags["dropped"] + dropped}
 
 
@@ -79,7 +80,8 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     counts: Counter[int] = Counter()
     for each in lags:
         counts.update(each["counts"])
-    pushes, dropped = sum(counts.values()) // len(lags), sum(each["dropped"] for each in lags)
+    pushes = sum(counts.values()) // len(lags)
+    dropped = sum(each["dropped"] for each in lags)
     shares = ", ".join(f"{lag}: {100 * count / counts.total():.0f}%" for lag, count in sorted(counts.items()))
     kept = [each for each in lags if "durable" in each]
     durable = ["none" if each["durable"] < 0 else str(each["durable"]) for each in kept]
@@ -104,7 +106,8 @@ BOTH = 2
 """In ``bank``: both places of what a worker has pulled are there."""
 LOST_LIVES = 1 << 32
 """Lives that may have been given after a snapshot: nobody is to have one of these again."""
-_TOLD, _SPARE = 214, 2048  # bytes that a worker may take beside its name, and that the rest may grow by
+_TOLD = 214
+_SPARE = 2048  # bytes that a worker may take beside its name, and that the rest may grow by
 
 Record = Mapping[str, Any]
 
@@ -198,7 +201,8 @@ class ShardArrays:
     """
 
     def __init__(self, descriptor: int, threads: int = 1) -> None:
-        self._descriptor, self._threads = descriptor, threads
+        self._descriptor = descriptor
+        self._threads = threads
         self.journal = Journal(mapped(descriptor, 0, SIZE))
         self.record: dict[str, Any] = self.journal.record or {"workers": {}, "lives": 0}
         """What the journal has; only in memory, before there are weights."""
@@ -235,7 +239,8 @@ class ShardArrays:
 
     def map(self, numel: int, policy: StalenessPolicy, optimizer: ServerOptimizer) -> None:
         """Have the arrays that these two need, as they are in the file."""
-        self._own, self._kept = own_arrays(policy), kept_arrays(policy)
+        self._own = own_arrays(policy)
+        self._kept = kept_arrays(policy)
         shared = shared_arrays(policy, optimizer)
         self._shard = SharedArrays(self._descriptor, numel, shared, self._own, self._kept, self._threads)
 
@@ -276,11 +281,16 @@ class ShardArrays:
             bank: of that, which counts.
         """
         # Fields are in the banks with the first step: one that makes its own then has nothing to begin with.
-        banks, here, buffer = self.shard.banks, self.record["bank"], self.record["buffer"]
-        old, new = {**banks[here], **own[bank]}, {**banks[1 - here], **own[1 - bank]}
+        banks = self.shard.banks
+        here = self.record["bank"]
+        buffer = self.record["buffer"]
+        old = {**banks[here], **own[bank]}
+        new = {**banks[1 - here], **own[1 - bank]}
         if BUFFER in old:
-            old[BUFFER], new[BUFFER] = banks[buffer][BUFFER], banks[1 - buffer][BUFFER]
-        scalars, means = dict(self.record["scalars"]), Means(*self.record["means"])
+            old[BUFFER] = banks[buffer][BUFFER]
+            new[BUFFER] = banks[1 - buffer][BUFFER]
+        scalars = dict(self.record["scalars"])
+        means = Means(*self.record["means"])
         return StateBeforePush(old, new, scalars, means, self.record["gathered"])
 
     def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
@@ -478,7 +488,9 @@ class Store:
         Raises:
             OSError: there is no memory for what is kept of the worker.
         """
-        policy, updates, own = self._policy, self._updates(), self._held.own(worker, spare)
+        policy = self._policy
+        updates = self._updates()
+        own = self._held.own(worker, spare)
         if PULLED in own[0]:  # what is kept of a pull counts with it, and not before the push is there
             reply = None
         bank = self.known[worker].get("bank", 0)
@@ -510,7 +522,8 @@ class Store:
             lr: in place of the optimizer's own. Default: that one.
             called: with one of them, all were called. Default: False.
         """
-        updates, changes = self._updates(), dict[str, Any]()
+        updates = self._updates()
+        changes = dict[str, Any]()
         if updates.is_finite(gradient):
             scalars, means = updates.step(self._held.before(), gradient, Weight(), lr, late=False)
             changes = {**self._stepped(scalars), "means": means}
@@ -524,7 +537,8 @@ class Store:
 
     def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
         """What a worker computes its next gradient at, or ``plain`` weights, to memory of their size; as of `push`."""
-        kept, seen = self._held.own(worker, spare)[0].get(PULLED), self.params if plain else self._held.visible
+        kept = self._held.own(worker, spare)[0].get(PULLED)
+        seen = self.params if plain else self._held.visible
         self._held.shard.copy(*((each, seen) for each in (target, kept) if each is not None))
 
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
@@ -578,7 +592,9 @@ class Store:
 
     def _map(self, record: Mapping[str, Any], known: bool = False) -> None:
         contents = record["contents"]
-        policy, given = make_policy(contents["staleness"]), (contents["optimizer"], contents["arguments"])
+        policy = make_policy(contents["staleness"])
+        given = (contents["optimizer"], contents["arguments"])
         optimizer = make_optimizer(*given, known=known, momentum_by_worker=policy.momentum_by_worker)
         self._held.map(contents["numel"], policy, optimizer)
-        self._optimizer, self._policy = optimizer, policy
+        self._optimizer = optimizer
+        self._policy = policy

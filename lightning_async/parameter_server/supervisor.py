@@ -75,7 +75,8 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
 
 def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, orphaned: bool) -> tuple[str, bool]:
     """Until the server has ended; whether it was to, and whether nobody is there any more who could say so."""
-    death, stop = os.pidfd_open(server.pid), ""
+    death = os.pidfd_open(server.pid)
+    stop = ""
     try:
         while True:
             poll = select.poll()
@@ -94,7 +95,8 @@ def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, or
                     stop = "killed"
                     server.kill()  # it is made for that
                 elif not word:
-                    orphaned, word = True, ORPHANED
+                    orphaned = True
+                    word = ORPHANED
                 with contextlib.suppress(BrokenPipeError):  # it has ended
                     os.write(ours, word)
             if death in ready:

@@ -92,7 +92,8 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
     """
     rates: dict[int, float | None] = {}
     for table in tables:
-        now, told = optimizer.param_groups[groups[table].group], groups[table].arguments
+        now = optimizer.param_groups[groups[table].group]
+        told = groups[table].arguments
         for name in told.keys() - {"lr"}:
             if (value := _plain(now[name])) != told[name]:
                 raise ValueError(
@@ -117,7 +118,8 @@ def refuse_groups(original: Any) -> Any:
 
 
 def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup]:
-    kind, name = type(optimizer), type(optimizer).__name__
+    kind = type(optimizer)
+    name = type(optimizer).__name__
     if getattr(torch.optim, name, None) is not kind:
         raise ValueError(
             f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim, and servers run no code of others. "
@@ -202,7 +204,8 @@ class ParameterGroups:
     """
 
     def __init__(self, workers: Sequence[Worker], totals: PushTotals | None = None) -> None:
-        self.workers, self._totals = list(workers), totals or PushTotals()
+        self.workers = list(workers)
+        self._totals = totals or PushTotals()
         self._asked: Sequence[int] = ()
         self.called = False
         """With the last push, somebody has called all, see `ServerAnswer.called`."""

@@ -25,7 +25,10 @@ from lightning_async.parameter_server.optimizers import Bank, Scalars, ServerOpt
 from lightning_async.parameter_server.shared_memory import piece_of
 
 _accumulate_ = eager(ops.accumulate_)
-AHEAD, BUFFER, MOMENTUM, PULLED = "ahead", "buffer", "momentum", "pulled"
+AHEAD = "ahead"
+BUFFER = "buffer"
+MOMENTUM = "momentum"
+PULLED = "pulled"
 
 Pieces = Callable[[Callable[[slice], Any]], list[Any]]
 """Calls a function with all pieces of a shard; what it makes of them, in no order."""
@@ -98,7 +101,9 @@ class ShardUpdates:
         """
         if not self.is_finite(gradient):
             return None
-        policy, measures, old = self.policy, self.policy.measures, before.old
+        policy = self.policy
+        measures = self.policy.measures
+        old = before.old
         moved = norm = 0.0
         if "moved" in measures and lag:
             moved = _norm(
@@ -110,7 +115,8 @@ class ShardUpdates:
 
     def gather(self, before: StateBeforePush, gradient: Tensor, weight: Weight) -> None:
         """Put a push with those in the buffer."""
-        old, new = before.old, before.new
+        old = before.old
+        new = before.new
 
         def add(here: slice) -> None:
             into = piece_of(new[BUFFER], here)
@@ -137,10 +143,13 @@ class ShardUpdates:
             late: whether the policy is for this gradient: not for one that several workers have made together.
             reply: filled with what workers pull then. Default: nobody does now.
         """
-        policy, old, new = self.policy, before.old, before.new
+        policy = self.policy
+        old = before.old
+        new = before.new
         rates = ServerRates(lr) if policy.buffer_size > 1 else ServerRates(lr, weight.rate, weight.gradient)
         names = ("params", *self.optimizer.fields, *(own_arrays(policy) if late else ()))
-        count, whole = before.gathered + 1, gradient.numel()
+        count = before.gathered + 1
+        whole = gradient.numel()
 
         def step(here: slice) -> tuple[Scalars, float]:
             piece = self._adjusted(before, gradient, here) if late else piece_of(gradient, here)
@@ -150,7 +159,8 @@ class ShardUpdates:
                     _accumulate_(mean, piece_of(old[BUFFER], here), 1 / count)
                 _accumulate_(mean, piece, weight.rate * weight.gradient / count)
                 piece = mean
-            was, now = _at(old, names, here), _at(new, names, here)
+            was = _at(old, names, here)
+            now = _at(new, names, here)
             shown = None if reply is None else piece_of(reply, here)
             span = ShardSpan(was, now, piece, None if policy.predicts else shown, whole)
             scalars = self.optimizer.step(span, dict(before.scalars), rates)
@@ -169,7 +179,8 @@ class ShardUpdates:
         return done[0][0], means
 
     def _adjusted(self, before: StateBeforePush, gradient: Tensor, here: slice) -> Tensor:
-        policy, piece = self.policy, piece_of(gradient, here)
+        policy = self.policy
+        piece = piece_of(gradient, here)
         if not policy.adjusts:
             return piece
         own = piece.float() if piece.dtype != torch.float32 else piece.clone()
@@ -183,7 +194,8 @@ class ShardUpdates:
 
 def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[str, ...]:
     """Names of a shard's arrays that updates change together."""
-    ahead, buffer = (AHEAD,) if policy.predicts else (), (BUFFER,) if policy.buffer_size > 1 else ()
+    ahead = (AHEAD,) if policy.predicts else ()
+    buffer = (BUFFER,) if policy.buffer_size > 1 else ()
     return ("params", *optimizer.fields, *policy.fields, *ahead, *buffer)
 
 

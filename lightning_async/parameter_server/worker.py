@@ -14,7 +14,7 @@ from lightning_async.algorithms.compression import PushCompression
 from lightning_async.algorithms.staleness import StalenessPolicy
 from lightning_async.comm.p2p import Dial
 from lightning_async.engine.backward import Backward, LayoutSpan
-from lightning_async.engine.replica import real, strided
+from lightning_async.engine.fingerprint import real, strided
 from lightning_async.flat import FlatLayout
 from lightning_async.parameter_server.client import Client, ServerAnswer
 from lightning_async.parameter_server.partition import ServerPartition
@@ -45,7 +45,10 @@ class StreamingPush:
     def __init__(
         self, params: Sequence[Any], plan: ServerPartition, client: Client, put: Callable[[Sequence[int]], None]
     ) -> None:
-        self._params, self._plan, self._client, self._put = list(params), plan, client, put
+        self._params = list(params)
+        self._plan = plan
+        self._client = client
+        self._put = put
         self._backward: Backward | None = None
         self._send: Send = lambda do: do()
         self._wasted = False
@@ -88,7 +91,8 @@ class StreamingPush:
             self._backward.close()
 
     def _take(self, whole: Sequence[LayoutSpan]) -> None:
-        first, last = whole[-1].first, whole[0].last
+        first = whole[-1].first
+        last = whole[0].last
         self._put(range(first, last))
         self._send(partial(self._client.leave, self._parts(first, last)))
 
@@ -113,7 +117,8 @@ class Written:
     """
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
-        self._names, self._params = names, params
+        self._names = names
+        self._params = params
         self._seen = self._versions()
         self._overwritten: set[int] = set()
         self.base: Literal["pulled", "pushed", "gone"] = "gone"
@@ -125,7 +130,8 @@ class Written:
 
     def end(self, base: Literal["pulled", "pushed"]) -> None:
         """The parameters hold what was pulled, or pushed."""
-        self._seen, self.base = self._versions(), base
+        self._seen = self._versions()
+        self.base = base
 
     def since(self, pulled: Sequence[Sequence[tuple[slice, Tensor]]] | None, every: bool) -> list[str]:
         """The names of parameters that hold something else than was pulled, or did, and were overwritten since.
@@ -186,7 +192,8 @@ class Worker:
         table: int = 0,
         overlap: bool = False,
     ) -> None:
-        self.plan, self.params = plan, list(named.values())
+        self.plan = plan
+        self.params = list(named.values())
         self._client = Client(
             name, dials, plan.fingerprint(), timeout_s, compression=compression, consistent=consistent, table=table,
             overlap=overlap,
@@ -263,7 +270,8 @@ class Worker:
 
     def fill_gradients(self) -> None:
         """The gradients leave with the next push; zeros for a parameter that has none."""
-        self._bases, self._at = self._at, None
+        self._bases = self._at
+        self._at = None
         if self.ahead.under_way:
             self.ahead.finish()
         else:
@@ -405,7 +413,9 @@ class Worker:
         return found
 
     def _took(self, answer: ServerAnswer) -> None:
-        self.versions, self.pulled, self.in_step = answer.versions, True, answer.in_step
+        self.versions = answer.versions
+        self.pulled = True
+        self.in_step = answer.in_step
         self.restored = answer.restored
 
 
@@ -424,7 +434,8 @@ def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
 
 def _paired(flat: Sequence[Tensor], places: Sequence[Parts]) -> tuple[list[Tensor], list[Tensor]]:
     """What belongs together: views of the elements, and of shards."""
-    elements, pieces = [], []
+    elements = []
+    pieces = []
     for tensor, parts in zip(flat, places, strict=True):
         elements += [tensor] if len(parts) == 1 else [tensor[part] for part, _ in parts]
         pieces += [piece for _, piece in parts]

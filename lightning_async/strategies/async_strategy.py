@@ -74,7 +74,10 @@ class AsyncStrategy(ReplicatedStrategy):
     ) -> None:
         dead_after = config.timeouts.dead_after
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
-        self.rule, self.schedule, self.config, self.num_fits = rule, schedule, config, 0
+        self.rule = rule
+        self.schedule = schedule
+        self.config = config
+        self.num_fits = 0
         self.host = JoinCoordinator(self) if isinstance(self.transport, ElasticTransport) else None
         if config.timeouts.replicas and not isinstance(self.transport, ElasticTransport):
             raise ValueError(
@@ -99,11 +102,13 @@ class AsyncStrategy(ReplicatedStrategy):
         configuration_checks.check_callbacks(trainer.callbacks)
         if self.world is not None:
             check_settings(self, trainer, self.world)
-            owner, config = type(self).__name__, self.config
+            owner = type(self).__name__
+            config = self.config
             configuration_checks.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)
 
     def setup(self, trainer: Any) -> None:
-        self._trainer, fitting = trainer, trainer.state.fn == "fit"
+        self._trainer = trainer
+        fitting = trainer.state.fn == "fit"
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
             check_checkpoint(self.world, self.saved.origin)
@@ -159,7 +164,8 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.begin_again()
-        session, world = self._session, self.world
+        session = self._session
+        world = self.world
         if session is not None and world is not None:
             world.asynchronous = True
             session.step_runner.start_batch(batch)
@@ -227,7 +233,9 @@ class AsyncStrategy(ReplicatedStrategy):
             None if fit_sessions is None or fit_sessions.session is None else fit_sessions.session.averager.sync_points
         )
 
-    alone, between_windows, count = "so there is nothing to average", True, staticmethod(batch_size)
+    alone = "so there is nothing to average"
+    between_windows = True
+    count = staticmethod(batch_size)
     in_step = served = called = False
     missed_steps: int | None = None
 

@@ -41,7 +41,10 @@ class SavedState:
 
     def begin_run(self) -> None:
         """A run begins: what an earlier one has loaded is not its own."""
-        self.origin, self._has_loaded, self._loaded, self._replica = "none", False, None, None
+        self.origin = "none"
+        self._has_loaded = False
+        self._loaded = None
+        self._replica = None
         self._gathered = self._alike = None
         self.own = False
 
@@ -50,7 +53,8 @@ class SavedState:
         if fitting:
             self._last = None
         elif self._has_loaded:
-            self._last, self._loaded = self._loaded, None
+            self._last = self._loaded
+            self._loaded = None
         elif module is not self._owner:
             self._last = None
         self._owner = module
@@ -73,7 +77,8 @@ class SavedState:
 
     def take_replica(self) -> dict[str, Any] | None:
         """What this replica was, where it drifted from what all had agreed on; once."""
-        replica, self._replica = self._replica, None
+        replica = self._replica
+        self._replica = None
         return replica
 
     def take_gathered(self) -> tuple[Any, Any]:
@@ -84,12 +89,15 @@ class SavedState:
 
     def take(self) -> dict[str, Any] | None:
         """What the fit goes on from, once."""
-        loaded, self._loaded = self._loaded, None
+        loaded = self._loaded
+        self._loaded = None
         return loaded
 
     def go_on(self, state: dict[str, Any], gathered: Any = None) -> None:
         """What averaging is to go on from, as if it had been loaded; with what this rank has ``gathered``."""
-        self._loaded, self._gathered, self._is_read = state, gathered, False
+        self._loaded = state
+        self._gathered = gathered
+        self._is_read = False
 
     def keep(self, state: dict[str, Any]) -> None:
         """The state at the end of a fit, for checkpoints that are saved after it."""
@@ -123,7 +131,8 @@ class SavedState:
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
-            self._replica, self._alike = saved.get("replica"), replicas[0].get("alike")
+            self._replica = saved.get("replica")
+            self._alike = replicas[0].get("alike")
             self._gathered = own.get("gathered") or self._gathered
 
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
@@ -158,7 +167,8 @@ def clocks_of(averager: BackgroundAverager, rank: int) -> dict[str, Any]:
 
 def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:
     """Progress and a checksum of the weights and of what all replicas share of the rule's state."""
-    steps, epochs = checkpoint.get("global_step"), checkpoint.get("epoch")
+    steps = checkpoint.get("global_step")
+    epochs = checkpoint.get("epoch")
     checksum = _checksum(checkpoint.get("state_dict", {}).values(), 0)
     if state is not None:
         checksum = _checksum(state["rule_state"].values(), checksum)

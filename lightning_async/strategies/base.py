@@ -65,7 +65,8 @@ def asks_the_store(variables: Mapping[str, str]) -> bool:
     >>> asks_the_store({**agents, "WORLD_SIZE": "3", "LIGHTNING_ASYNC_REJOIN": "torchrun"})
     False
     """
-    outlives, told = variables.get(AGENTS_STORE) == "True", variables.get(REJOIN)
+    outlives = variables.get(AGENTS_STORE) == "True"
+    told = variables.get(REJOIN)
     if told == _AUTO and not outlives:
         raise ValueError(
             f"{REJOIN}={_AUTO} needs a store that outlives rank 0: start one at MASTER_ADDR and MASTER_PORT, as "
@@ -88,7 +89,8 @@ def come_together(strategy: Any) -> bool:
     """
     if strategy.host is None or not asks_the_store(os.environ):
         return False
-    quorum, rank = getattr(strategy, "quorum", None), strategy.global_rank
+    quorum = getattr(strategy, "quorum", None)
+    rank = strategy.global_rank
     if quorum is not None and not quorum.is_all:
         if os.environ.get(REJOIN) == _AUTO:
             raise ValueError(
@@ -267,7 +269,8 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
         """A rank that was started here is gone. Returns how long the others may take to end; None: they go on."""
-        rank, live_ranks = self.node_rank * self.num_processes + local_rank, self.live_ranks
+        rank = self.node_rank * self.num_processes + local_rank
+        live_ranks = self.live_ranks
         if live_ranks is not None and live_ranks.does_without(rank):
             return None
         if self._connection is None or self._dead_after is None:
@@ -286,7 +289,8 @@ class ReplicatedStrategy(ParallelStrategy):
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
         if not self.roles.is_alone(self.world_size) and not is_joining(self):
-            run, elastic = count_run(), {} if self.host is None else {"elastic": True}
+            run = count_run()
+            elastic = {} if self.host is None else {"elastic": True}
             self.use(
                 self.transport.connect(self.place, self.root_device, run_name(run), self._dead_after, **elastic), run
             )
@@ -298,7 +302,9 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def use(self, connection: Connection, run: int) -> None:
         """All ranks are connected for this run."""
-        self._connection, self.num_runs, self._operations = connection, run, 0
+        self._connection = connection
+        self.num_runs = run
+        self._operations = 0
         connection.hear_deaths(partial(name_in_run, names=() if self.live_ranks is None else self.live_ranks.names))
 
     @property

@@ -29,7 +29,8 @@ class Correcting:
     """
 
     def __init__(self, gradients: SynchronousGradients) -> None:
-        self._gradients, self._replica = gradients, gradients.replica
+        self._gradients = gradients
+        self._replica = gradients.replica
 
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
@@ -62,7 +63,8 @@ class LateGradientCorrection(Correcting):
         self, gradients: SynchronousGradients, correction: GradientCorrection, number: Callable[[], int]
     ) -> None:
         super().__init__(gradients)
-        self._correction, self._number = correction, number
+        self._correction = correction
+        self._number = number
         self._before: Tensor | None = None
 
     def state(self) -> Any:
@@ -74,7 +76,8 @@ class LateGradientCorrection(Correcting):
 
     def change_(self, mean: Tensor, arrived: Reduction) -> None:
         """Of a mean that is late by a step, make one for the parameters of now."""
-        now, before = torch.empty_like(mean), self._before
+        now = torch.empty_like(mean)
+        before = self._before
         self._replica.pack_parameters_(now)
         if before is not None and before.shape == now.shape and arrived.since < self._number():
             self._correction.correct_(mean, torch.sub(now, before, out=before))
@@ -132,7 +135,8 @@ class ParameterLookahead(Correcting):
             return
         mine = self._parameters
         self._there = {name: t.to(mine[name].device, copy=True) for name, t in state["there"].items() if name in mine}
-        self._is_ahead, self._has_stepped = state["ahead"], state["stepped"]
+        self._is_ahead = state["ahead"]
+        self._has_stepped = state["stepped"]
 
     @property
     def _parameters(self) -> dict[str, Any]:

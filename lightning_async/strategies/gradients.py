@@ -101,7 +101,9 @@ class AsyncGradientStrategy(AsyncStrategy):
         transport: Transport | TransportName = "auto",
     ) -> None:
         self.accumulate: int | BalancedWindows | Literal["until_reduced"] = accumulate
-        self.delay, self.warmup_steps, self.correction = delay, warmup_steps, correction
+        self.delay = delay
+        self.warmup_steps = warmup_steps
+        self.correction = correction
         owner = type(self).__name__
         if isinstance(accumulate, str) and accumulate != "until_reduced":
             raise ValueError(f"`{owner}(accumulate={accumulate!r})` must be 'until_reduced', or a number of batches.")

@@ -24,17 +24,12 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import torch
 from torch.distributed import DistNetworkError, DistStoreError
 
-from lightning_async.comm.collectives import Collectives
 from lightning_async.engine.averaging.report import RunSummary
-from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.collectives import LightningCollectives, Packed, packed
-from lightning_async.engine.control_plane import forks_of
 from lightning_async.engine.replica import describe
 from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, StoreLost
 from lightning_async.events import tell
@@ -43,115 +38,16 @@ from lightning_async.membership.join_protocol import JoinBoard, JoinBoardWithTim
 from lightning_async.membership.launcher_channel import came_back
 from lightning_async.membership.startup import WaitWithLog
 from lightning_async.strategies.averaging_state import SavedState, clocks_of
-from lightning_async.strategies.rank_mapping import RankMap, count_run, name_in_run, next_run, run_name
+from lightning_async.strategies.join_connection import PATIENCE, Connected, PreparedJoin, connect, release
+from lightning_async.strategies.rank_mapping import RankMap, count_run, next_run, run_name
 from lightning_async.strategies.session import FitSessions
 from lightning_async.trainer.data.join import StateCopying, begin_within_epoch, state_for_joining_ranks, take_over
-from lightning_async.trainer.environment.environments import RenumberedEnvironment
 from lightning_async.trainer.environment.settings import check_joining, settings_of
 from lightning_async.trainer.loops.loop_state import without_own
 from lightning_async.trainer.namespace import in_words, pytorch
-from lightning_async.transports.base import Connection, ElasticTransport, Transport
+from lightning_async.transports.base import Connection, ElasticTransport
 
 log = logging.getLogger(__name__)
-
-
-# A connection of those who train and a newcomer, beside the one that they have: made on all sides, or not at
-# all.
-
-PATIENCE = timedelta(seconds=30)
-"""How long those who connect wait for each other at most."""
-
-
-class Connected(Protocol):
-    """What a strategy has whose ranks connect with newcomers."""
-
-    config: AveragerConfig
-    transport: Transport
-    live_ranks: RankMap | None
-
-    @property
-    def cluster_environment(self) -> Any: ...
-
-    @property
-    def connection(self) -> Connection | None: ...
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-
-class PreparedJoin(NamedTuple):
-    """All who train, and a newcomer, are connected.
-
-    Args:
-        joining_rank: the newcomer's name as a guest.
-        names: for life, of all; the newcomer's is the last.
-        run: the number that their run will have.
-        connection: of all, with all groups that training needs.
-        pair: of rank 0 and the newcomer; None on the others.
-        place: where the newcomer is, see `JoinerData.place`.
-    """
-
-    joining_rank: str
-    names: tuple[str, ...]
-    run: int
-    connection: Connection
-    pair: Collectives | None
-    place: list[Any]
-
-    @property
-    def rank(self) -> int:
-        """This rank's number among them."""
-        return self.connection.root.rank
-
-    @property
-    def name(self) -> str:
-        """Its own, for life."""
-        return self.names[self.rank]
-
-
-def connect(
-    strategy: Connected, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
-    made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
-) -> PreparedJoin:  # fmt: skip
-    """With all that an invitation names, the newcomer included.
-
-    Args:
-        strategy: of this rank.
-        rank: its number among them.
-        joining_rank: who is invited.
-        place: the invitation.
-        check: raises where somebody does not come.
-        made: called with the connection before its groups are formed: closing it ends that.
-        own: of the newcomer: where it is.
-
-    Raises:
-        AsyncTrainingError: it came to nothing, and nothing is left open.
-    """
-    names, config, transport, device = tuple(place["names"]), strategy.config, strategy.transport, strategy.root_device
-    assert isinstance(transport, ElasticTransport)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
-    environment = RenumberedEnvironment(strategy.cluster_environment, rank, len(names), "")
-    connection = transport.widen(environment, device, place["room"], config.timeouts.dead_after, PATIENCE, check)
-    try:
-        made(connection)
-        connection.hear_deaths(partial(name_in_run, names=names))
-        connection.forks = forks_of(connection.root, connection.payload, config.timeouts)
-        pair = connection.root.split((0, len(names) - 1), "joining")
-        connection.open()
-        told = connection.world.gather_objects(own or [])
-    except BaseException as error:
-        release(connection, in_words(error))
-        raise
-    return PreparedJoin(joining_rank, names, int(place["run"]), connection, pair, told[-1])
-
-
-def release(connection: Connection, why: str) -> None:
-    """Close what came to nothing; the others in it hear why, so that nobody waits. Takes some seconds at most."""
-    connection.outlives = False
-    connection.membership.on_change = None
-    connection.membership.fail(why)
-    connection.close(in_order=False)
 
 
 # Those who train connect with a newcomer beside training, on a thread of each rank, before they stand still for
@@ -163,7 +59,8 @@ def release(connection: Connection, why: str) -> None:
 #
 # A guest is prepared once: one that could not be comes again by another name.
 
-_LOOK_S, _END_S = 0.02, 5.0
+_LOOK_S = 0.02
+_END_S = 5.0
 
 
 def for_life(joining_rank: str) -> str:
@@ -197,10 +94,14 @@ class JoinPreparation:
         on_ready: Callable[[], None],
     ) -> None:
         assert strategy.connection is not None
-        self._strategy, self._door, self._most = strategy, door, most
-        self._on_coming, self._on_ready = on_coming, on_ready
+        self._strategy = strategy
+        self._door = door
+        self._most = most
+        self._on_coming = on_coming
+        self._on_ready = on_ready
         self._connection = strategy.connection
-        self._lock, self._ends = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
+        self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._seen: set[str] = set()
         """Those that have been prepared, whatever became of them."""
@@ -232,7 +133,8 @@ class JoinPreparation:
     def take(self) -> None:
         """Who was held is the caller's now."""
         with self._lock:
-            self._ready, self._held = None, False
+            self._ready = None
+            self._held = False
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
         """Without a word a newcomer ends: it is not to train alone what the others train without it."""
@@ -248,7 +150,10 @@ class JoinPreparation:
         """Nobody is prepared any more."""
         self._ends.set()
         with self._lock:
-            thread, making, ready, self._ready = self._thread, self._making, self._ready, None
+            thread = self._thread
+            making = self._making
+            ready = self._ready
+            self._ready = None
         if making is not None:
             making.root.close()
             making.payload.close()
@@ -303,7 +208,8 @@ class JoinPreparation:
     def _serve(self) -> None:
         while True:
             with self._lock:
-                broken, waiting = self._ready if self._broken() else None, self._waiting()
+                broken = self._ready if self._broken() else None
+                waiting = self._waiting()
                 if broken is not None:
                     self._ready = None
                 elif not waiting:
@@ -323,7 +229,8 @@ class JoinPreparation:
         assert live_ranks is not None
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
             if live_ranks.generation.rank == 0:
-                joining_rank, run = waiting[0], next_run()
+                joining_rank = waiting[0]
+                run = next_run()
                 names = [*live_ranks.names, for_life(joining_rank)]
                 place = {"run": run, "room": f"{run_name(run)}.{joining_rank}", "rank": len(names) - 1, "names": names}
                 place |= {"started": live_ranks.started, "ever": sorted(live_ranks.ever)}
@@ -340,7 +247,8 @@ class JoinPreparation:
         return None
 
     def _prepare(self, joining_rank: str, place: dict[str, Any]) -> bool:
-        live_ranks, membership = self._strategy.live_ranks, self._connection.membership
+        live_ranks = self._strategy.live_ranks
+        membership = self._connection.membership
         assert live_ranks is not None
         self._seen.add(joining_rank)
 
@@ -427,8 +335,10 @@ class JoinCoordinator:
 
     def open(self, trainer: Any) -> None:
         """Training begins, or goes on as another run: let it be known."""
-        strategy, transport = self._strategy, self._strategy.transport
-        connection, live_ranks = strategy.connection, strategy.live_ranks
+        strategy = self._strategy
+        transport = self._strategy.transport
+        connection = strategy.connection
+        live_ranks = strategy.live_ranks
         if not isinstance(transport, ElasticTransport) or connection is None or live_ranks is None:
             return
         self._door = transport.door(strategy.cluster_environment)
@@ -489,13 +399,17 @@ class JoinCoordinator:
         One exchange says that, and where each is; nobody takes back what it has said in it. Returns False: the model
         stays as it is.
         """
-        strategy, fit_sessions, join_preparation = self._strategy, self._strategy.fit_sessions, self._join_preparation
+        strategy = self._strategy
+        fit_sessions = self._strategy.fit_sessions
+        join_preparation = self._join_preparation
         if join_preparation is None or fit_sessions is None or fit_sessions.session is None:
             return False
-        averager, place = fit_sessions.session.averager, fit_sessions.patches.place
+        averager = fit_sessions.session.averager
+        place = fit_sessions.patches.place
         # For rank 0, and so for whoever is as it is, it may be too late.
         ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else join_preparation.hold()
-        mine, own = ["", None, {}, []], None
+        mine = ["", None, {}, []]
+        own = None
         if ready is not None:
             own, why = self._pack(ready, fit_sessions)  # what each has gathered stays with it
             mine = [ready.joining_rank, why, {**clocks_of(averager, world.rank), "gathered": None}, place(self._name)]
@@ -522,18 +436,22 @@ class JoinCoordinator:
         self, ready: PreparedJoin, own: Packed | None, clocks: list[Any], places: list[Any], world: LightningCollectives
     ) -> None:
         """All can, and go on with the newcomer."""
-        strategy, fit_sessions = self._strategy, self._strategy.fit_sessions
+        strategy = self._strategy
+        fit_sessions = self._strategy.fit_sessions
         assert fit_sessions is not None
         assert fit_sessions.session is not None
-        averager, places = fit_sessions.session.averager, [*places, ready.place]
+        averager = fit_sessions.session.averager
+        places = [*places, ready.place]
         steps = [each["step"] for each in clocks]
         clocks.append({**without_own(clocks[0]), "alike": None, "summary": RunSummary().state_dict()})
         # The clock of all does not jump as one more comes.
         gathered = {"replicas": clocks, "mean_steps": sum(steps) / len(steps)}
         handed = {"averaging": gathered, "places": places, "strategy": strategy.handed_over()}
         rest = packed(handed) if own is not None else None
-        rank, run = world.rank, count_run(ready.run)
-        joining_rank, size = for_life(ready.joining_rank), len(ready.names)
+        rank = world.rank
+        run = count_run(ready.run)
+        joining_rank = for_life(ready.joining_rank)
+        size = len(ready.names)
         words = f"Rank {rank}: rank {joining_rank} has joined, and {size} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=size)
         strategy.saved.go_on({**averager.state_dict(), **gathered}, averager.gathered())
@@ -592,7 +510,8 @@ def digest(module: Any) -> int:
 #
 # What happens between the two is drawn in `host`.
 
-_GUEST_LOOK_S, _HEAR_S = 0.05, 0.002  # while the others train, and while they stand and wait
+_GUEST_LOOK_S = 0.05
+_HEAR_S = 0.002  # while the others train, and while they stand and wait
 _ANSWER_S = 5.0
 _WAITS = (
     "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
@@ -609,7 +528,8 @@ class JoiningRank:
     """
 
     def __init__(self, strategy: JoinCoordinatorView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         self._number = int(strategy.cluster_environment.started_as)
         self._attempts = 0
         self._refused = (
@@ -686,7 +606,8 @@ class JoiningRank:
     def _visit(self, transport: ElasticTransport, door: JoinBoardWithTimeout, room: str) -> bool:
         """Beat beside a run until it invites this rank, connect, and go on with it; False where that came to nothing
         before this rank had anything of theirs."""
-        strategy, self._attempts = self._strategy, self._attempts + 1
+        strategy = self._strategy
+        self._attempts = self._attempts + 1
         joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
         dead_after = strategy.config.timeouts.dead_after
         membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
@@ -702,7 +623,8 @@ class JoiningRank:
         if ready is None or state is None:
             return False
         count_run(ready.run)
-        config, size = strategy.config, place["started"]
+        config = strategy.config
+        size = place["started"]
         began = RankMap(Generation.first(0, size), ready.run, config.survives(size), wanted=config.fewest(size))
         strategy.live_ranks = began.with_joining_ranks(ready.rank, ready.names, ready.run, place["ever"])
         self._take_part(ready, state, lambda: door.read_answer(joining_rank))
@@ -716,7 +638,8 @@ class JoiningRank:
             if door.read_answer(joining_rank):
                 raise CollectiveError("one of them could not.")
 
-        fit_sessions, rank = self._strategy.fit_sessions, int(place["rank"])
+        fit_sessions = self._strategy.fit_sessions
+        rank = int(place["rank"])
         assert fit_sessions is not None
         own = fit_sessions.patches.place(place["names"][rank], comes=True)
         try:
@@ -742,7 +665,8 @@ class JoiningRank:
 
         world = LightningCollectives(ready.pair, check, self.patience)
         try:
-            own, of_all = world.hand_over(None), world.hand_over(None)
+            own = world.hand_over(None)
+            of_all = world.hand_over(None)
             return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}
         except BaseException as error:
             release(connection, in_words(error))
@@ -755,12 +679,10 @@ class JoiningRank:
             return None
 
     def _take_part(self, ready: PreparedJoin, state: dict[str, Any], answer: Callable[[], dict[str, Any]]) -> None:
-        strategy, trainer, fit_sessions, connection = (
-            self._strategy,
-            self._trainer,
-            self._strategy.fit_sessions,
-            ready.connection,
-        )
+        strategy = self._strategy
+        trainer = self._trainer
+        fit_sessions = self._strategy.fit_sessions
+        connection = ready.connection
         assert fit_sessions is not None
         try:
             self._hear(connection, answer)

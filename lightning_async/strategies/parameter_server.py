@@ -152,13 +152,21 @@ class ParameterServerStrategy(AsyncStrategy):
     ) -> None:
         owner = type(self).__name__
         self.mode: Mode = server_options.mode_of(owner, mode)
-        self.num_servers, self.server_address = num_servers, server_address
-        self.snapshots, self.snapshot_every = server_options.folder_of(owner, snapshots), snapshot_every
-        self.bigarray_bound, self.quorum = bigarray_bound, StartQuorum.of(owner, wait_for_workers)
+        self.num_servers = num_servers
+        self.server_address = server_address
+        self.snapshots = server_options.folder_of(owner, snapshots)
+        self.snapshot_every = snapshot_every
+        self.bigarray_bound = bigarray_bound
+        self.quorum = StartQuorum.of(owner, wait_for_workers)
         self.update_on_server = update_on_server
-        self.max_staleness, self.update_frequency, self.pull_every = max_staleness, update_frequency, pull_every
-        self.consistent_pull, self.warmup_steps, self.overlap = consistent_pull, warmup_steps, overlap
-        self.staleness_lr_factor, self.buffer_size = staleness_lr_factor, buffer_size
+        self.max_staleness = max_staleness
+        self.update_frequency = update_frequency
+        self.pull_every = pull_every
+        self.consistent_pull = consistent_pull
+        self.warmup_steps = warmup_steps
+        self.overlap = overlap
+        self.staleness_lr_factor = staleness_lr_factor
+        self.buffer_size = buffer_size
         self.compression = make_compression(owner, compression)
         self.staleness, self.max_staleness = resolve_staleness(self, staleness)
         server_options.check_service(self)
@@ -184,8 +192,12 @@ class ParameterServerStrategy(AsyncStrategy):
         self.progress = WorkerSteps()
         """Of learning rates that follow versions."""
 
-    strategy_name, alone = "parameter_server", "without servers: nothing is pushed, and the optimizer is its own"
-    make_step_runner, make_totals, join_servers, served = PushSteps, PushTotals, join, True
+    strategy_name = "parameter_server"
+    alone = "without servers: nothing is pushed, and the optimizer is its own"
+    make_step_runner = PushSteps
+    make_totals = PushTotals
+    join_servers = join
+    served = True
 
     # ---- the servers ----
 

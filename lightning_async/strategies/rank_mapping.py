@@ -42,7 +42,9 @@ class RankMap:
         """How many ranks there were at first."""
         self.ever = frozenset(range(self.started)) if before is None else before.ever
         """The numbers, for life, of all that have ever been there."""
-        self._run, self._min_replicas, self.wanted = run, min_replicas, max(wanted, min_replicas)
+        self._run = run
+        self._min_replicas = min_replicas
+        self.wanted = max(wanted, min_replicas)
         self.room = "" if before is None else before.room
         """Where those who are there meet, since their numbers have changed; "" where they have not."""
         self.generation = generation
@@ -92,13 +94,15 @@ class RankMap:
 
     def go_on(self, generation: Generation, why: str) -> None:
         """A generation is formed in which others are missing, for these reasons."""
-        before, self.generation = self.generation, generation
+        before = self.generation
+        self.generation = generation
         if self.room:  # numbers are not those that ranks were started with
             lost = [self.called(name) for name in before.members if name not in generation.members]
             why += f" (started as rank {', '.join(lost)})"
         self._number(self._run)
         self.tell()
-        left, waits = generation.world_size, self.wanted > self._min_replicas
+        left = generation.world_size
+        waits = self.wanted > self._min_replicas
         fewer = f"fewer than {self.wanted} {'wait for others to come' if waits else 'do not go on'}"
         rest = fewer if self.wanted > 1 else "training goes on until none is"
         tell(

@@ -123,7 +123,9 @@ def early_enough(strategy: Mustered, door: JoinBoard, rank: int, world_size: int
         CollectiveTimeout: they are too few for 30 minutes.
         AsyncTrainingError: who started this rank has died.
     """
-    patience, began, quorum = WaitWithLog(rank, _PATIENCE, check_launcher), time.monotonic(), strategy.quorum
+    patience = WaitWithLog(rank, _PATIENCE, check_launcher)
+    began = time.monotonic()
+    quorum = strategy.quorum
     come: list[int] = []
 
     def what() -> str:
@@ -147,7 +149,8 @@ def join_or_start(strategy: Mustered, owner: str) -> None:
         ValueError: fewer are to begin than may go on, or more than there are.
     """
     place = strategy.place
-    rank, world_size = place.global_rank(), place.world_size()
+    rank = place.global_rank()
+    world_size = place.world_size()
     _check(strategy, owner, world_size)
     with naming_the_stores_host(rank):
         workers = early_enough(strategy, strategy.transport.early_door(place), rank, world_size)
@@ -155,14 +158,17 @@ def join_or_start(strategy: Mustered, owner: str) -> None:
         os.environ[REJOIN] = "1"
         strategy.come_late()
     elif len(workers) < world_size:
-        run, survives, wanted = next_run(), strategy.config.survives(world_size), strategy.config.fewest(world_size)
+        run = next_run()
+        survives = strategy.config.survives(world_size)
+        wanted = strategy.config.fewest(world_size)
         started = RankMap(Generation.first(0, world_size), run, survives, wanted=wanted)
         strategy.live_ranks = started.begun_by(workers.index(rank), [str(number) for number in workers], run)
         strategy.roles.expects_more = True
 
 
 def _check(strategy: Mustered, owner: str, world_size: int) -> None:
-    number, fewest = strategy.quorum.number, strategy.config.survives(world_size)
+    number = strategy.quorum.number
+    fewest = strategy.config.survives(world_size)
     if number is None or fewest <= number <= world_size:
         return
     if number > world_size:
@@ -174,7 +180,10 @@ def _check(strategy: Mustered, owner: str, world_size: int) -> None:
 
 
 _LESS = {"max_staleness": " (less the pushes between two pulls)"}
-_DRAIN_S, _TELL_S, _GONE_S, _PAUSE_S = 30.0, 180.0, 10.0, 0.2
+_DRAIN_S = 30.0
+_TELL_S = 180.0
+_GONE_S = 10.0
+_PAUSE_S = 0.2
 _BACK_S = 60.0  # whoever has started it sees to it, and reads a folder before anything listens there again
 
 
@@ -206,10 +215,12 @@ class Servers:
         of_this_run: bool = False,
         come_back: bool = False,
     ) -> None:
-        self.addresses, self._check = [dict(address) for address in addresses], check
+        self.addresses = [dict(address) for address in addresses]
+        self._check = check
         self._own = dict(own or {})
         self._guard: Guard | None = None
-        self._of_this_run, self._come_back = of_this_run, come_back
+        self._of_this_run = of_this_run
+        self._come_back = come_back
         self.job = ""
         """What tells this training's workers from those of others that have the same servers."""
         self._closed = False
@@ -257,7 +268,8 @@ class Servers:
             ValueError: they treat workers in another way.
             PeerLost: one does not answer.
         """
-        addresses, wanted = look_up_all(places), worker_rules.plain()
+        addresses = look_up_all(places)
+        wanted = worker_rules.plain()
         names = ["mode", "staleness", "warmup_steps", *(["max_staleness"] if worker_rules.mode == "ssp" else [])]
         for number, address in enumerate(addresses):
             waits_for = address["terms"]["num_workers"]
@@ -407,7 +419,8 @@ def call(strategy: ServedByRanks, run: int, worker_rules: WorkerRules, shelving:
         PeerLost: a worker is lost meanwhile.
         CollectiveTimeout: one has not come within 30 minutes.
     """
-    board, rank = JobBoard(strategy.transport.door(strategy.place)), strategy.global_rank
+    board = JobBoard(strategy.transport.door(strategy.place))
+    rank = strategy.global_rank
     if rank == 0:
         board.call(run, strategy.roles.num_servers, worker_rules, shelving)
     assert strategy.connection is not None
@@ -440,7 +453,8 @@ def dismiss(strategy: ServedByRanks, run: int) -> None:
 def register_worker(strategy: ServedByRanks, role: str, number: int) -> Any:
     """Let all know that this process is there, until it ends; what hears of the others."""
     if os.getpid() not in _beats:
-        name, dead_after = joining_rank_name(role, number, came_back() or 0), strategy.config.timeouts.dead_after
+        name = joining_rank_name(role, number, came_back() or 0)
+        dead_after = strategy.config.timeouts.dead_after
         beats = strategy.transport.visit(strategy.place, ROOM, name, dead_after)
         beats.start()
         atexit.register(beats.close)  # before the heartbeats end
@@ -491,7 +505,8 @@ def _serve(strategy: ServedByRanks, rank: int, number: int, told: _Told) -> None
 
 def _door(strategy: ServedByRanks) -> JoinBoard:
     """Once all workers have come, or as soon as there is one, where not all need come."""
-    transport, place = strategy.transport, strategy.place
+    transport = strategy.transport
+    place = strategy.place
     return transport.door(place) if strategy.quorum.is_all else transport.early_door(place)
 
 
@@ -537,7 +552,8 @@ class _Told:
 @contextmanager
 def _told_to_end() -> Iterator[_Told]:
     """While SIGTERM and SIGINT tell a process no more than that it is to end when it can."""
-    told, before = _Told(), {}
+    told = _Told()
+    before = {}
     try:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):

@@ -69,7 +69,9 @@ def ahead(strategy: StalenessView) -> int:
 def check_bound(strategy: StalenessView) -> None:
     """Raise ValueError where weights would be older than the bound of ``"ssp"`` whoever waits."""
     if strategy.mode == "ssp" and (over := -ahead(strategy)) > 0:
-        owner, bound, every = type(strategy).__name__, strategy.max_staleness, strategy.pull_every
+        owner = type(strategy).__name__
+        bound = strategy.max_staleness
+        every = strategy.pull_every
         raise ValueError(
             f"`{owner}(mode='ssp', max_staleness={bound}, pull_every={every}, overlap={strategy.overlap})`: before "
             f"newer weights come, a worker makes {every + strategy.overlap} pushes, so that its weights lack more than "
@@ -78,14 +80,17 @@ def check_bound(strategy: StalenessView) -> None:
 
 
 def _check(strategy: StalenessView, name: str, staleness: str | StalenessPolicy) -> None:
-    owner, value, policies = type(strategy).__name__, getattr(strategy, name), _POLICIES[name]
+    owner = type(strategy).__name__
+    value = getattr(strategy, name)
+    policies = _POLICIES[name]
     if name == "staleness_lr_factor":
         check_real(strategy, name, above=0)
         if value > 1:
             raise ValueError(f"`{owner}({name}={value!r})` must be <= 1.")
     else:
         check_int(strategy, name, at_least=int(staleness in policies))
-    of_mode, of_policy = name == "max_staleness" and strategy.mode == "ssp", staleness in policies
+    of_mode = name == "max_staleness" and strategy.mode == "ssp"
+    of_policy = staleness in policies
     wanted = " or ".join(f'`staleness="{policy}"`' for policy in policies)
     if of_mode and of_policy:
         raise ValueError(
@@ -101,7 +106,9 @@ def _check(strategy: StalenessView, name: str, staleness: str | StalenessPolicy)
 
 
 def _policy(strategy: StalenessView, staleness: str | StalenessPolicy) -> str | StalenessPolicy:
-    bound, factor, size = strategy.max_staleness, strategy.staleness_lr_factor, strategy.buffer_size
+    bound = strategy.max_staleness
+    factor = strategy.staleness_lr_factor
+    size = strategy.buffer_size
     if staleness == "auto":
         return staleness if strategy.update_on_server else NoCorrection()
     policy = make_policy(staleness)
@@ -261,7 +268,8 @@ def _check_address(owner: str, address: object) -> None:
 
 
 def _check_snapshots(owner: str, strategy: _Service) -> None:
-    every, folder = strategy.snapshot_every, strategy.snapshots
+    every = strategy.snapshot_every
+    folder = strategy.snapshots
     if folder is None and every is not None:
         raise ValueError(
             f"`{owner}(snapshot_every={every!r})`: no snapshots are taken. Pass their folder, too (`snapshots=`), or "

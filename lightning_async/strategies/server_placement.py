@@ -63,7 +63,9 @@ class ServerRoles:
         server_address: str | None,
     ) -> None:
         check_choice(owner, "placement", placement, get_args(Placement))
-        self._owner, self.placement, self._num_servers = owner, placement, num_servers
+        self._owner = owner
+        self.placement = placement
+        self._num_servers = num_servers
         self._elsewhere = server_address is not None
         if self._elsewhere and placement == "dedicated":
             raise ValueError(
@@ -189,14 +191,17 @@ def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> Paramet
         ValueError: there are more servers than ranks, or those of an address do not suit.
         AsyncTrainingError: no server can be started, or one has other settings or another model.
     """
-    owner, world = type(strategy).__name__, strategy.world
+    owner = type(strategy).__name__
+    world = strategy.world
     if strategy.update_on_server:
         strategy.groups = described_again(owner, strategy.optimizers, strategy.groups)
-    totals, warmup = cast(PushTotals, averager.summary.totals), 0
+    totals = cast(PushTotals, averager.summary.totals)
+    warmup = 0
     if begins := strategy.servers is None:
         assert world is not None
         steps = world.gather_objects(averager.step)  # before the checkpoint that training goes on from
-        worker_rules, elsewhere = _worker_rules(strategy), strategy.server_address is not None
+        worker_rules = _worker_rules(strategy)
+        elsewhere = strategy.server_address is not None
         strategy.brings |= strategy.saved.origin != "none"
         warmup = (
             worker_rules.warmup_steps
@@ -208,7 +213,8 @@ def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> Paramet
         )
         strategy.progress = _progress(strategy, steps, replace(worker_rules, warmup_steps=warmup))
         totals.begin()
-    servers, workers = strategy.servers, []
+    servers = strategy.servers
+    workers = []
     assert servers is not None
     name = servers.name_of(averager.sync_points.name)
     for number, group in enumerate(strategy.groups):
@@ -226,7 +232,8 @@ def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> Paramet
                 state = state_of(strategy.optimizers[group.optimizer], worker.params)
             left = warmup if strategy.brings else None
             worker.start(group.name, group.arguments, state, strategy.staleness, strategy.brings, left)
-    strategy.brings, tables = False, ParameterGroups(workers, totals)
+    strategy.brings = False
+    tables = ParameterGroups(workers, totals)
     if begins and world is not None:  # servers have weights
         first, *_ = world.gather_objects(tables.updates(strategy.groups))
         strategy.progress.begin(first)
@@ -238,10 +245,12 @@ def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> Paramet
 
 def end(strategy: ServerDiscoveryView, in_order: bool) -> None:
     """Nobody needs the servers any more; where this rank has failed, the others go on with them."""
-    servers, strategy.servers = strategy.servers, None
+    servers = strategy.servers
+    strategy.servers = None
     if servers is not None:
         servers.close(in_order, tells=strategy.global_rank == 0)
-    run, strategy.served_run = strategy.served_run, None
+    run = strategy.served_run
+    strategy.served_run = None
     if run is not None and in_order and strategy.global_rank == 0:
         server_lifecycle.dismiss(strategy, run)
 

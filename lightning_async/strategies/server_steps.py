@@ -74,7 +74,8 @@ class SampleCounts:
 
     def take(self, number: int) -> float:
         """Those of this optimizer, which has none from here on; 0.0 where nobody has told of a pass."""
-        samples, self.samples[number] = self.samples[number], 0.0
+        samples = self.samples[number]
+        self.samples[number] = 0.0
         return samples
 
     def _has_gradients(self, number: int) -> bool:
@@ -97,7 +98,9 @@ class Samples:
     def start_batch(self) -> None:
         """A batch begins."""
         if self.spent:
-            self._since, self._told, self.spent = 0.0, 0.0, False
+            self._since = 0.0
+            self._told = 0.0
+            self.spent = False
         self._sample_counts.start_batch()
 
     def count(self, samples: float) -> None:
@@ -107,7 +110,8 @@ class Samples:
 
     def skip(self) -> None:
         """There is no loss of the batch under way."""
-        self._since, self._batch = self._since - self._batch, 0.0
+        self._since = self._since - self._batch
+        self._batch = 0.0
 
     def begin_pass(self) -> None:
         """See `SampleCounts`."""
@@ -128,7 +132,9 @@ class Samples:
 
     def tell(self) -> float:
         """A step is told of; those that no other was told with."""
-        samples, self._told, self.spent = self._since - self._told, self._since, True
+        samples = self._since - self._told
+        self._told = self._since
+        self.spent = True
         return samples
 
 
@@ -144,7 +150,8 @@ class Requests:
     """
 
     def __init__(self, averager: BackgroundAverager, totals: PushTotals) -> None:
-        self._averager, self._totals = averager, totals
+        self._averager = averager
+        self._totals = totals
         self._thread = ThreadPoolExecutor(1, "lightning_async pushes")
         self._under_way: Future[Any] | None = None
 
@@ -251,7 +258,8 @@ class States:
         Raises:
             TimeoutError: a server does not answer in time.
         """
-        optimizers, step_runner = self._strategy.optimizers, self._step_runner
+        optimizers = self._strategy.optimizers
+        step_runner = self._step_runner
         if step_runner is None:
             yield
             return
@@ -299,7 +307,9 @@ class Writes:
     """
 
     def __init__(self, strategy: Writing, tables: ParameterGroups) -> None:
-        self._strategy, self._tables, self._pushes = strategy, tables, 0
+        self._strategy = strategy
+        self._tables = tables
+        self._pushes = 0
 
     def refuse(self, coming: bool) -> None:
         """Before gradients are pushed; ``coming``: weights may be on their way from an earlier push.
@@ -403,8 +413,11 @@ class PushSteps:
         gradients: SynchronousGradients,
         meet: Callable[[SyncPointKind], Arrival],
     ) -> None:
-        self._strategy, self._averager, self._agreement = strategy, averager, Agreement(averager.control)
-        self._totals, by_hand = cast(PushTotals, averager.summary.totals), not strategy.module.automatic_optimization
+        self._strategy = strategy
+        self._averager = averager
+        self._agreement = Agreement(averager.control)
+        self._totals = cast(PushTotals, averager.summary.totals)
+        by_hand = not strategy.module.automatic_optimization
         self._samples = Samples(strategy.optimizers)
         own = not strategy.update_on_server or by_hand
         # A scaler takes its scale out of gradients without a trace.
@@ -522,7 +535,8 @@ class PushSteps:
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
         """In place of ``optimizer.step``."""
-        groups, tables = self._strategy.groups, self._tables_of(optimizer)
+        groups = self._strategy.groups
+        tables = self._tables_of(optimizer)
         number = self._strategy.optimizers.index(optimizer)
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:

@@ -52,7 +52,9 @@ def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, r
         live_ranks: who is left, where ranks may be lost.
         run: its number.
     """
-    control, summary, ledger = averager.control, averager.summary, averager.ledger
+    control = averager.control
+    summary = averager.summary
+    ledger = averager.ledger
     generation = control.membership.generation if live_ranks is None else live_ranks.generation
     sync_point = control.shared_state.sync_point
     if control.reforming:
@@ -65,7 +67,8 @@ def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, r
         state = "trains"
     exchanges = summary.rounds + summary.consensuses + summary.synchronous_steps
     names = generation.members if live_ranks is None else live_ranks.names
-    mine, paces = averager.sync_points.name, averager.sync_points.paces
+    mine = averager.sync_points.name
+    paces = averager.sync_points.paces
     found = straggler({name: Pace(*pace) for name, pace in paces.items()})
     return StatusRecord(
         name=names[generation.rank] if generation.rank < len(names) else generation.name,
@@ -137,7 +140,9 @@ class Session:
         meet: Callable[[SyncPointKind], Arrival],
         saved: SavedState,
     ) -> None:
-        self._strategy, self._connection, self._world = strategy, connection, connection.world
+        self._strategy = strategy
+        self._connection = connection
+        self._world = connection.world
         replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device)
         self._averaged: AveragedState | None = None
         if strategy.optimizer_state_policy == "average":
@@ -151,7 +156,8 @@ class Session:
             min_replicas=strategy.fewest, forks=connection.forks,
         )  # fmt: skip
         if control.regroup.possible:
-            generation, before = connection.membership.generation, strategy.live_ranks
+            generation = connection.membership.generation
+            before = strategy.live_ranks
             wanted = config.fewest(started(strategy))
             strategy.live_ranks = RankMap(generation, strategy.num_runs, strategy.fewest, before, wanted)
             if strategy.shrinks:
@@ -187,7 +193,9 @@ class Session:
         self._connection.open()
         self.averager.start()
         if (store := self._connection.store) is not None:
-            strategy, averager, run = self._strategy, self.averager, self._strategy.num_runs
+            strategy = self._strategy
+            averager = self.averager
+            run = self._strategy.num_runs
             secret = os.environ.get(SECRET)
             self._publisher = publish(store, lambda: status_record_of(averager, strategy.live_ranks, run), secret)
         if (replica := self._saved.take_replica()) is not None:
@@ -237,7 +245,8 @@ class Session:
         self.step_runner.sum_up()
         summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
         if (live_ranks := self._strategy.live_ranks) is not None:
-            summary.rank, summary.lost = live_ranks.generation.rank, live_ranks.lost
+            summary.rank = live_ranks.generation.rank
+            summary.lost = live_ranks.lost
 
     def tell(self) -> None:
         """One summary of the run, on rank 0."""
@@ -307,7 +316,8 @@ class FitSessions:
 
     def begin(self) -> None:
         """Let this replica drift, if the others are here to begin with it."""
-        strategy, self._begins_anew = self._strategy, False
+        strategy = self._strategy
+        self._begins_anew = False
         connection = strategy.connection
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)

@@ -32,8 +32,10 @@ class StepBatches:
     """
 
     def __init__(self, strategy: Any, tell: Callable[[float], None]) -> None:
-        self._strategy, self._tell = strategy, tell
-        self._pulls, self._unseen = pulls(strategy.module), False
+        self._strategy = strategy
+        self._tell = tell
+        self._pulls = pulls(strategy.module)
+        self._unseen = False
         self._taken: Any = None
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
         """For recomputing BatchNorm's statistics, where that is asked for."""
@@ -51,7 +53,8 @@ class StepBatches:
             return
         taken = pulled(self._strategy.module.trainer)
         if taken is not None and (self._unseen or taken is not self._taken):  # it may take several
-            self._unseen, self._taken = False, taken
+            self._unseen = False
+            self._taken = taken
             self._see(taken)
 
     def _see(self, batch: Any) -> None:
@@ -129,7 +132,10 @@ class LocalSteps:
         gradients: SynchronousGradients,
         meet: Callable[[SyncPointKind], Arrival],
     ) -> None:
-        self._strategy, self._averager, self._gradients, self._meet = strategy, averager, gradients, meet
+        self._strategy = strategy
+        self._averager = averager
+        self._gradients = gradients
+        self._meet = meet
         averager.on_healed = self._forget_state
         self._samples = self._of_batch = 0.0
         self._batch_step: Step | None = None
@@ -164,7 +170,8 @@ class LocalSteps:
             self._counted = self._seen
 
     def _count_samples(self, samples: float) -> None:
-        self._samples, self._of_batch = self._samples + samples, samples
+        self._samples = self._samples + samples
+        self._of_batch = samples
 
     def sum_up(self) -> None:
         """All replicas are at the last gate: hear of the run what others count."""
@@ -174,7 +181,8 @@ class LocalSteps:
 
         Between the steps of two losses a merge would break their graphs.
         """
-        planned, self._batch_step = self._batch_step, None
+        planned = self._batch_step
+        self._batch_step = None
         if planned is not None:
             stepped = self._seen > self._counted
             self._reduced &= not stepped
@@ -182,8 +190,10 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
-        planned, self._gradients.told = self._averager.plan(self._meet), None
-        synchronous, before = planned.action is Action.GRADIENTS, self._seen
+        planned = self._averager.plan(self._meet)
+        self._gradients.told = None
+        synchronous = planned.action is Action.GRADIENTS
+        before = self._seen
         self._skipped = False
         output = run(self._synchronised(closure) if synchronous else closure)
         empty = synchronous and self._gradients.told is not None and not self._gradients.told.weight
@@ -195,7 +205,9 @@ class LocalSteps:
     def skip_batch(self) -> None:
         """Automatic optimization: `training_step` has made no loss of the batch under way."""
         self._batches.see()
-        self._samples, self._of_batch, self._skipped = self._samples - self._of_batch, 0.0, True
+        self._samples = self._samples - self._of_batch
+        self._of_batch = 0.0
+        self._skipped = True
         self._without_loss += 1
 
     @contextmanager
@@ -275,11 +287,14 @@ class LocalSteps:
 
     def _tick(self, planned: Step, stepped: bool) -> None:
         self._batches.see()
-        strategy, samples = self._strategy, self._samples
+        strategy = self._strategy
+        samples = self._samples
         if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
-            self._samples, self._without_loss = 0.0, 0
+            self._samples = 0.0
+            self._without_loss = 0
         if self._gradients.rounds.dropped > self._dropped:
-            self._dropped, samples = self._gradients.rounds.dropped, 0.0
+            self._dropped = self._gradients.rounds.dropped
+            samples = 0.0
         report = self._averager.tick(planned, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))
         if report is not None and strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)

@@ -49,7 +49,8 @@ class WindowsView(LocalStepsView, Protocol):
 def size_of(accumulate: int | BalancedWindows | Literal["until_reduced"], sync_points: SyncPoints) -> int:
     """Batches in the window that begins, at the least."""
     if isinstance(accumulate, BalancedWindows):
-        speeds, name = sync_points.speeds, sync_points.name
+        speeds = sync_points.speeds
+        name = sync_points.name
         if name not in speeds:
             return accumulate.batches
         return accumulate.size(list(speeds.values()), list(speeds).index(name))
@@ -98,7 +99,8 @@ class WindowSchedule:
     """
 
     def __init__(self, strategy: WindowsView, averager: BackgroundAverager) -> None:
-        self._strategy, self._averager = strategy, averager
+        self._strategy = strategy
+        self._averager = averager
 
     @property
     def updates(self) -> OptimizerUpdates:
@@ -167,12 +169,10 @@ class LastBackward:
     def __init__(
         self, strategy: WindowsView, window_schedule: WindowSchedule, gradients: SynchronousGradients, window: Window
     ) -> None:
-        self._strategy, self._window_schedule, self._gradients, self._window = (
-            strategy,
-            window_schedule,
-            gradients,
-            window,
-        )
+        self._strategy = strategy
+        self._window_schedule = window_schedule
+        self._gradients = gradients
+        self._window = window
         module = strategy.module
         self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
         self._samples = 0.0
@@ -187,7 +187,8 @@ class LastBackward:
             size: batches that the window is to have.
             step: steps that were taken before.
         """
-        window, window_schedule = self._window, self._window_schedule
+        window = self._window
+        window_schedule = self._window_schedule
         if (
             self.under_way
             or not self._possible
@@ -247,10 +248,13 @@ class WindowSteps:
         gradients: SynchronousGradients,
         meet: Callable[[SyncPointKind], Arrival],
     ) -> None:
-        self._strategy, self._averager, self._gradients = strategy, averager, gradients
+        self._strategy = strategy
+        self._averager = averager
+        self._gradients = gradients
         gradients.rounds.follows = True
         gradients.compress(strategy.compression)
-        self._window_schedule, self._window = WindowSchedule(strategy, averager), Window(gradients)
+        self._window_schedule = WindowSchedule(strategy, averager)
+        self._window = Window(gradients)
         self._pass = LastBackward(strategy, self._window_schedule, gradients, self._window)
         self._size = self._batch_samples = self._sent_samples = 0.0
         self._totals = cast(WindowTotals, averager.summary.totals)
@@ -329,7 +333,8 @@ class WindowSteps:
         """`training_step` has made no loss of the batch under way. It counts for the window's size, so that windows of
         all replicas stay as long as each other, and brings no samples."""
         self._batches.see()
-        self._batch_samples, self._made = 0.0, True
+        self._batch_samples = 0.0
+        self._made = True
 
     def after_batch(self) -> None:
         """Its gradients go into the window: close that, if it is time."""
@@ -427,12 +432,16 @@ class WindowSteps:
 
     def _take(self) -> None:
         """Step with the mean that has arrived, if one has."""
-        gradients, averager, strategy = self._gradients, self._averager, self._strategy
+        gradients = self._gradients
+        averager = self._averager
+        strategy = self._strategy
         if (arrived := gradients.arrived) is None:
             return
-        before, samples = self._seen, 0.0
+        before = self._seen
+        samples = 0.0
         if arrived.message is not None:
-            samples, self._sent_samples = self._sent_samples, 0.0
+            samples = self._sent_samples
+            self._sent_samples = 0.0
             samples = 0.0 if getattr(arrived.message, "dropped", False) else samples
         self._step()
         if gradients.arrived is not None:
@@ -444,7 +453,8 @@ class WindowSteps:
         for p in gradients.replica.tensors.trained.values():
             p.grad = None
         self._totals.arrive(arrived, averager.sync_points, gradients.rounds.message_bytes)
-        stepped, lr = self._seen > before, learning_rate(strategy.optimizers)
+        stepped = self._seen > before
+        lr = learning_rate(strategy.optimizers)
         averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr)
         gradients.stepped()
 
@@ -538,7 +548,8 @@ class ManualWindowSteps(WindowSteps):
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         super()._load(saved, alike)
         if len(saved.get("behind", ())) == len(self._sample_counts.samples):
-            self._sample_counts.samples, self._uncounted = list(saved["behind"]), float(saved["uncounted"])
+            self._sample_counts.samples = list(saved["behind"])
+            self._uncounted = float(saved["uncounted"])
 
     # ---- batches ----
 
@@ -598,7 +609,9 @@ class ManualWindowSteps(WindowSteps):
         self._window_schedule.updates.take_each(self._each())
 
     def _each(self) -> Iterator[Callable[[], None]]:
-        arrived, scale, replica = self._gradients.arrived, self._window_schedule.scale, self._gradients.replica
+        arrived = self._gradients.arrived
+        scale = self._window_schedule.scale
+        replica = self._gradients.replica
         assert arrived is not None
         self._gradients.take_(scale, self._correcting.change_)
         used = {

@@ -160,14 +160,17 @@ def _check_length(trainer: Any, world: LightningCollectives) -> None:
     """Of schedulers that fail behind their last step; there may be more data on another rank than on this one."""
     if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
         return
-    batches, every, limit = trainer.num_training_batches, trainer.accumulate_grad_batches, trainer.max_steps
+    batches = trainer.num_training_batches
+    every = trainer.accumulate_grad_batches
+    limit = trainer.max_steps
     mine = math.inf if math.isinf(batches) else math.ceil(batches / every) * _epochs(trainer)
     by_step = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
     lengths = [
         each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
     ]
     told = world.gather_objects([mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)])
-    steps, shortest = max(steps for steps, _ in told), min(length for _, length in told)
+    steps = max(steps for steps, _ in told)
+    shortest = min(length for _, length in told)
     if shortest < steps < math.inf:
         raise ValueError(
             f"`OneCycleLR` ends after {shortest:g} steps, and this training has {steps:g}: all ranks take each step of "
@@ -231,7 +234,8 @@ def check_loaders(owner: str, trainer: Any) -> None:
         ValueError: they cannot; says why.
     """
     loaders = trainer.fit_loop._combined_loader.flattened
-    loader, why = loaders[0], ""
+    loader = loaders[0]
+    why = ""
     if len(loaders) != 1:
         why = f"there are {len(loaders)} train dataloaders"
     elif type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":

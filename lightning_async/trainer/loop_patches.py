@@ -53,7 +53,10 @@ class Validation:
     def __init__(
         self, strategy: AsyncStrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData
     ) -> None:
-        self._strategy, self._trainer, self._meeting, self._lost_rank_data = strategy, trainer, meeting, lost_rank_data
+        self._strategy = strategy
+        self._trainer = trainer
+        self._meeting = meeting
+        self._lost_rank_data = lost_rank_data
         self.sync_points_epochs = True
         """Whether all ranks meet at the end of each epoch."""
         self._due = self._held = 0
@@ -112,7 +115,8 @@ class Validation:
         """
 
         def should_check_val_fx(data_fetcher: Any) -> bool:
-            sync_points, epoch = self._strategy.sync_points, self._trainer.fit_loop.epoch_loop
+            sync_points = self._strategy.sync_points
+            epoch = self._trainer.fit_loop.epoch_loop
             if sync_points is None or epoch.restarting:
                 return original(data_fetcher)
             due = original(data_fetcher)
@@ -130,8 +134,10 @@ class Validation:
 
     def _comes(self) -> bool:
         """Where ranks step together: this one's clock comes to that validation, too, after as many batches."""
-        trainer, fit = self._trainer, self._trainer.fit_loop
-        every, count = trainer.val_check_batch, fit.epoch_loop.batch_progress
+        trainer = self._trainer
+        fit = self._trainer.fit_loop
+        every = trainer.val_check_batch
+        count = fit.epoch_loop.batch_progress
         by_number = not isinstance(validation_interval(trainer), timedelta) and not math.isinf(every)
         if not self._strategy.in_step or not by_number or self._due != self._held:
             return False
@@ -160,15 +166,17 @@ class Validation:
     def _end_epoch(self, original: Any) -> Any:
         def on_advance_end() -> None:
             self._strategy.begin_again()
-            sync_points, world = self._strategy.sync_points, self._strategy.world
-            updates, watch = updates_of(self._trainer), lambda: None
+            sync_points = self._strategy.sync_points
+            world = self._strategy.world
+            updates = updates_of(self._trainer)
+            follow_rates = None
             if self.sync_points_epochs and sync_points is not None and world is not None:
                 self._meet()
                 while self._lost_rank_data.rest():  # first: who comes within the rest finds all others here
                     self._meet()
                 world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
                 if updates is not None:
-                    watch = updates.rates.end_epoch(world)
+                    follow_rates = updates.rates.end_epoch(world)
                 # Others may have come to what this rank has missed: it has taken part in that.
                 missed = self._missed > 0 and self._due + self._missed > self._held
                 mine = [float(self._due_at_end or missed), float(self._is_last())]
@@ -181,7 +189,8 @@ class Validation:
                 self._due_at_end = False
                 self._due = self._held = self._missed = 0
             original()
-            watch()
+            if follow_rates is not None:
+                follow_rates()
             self._strategy.end_epoch()
 
         return on_advance_end
@@ -193,7 +202,8 @@ class Validation:
     def _is_last(self) -> bool:
         """Whether this rank has come to its limits with the epoch that ends, where all do not come to them alike."""
         fit = self._trainer.fit_loop
-        epochs, steps = fit.epoch_progress.current.processed + 1, fit.epoch_loop.global_step
+        epochs = fit.epoch_progress.current.processed + 1
+        steps = fit.epoch_loop.global_step
         return self._strategy.shrinks and (epochs == fit.max_epochs or -1 < fit.epoch_loop.max_steps <= steps)
 
 
@@ -235,7 +245,8 @@ class ShortEpochs:
         return advance
 
     def _end(self) -> None:
-        trainer, epoch = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer = self._trainer
+        epoch = self._trainer.fit_loop.epoch_loop
         self._warn()
         missed = _missed_validations(trainer)
         if _completed(trainer) > 0:  # else no optimizer has stepped, which schedulers follow
@@ -248,7 +259,8 @@ class ShortEpochs:
             self._end_early(missed)
 
     def _warn(self) -> None:
-        trainer, fit = self._trainer, self._trainer.fit_loop
+        trainer = self._trainer
+        fit = self._trainer.fit_loop
         sized_len = fabric("utilities.data").sized_len
         promised = any(sized_len(loader) is not None for loader in fit._combined_loader.flattened)
         if self._warned or not promised:  # a stream without a length may end before `limit_train_batches`
@@ -270,7 +282,8 @@ def _completed(trainer: Any) -> int:
 
 def _missed_validations(trainer: Any) -> int:
     """How many validations the batches would have brought that are missing in this epoch."""
-    fit, every = trainer.fit_loop, trainer.val_check_batch
+    fit = trainer.fit_loop
+    every = trainer.val_check_batch
     by_time = isinstance(validation_interval(trainer), timedelta)
     # Without `check_val_every_n_epoch` batches count on in the next epoch: none is missed.
     if by_time or trainer.check_val_every_n_epoch is None or not fit.epoch_loop._should_check_val_epoch():
@@ -323,7 +336,8 @@ class DriftPatches:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         stopping = Stopping(strategy, trainer)
         self._meeting = FitSyncPoints(strategy, trainer, stopping)
         self._rates = LearningRates(strategy, trainer)

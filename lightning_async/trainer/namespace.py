@@ -174,7 +174,8 @@ class CompiledMark:
         """The Trainer is about to look."""
         self.show()
         if getattr(module, _MARK, None) is not None:
-            self._module, self._mark = module, getattr(module, _MARK)
+            self._module = module
+            self._mark = getattr(module, _MARK)
             setattr(module, _MARK, None)
 
     def hide_from_trainer(self, module: Any) -> None:
@@ -266,7 +267,8 @@ def shorten(exception: BaseException) -> None:
 
 def set_for_now(owner: Any, name: str, value: Any) -> Undo:
     """Set an attribute; returns what sets it back."""
-    had, old = name in vars(owner), getattr(owner, name)
+    had = name in vars(owner)
+    old = getattr(owner, name)
     setattr(owner, name, value)
     return lambda: setattr(owner, name, old) if had else delattr(owner, name)
 
@@ -293,7 +295,8 @@ class _InPlaceOf:
     """
 
     def __init__(self, had: Any, call: Callable[..., Any]) -> None:
-        self._had, self._call = had, call
+        self._had = had
+        self._call = call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)

@@ -24,7 +24,8 @@ from lightning_async.membership.store import Store
 log = logging.getLogger(__name__)
 
 
-_HEARSAY_S, _OUTLIVES_S = 2.0, 5.0
+_HEARSAY_S = 2.0
+_OUTLIVES_S = 5.0
 
 
 class Connection:
@@ -46,10 +47,13 @@ class Connection:
         store: Store | None = None,
         name: str = "",
     ) -> None:
-        self.store, self.name = store, name
+        self.store = store
+        self.name = name
         self.forks: tuple[Collectives, Collectives] | None = None
         """For headers and payloads, see `forks_of`, where they were formed before anybody needs them."""
-        self.root, self.payload, self._membership = root, payload, membership
+        self.root = root
+        self.payload = payload
+        self._membership = membership
         self.outlives = True
         """Where the others fail, too, this rank's store waits for them to hear why."""
         self._roots = [root] if payload is root else [root, payload]

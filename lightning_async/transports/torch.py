@@ -81,7 +81,8 @@ def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
 
 def assemble(environment: Any) -> ProcessRole:
     """Whether this rank begins with all or comes back to others, as the launcher's store says, see `Assembly`."""
-    rank, address = environment.global_rank(), _address(environment)
+    rank = environment.global_rank()
+    address = _address(environment)
     patience = _patience(rank)
     store = open_store(address, environment.main_port, False, patience)
     assembly = Assembly(store, rank, environment.world_size(), os.environ.get(SECRET))
@@ -126,10 +127,12 @@ def host_of(environment: Any) -> str | None:
 
 
 def _open_store(environment: Any, rank: int, apart: bool) -> Any:
-    address, seal = _address(environment), Seal.of_job()
+    address = _address(environment)
+    seal = Seal.of_job()
     launcher_serves = os.environ.get(AGENTS_STORE) == "True"  # torchrun's agent
     elsewhere = launcher_serves or came_back() is not None
-    serves, port = rank == 0 and not elsewhere, environment.main_port
+    serves = rank == 0 and not elsewhere
+    port = environment.main_port
     if serves and apart:
         with listen(address, port) as listening:
             port = listening.getsockname()[1]
@@ -242,7 +245,9 @@ class TorchTransport(Transport):
         timeout: timedelta,
         check: Callable[[], None],
     ) -> Connection:
-        rank, seal, job = environment.global_rank(), Seal.of_job().within(name), getattr(environment, "job", "")
+        rank = environment.global_rank()
+        seal = Seal.of_job().within(name)
+        job = getattr(environment, "job", "")
         room = distributed_c10d.PrefixStore(name, store_of(environment, rank))
         greet(room, rank, environment.world_size(), job, seal, WaitWithLog(rank, timeout, check))
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
@@ -277,9 +282,12 @@ class TorchTransport(Transport):
         backend = self.backend_on(root_device)
         if backend == "nccl":
             nccl.set_variables()
-        rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job().within(name)
+        rank = environment.global_rank()
+        world_size = environment.world_size()
+        seal = Seal.of_job().within(name)
         store = distributed_c10d.PrefixStore(name, store_of(environment, rank))
-        meeting_options, form_timeout = MeetingOptions(seal, check, host_of(environment)), min(_FORM_TIMEOUT, timeout)
+        meeting_options = MeetingOptions(seal, check, host_of(environment))
+        form_timeout = min(_FORM_TIMEOUT, timeout)
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
             store,
@@ -313,7 +321,8 @@ class TorchTransport(Transport):
         return connection
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
-        rank, presence = environment.global_rank(), _meet(environment, name, None)
+        rank = environment.global_rank()
+        presence = _meet(environment, name, None)
         root = TorchCollectives(
             distributed_c10d.PrefixStore(name, store_of(environment, rank)),
             rank,
@@ -327,12 +336,15 @@ class TorchTransport(Transport):
 
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessHeartbeat:
     """Wait for all ranks to come to a run, however late they are, while their processes live."""
-    rank, world_size, seal = environment.global_rank(), environment.world_size(), Seal.of_job()
+    rank = environment.global_rank()
+    world_size = environment.world_size()
+    seal = Seal.of_job()
     room = getattr(environment, "room", "lightning_async")
     if _presences and not _presences[0].inherited and _presences[0].room != room:  # ranks were lost, or have joined
         _presences.pop().close()
     if not _presences or _presences[0].inherited:
-        store, patience = store_of(environment, rank), dead_after or _DEAD_AFTER
+        store = store_of(environment, rank)
+        patience = dead_after or _DEAD_AFTER
         _presences[:] = [ProcessHeartbeat(store, rank, world_size, patience, START_TIMEOUT, seal, room)]
     _presences[0].meet(name, getattr(environment, "job", ""), seal, START_TIMEOUT)
     return _presences[0]

@@ -9,7 +9,8 @@ from typing import Any, cast
 import pytest
 
 from lightning_async.errors import PeerLost
-from lightning_async.strategies.join import JoinCoordinator, JoinPreparation, PreparedJoin
+from lightning_async.strategies.join import JoinCoordinator, JoinPreparation
+from lightning_async.strategies.join_connection import PreparedJoin
 
 
 class Door:

@@ -17,7 +17,7 @@ from lightning_async.engine.averaging.rounds import ROUND, AveragingComponent, C
 from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.control_plane import ControlPlane
-from lightning_async.engine.replica import all_finite
+from lightning_async.engine.fingerprint import all_finite
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPoints
 
@@ -38,7 +38,9 @@ class Merger:
     """
 
     def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
-        self._buckets, self._agreed, self._component = buckets, agreed, component
+        self._buckets = buckets
+        self._agreed = agreed
+        self._component = component
         self._replica = buckets.replica
         self._exact = exact
         self._local: Tensor | None = None
@@ -46,19 +48,24 @@ class Merger:
 
     def merge(self, arrived: Merge, step: int) -> None:
         """Move the parameters; ``step`` is the replica's step count."""
-        replica, rule, message, consensus = self._replica, self._agreed.rule, arrived.message, arrived.is_consensus
+        replica = self._replica
+        rule = self._agreed.rule
+        message = arrived.message
+        consensus = arrived.is_consensus
         self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
         stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
         copies = consensus or arrived.base is None or stood_still
         # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
         if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
             replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
-        target, base = arrived.target, None if copies else arrived.base
+        target = arrived.target
+        base = None if copies else arrived.base
         if consensus and rule.restores_local and self._local is None:
             self._local = torch.empty_like(target)
             replica.pack_(self._local)
         if base is not None and rule.mixes:
-            target, base = self._mix(arrived, base), None
+            target = self._mix(arrived, base)
+            base = None
         replica.merge_(
             target,
             base,
@@ -74,7 +81,8 @@ class Merger:
 
     def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
         """The target, with as much of the progress since ``base`` as the rule takes up."""
-        replica, mixed = self._replica, arrived.target.clone()
+        replica = self._replica
+        mixed = arrived.target.clone()
         live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
         replica.pack_parameters_(live)
         self._agreed.mix_(live, snapshot, target, arrived.round)
@@ -85,7 +93,9 @@ class Merger:
         if self._local is None:
             return False
         self._replica.merge_(self._local, None, with_state=True)
-        self._local, self._buckets.at_target, self._component.showing = None, False, False
+        self._local = None
+        self._buckets.at_target = False
+        self._component.showing = False
         return True
 
 
@@ -115,8 +125,11 @@ class BackgroundAverager:
     ) -> None:
         self.config = config or AveragerConfig()
         self.config.check_rule(type(self).__name__, rule)
-        self.control, self.schedule = control, schedule
-        self._box, self._buckets, self._now = control.shared_state, control.buckets, control.now
+        self.control = control
+        self.schedule = schedule
+        self._box = control.shared_state
+        self._buckets = control.buckets
+        self._now = control.now
         self.replica = control.buckets.replica
         self.ledger = WorkLedger(self._now)
         self.agreed = RuleState(rule, self._buckets, self._box)
@@ -157,10 +170,12 @@ class BackgroundAverager:
     def plan(self, meet: Callable[[SyncPointKind], Arrival] | None = None) -> Step:
         """Return what to do with the step that the training thread is about to take; ``meet``, by default `rendezvous`,
         opens a gate that it needs first."""
-        box, ledger = self._box, self.ledger
+        box = self._box
+        ledger = self.ledger
         with box.changed:
             self.control.see()
-            committed, message = ledger.last_round, self._buckets.message
+            committed = ledger.last_round
+            message = self._buckets.message
             since = ledger.since_round - (message.steps if isinstance(message, LocalMessage) else 0.0)
         step = self._ask(
             ReplicaClock(
@@ -210,7 +225,8 @@ class BackgroundAverager:
             stepped: False if no parameter moved (a step skipped because of infinite gradients).
             lr: the inner learning rate, for rules that need it.
         """
-        box, now = self._box, self._now()
+        box = self._box
+        now = self._now()
         self._step_s = 0.9 * self._step_s + 0.1 * (now - self._last_tick) if self._step_s else now - self._last_tick
         self._last_tick = now
         self.summary.synchronous_steps += step.action is Action.GRADIENTS
@@ -219,7 +235,8 @@ class BackgroundAverager:
             if stepped:
                 self.step += 1
                 self._buckets.at_target = False
-                box.samples, box.steps = box.samples + samples, float(self.step)
+                box.samples = box.samples + samples
+                box.steps = float(self.step)
                 self.summary.samples += samples
                 self.summary.steps += 1
                 if step.action is not Action.GRADIENTS:
@@ -234,7 +251,8 @@ class BackgroundAverager:
 
     def _average_now(self, lr: float, fragment: int) -> RoundReport | None:
         """One round, for which the training thread stands still."""
-        buckets, started = self._buckets, self._now()
+        buckets = self._buckets
+        started = self._now()
         report = self._take()
         while not self._pack(lr, fragment):
             if not self._has_news():
@@ -251,7 +269,10 @@ class BackgroundAverager:
 
     def _pack(self, lr: float = 0.0, fragment: int = 0, due: bool = True) -> bool:
         """Snapshot the parameters as this rank's message, if the buckets are free; whether it did."""
-        box, buckets, ledger, started = self._box, self._buckets, self.ledger, self._now()
+        box = self._box
+        buckets = self._buckets
+        ledger = self.ledger
+        started = self._now()
         with box.changed:
             message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr, fragment)
             opened = not due and box.sync_point is SyncPointKind.NONE
@@ -316,7 +337,9 @@ class BackgroundAverager:
 
     def leave(self) -> None:
         """Parameters were unfrozen at a gate: they travel with the others from now on."""
-        replica, buckets, followed = self.replica, self._buckets, False
+        replica = self.replica
+        buckets = self._buckets
+        followed = False
         replica.tensors.check_unchanged(thawed_too=False)
         if not (thawed := replica.tensors.thawed()):
             return
@@ -354,8 +377,11 @@ class BackgroundAverager:
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
-        self.step, self.epoch, self._resumed = int(clocks["step"]), int(clocks["epoch"]), True
+        self.step = int(clocks["step"])
+        self.epoch = int(clocks["epoch"])
+        self._resumed = True
         self.ledger.load_state_dict(clocks)
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.steps = float(self.step)
-        box.mean_steps, box.samples = float(clocks.get("mean_steps", self.step)), self.summary.samples
+        box.mean_steps = float(clocks.get("mean_steps", self.step))
+        box.samples = self.summary.samples

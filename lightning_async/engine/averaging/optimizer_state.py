@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.engine.replica import RunningMean, real, with_statistics
+from lightning_async.engine.fingerprint import real
+from lightning_async.engine.replica import RunningMean, with_statistics
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,8 @@ def recompute_batch_norm(module: nn.Module, batches: list[Any], world: Lightning
     """
     if not (layers := with_statistics(module)):
         return
-    momenta, modes = [layer.momentum for layer in layers], {m: m.training for m in module.modules()}
+    momenta = [layer.momentum for layer in layers]
+    modes = {m: m.training for m in module.modules()}
     counters = [
         layer.num_batches_tracked.clone() if layer.num_batches_tracked is not None else None for layer in layers
     ]

@@ -141,9 +141,11 @@ class RunSummary:
 
     def shown(self) -> dict[str, float]:
         """The metrics that are in the progress bar, too."""
-        prefix, names = "averaging", ("rounds", "hidden_share")
+        prefix = "averaging"
+        names = ("rounds", "hidden_share")
         if self.totals is not None:
-            prefix, names = self.totals.prefix, self.totals.shown
+            prefix = self.totals.prefix
+            names = self.totals.shown
         wanted = {f"{prefix}/{name}" for name in names}
         return {name: value for name, value in self.metrics().items() if name in wanted}
 

@@ -16,7 +16,8 @@ from lightning_async.engine.averaging.rule_state import REST, AveragerConfig, Ru
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
 from lightning_async.engine.compressed_mean import CompressedMean
 from lightning_async.engine.control_plane import ControlPlane
-from lightning_async.engine.replica import Updates, digests
+from lightning_async.engine.fingerprint import digests
+from lightning_async.engine.replica import Updates
 from lightning_async.engine.shared_state import Header, Mark, SyncPointKind, Vote
 from lightning_async.errors import AsyncTrainingError, CollectiveError
 
@@ -27,7 +28,8 @@ log = logging.getLogger(__name__)
 
 ROUND = 1
 """The priority of averaging rounds: the lowest."""
-NOT_COMPARED, UNLIKE = -1, -2
+NOT_COMPARED = -1
+UNLIKE = -2
 """In place of a digest: this rank has not looked yet; its replica shows what no other one does."""
 
 
@@ -161,15 +163,20 @@ class AveragingRound:
     takes_marks = True
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
-        self._buckets, self._transfer = control.buckets, control.transfer
-        self._replica, self._shared_state = control.buckets.replica, control.shared_state
-        self._agreed, self._ledger, self._config = agreed, ledger, config
+        self._buckets = control.buckets
+        self._transfer = control.transfer
+        self._replica = control.buckets.replica
+        self._shared_state = control.shared_state
+        self._agreed = agreed
+        self._ledger = ledger
+        self._config = config
         self._compressed: CompressedMean | None = None
         self.follow_layout()
 
     def follow_layout(self) -> None:
         """Make room for messages of the replica's layout."""
-        config, transfer = self._config, self._transfer
+        config = self._config
+        transfer = self._transfer
         if config.compression != "none":
             self._compressed = CompressedMean(
                 transfer.large, transfer.result, config.compression, self._replica.layout.numel, transfer.part_bytes,
@@ -187,7 +194,8 @@ class AveragingRound:
 
     def record(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
         """What is known of a round before anything moves; it lands in `received`."""
-        rank, replica = self._transfer.rank, self._replica
+        rank = self._transfer.rank
+        replica = self._replica
         facts = Round(
             id=id,
             rank=rank,
@@ -203,10 +211,14 @@ class AveragingRound:
         )  # fmt: skip
 
     def move(self, exchange: Merge) -> None:
-        replica, target, sent, share = self._replica, exchange.target, self._buckets.sent, exchange.share
+        replica = self._replica
+        target = exchange.target
+        sent = self._buckets.sent
+        share = exchange.share
         if self._compressed is not None and self._compressed.world_size != self._transfer.large.world_size:
             self.follow_layout()  # a generation of another size
-        compressed, plan = self._compressed, exchange.plan
+        compressed = self._compressed
+        plan = exchange.plan
         if exchange.message is not None:
             is_source = exchange.round.rank == plan.source
             replica.scale_(target, sent, share, is_source, of_rule=compressed is None)
@@ -216,7 +228,8 @@ class AveragingRound:
             self._transfer.sum_(target)
         else:
             self._transfer.sum_(replica.beyond_rule(target))
-            part, message = replica.of_rule(target), replica.of_rule(sent) if share > 0.0 else None
+            part = replica.of_rule(target)
+            message = replica.of_rule(sent) if share > 0.0 else None
             exchange.carried_residual = compressed.move_(part, message, plan.weights)
             exchange.message_bytes += compressed.message_bytes - 4 * part.numel()
         if share > 0.0:
@@ -230,7 +243,8 @@ class AveragingRound:
             self._compressed.carried_residual = exchange.carried_residual
 
     def hand_over(self, exchange: Merge) -> None:
-        message, follows = exchange.message, self._agreed.rule.absent_follow
+        message = exchange.message
+        follows = self._agreed.rule.absent_follow
         if isinstance(message, LocalMessage):
             self._ledger.round(message.work, message.steps)
             exchange.base = self._buckets.sent if exchange.able else None
@@ -243,7 +257,8 @@ class AveragingRound:
 
     def _moved_from(self, exchange: Merge) -> Tensor | None:
         """Absent: from the last target to the new one. With a round that is not merged yet, from where that began."""
-        last, pending = self._buckets.turn(exchange.target), self._buckets.arrived
+        last = self._buckets.turn(exchange.target)
+        pending = self._buckets.arrived
         if self._ledger.synchronous:  # there is no last target, and all that it did is in the others' models
             return None
         return pending.base if pending is not None else last
@@ -253,11 +268,13 @@ class AveragingRound:
         pending = self._buckets.arrived
         self._buckets.hand_over(exchange)
         if pending is not None:
-            exchange.message, exchange.healed = exchange.message or pending.message, exchange.healed or pending.healed
+            exchange.message = exchange.message or pending.message
+            exchange.healed = exchange.healed or pending.healed
 
     def abandon(self) -> None:
         """The message goes nowhere; its work stays for another one. Under the lock."""
-        message, self._buckets.message = self._buckets.message, None
+        message = self._buckets.message
+        self._buckets.message = None
         if isinstance(message, LocalMessage) and message.announced and message.healthy:
             self._agreed.abandon_(self._buckets.sent, message.fragment)
 
@@ -283,9 +300,13 @@ class ConsensusRound:
     takes_marks = True
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._buckets, self._transfer = control.buckets, control.transfer
-        self._replica, self._shared_state = control.buckets.replica, control.shared_state
-        self._agreed, self._ledger, self._average = agreed, ledger, average
+        self._buckets = control.buckets
+        self._transfer = control.transfer
+        self._replica = control.buckets.replica
+        self._shared_state = control.shared_state
+        self._agreed = agreed
+        self._ledger = ledger
+        self._average = average
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
         """Should it fail, the bucket no longer holds what a message said: the message goes first."""
@@ -293,11 +314,15 @@ class ConsensusRound:
             self._average.abandon()
         self._replica.pack_(self._buckets.sent)
         exchange = self._average.record(plan, id, parts)
-        exchange.kind, exchange.is_consensus = self, True
+        exchange.kind = self
+        exchange.is_consensus = True
         return exchange
 
     def move(self, exchange: Merge) -> None:
-        replica, target, sent, plan = self._replica, exchange.target, self._buckets.sent, exchange.plan
+        replica = self._replica
+        target = exchange.target
+        sent = self._buckets.sent
+        plan = exchange.plan
         is_source = exchange.round.rank == plan.source
         replica.scale_(target, sent, exchange.share, is_source, of_rule=not plan.alike)
         if plan.alike:
@@ -378,7 +403,10 @@ class CheckpointMarkers:
     """
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
-        self._box, self._control, self._agreed, self._ledger = control.shared_state, control, agreed, ledger
+        self._box = control.shared_state
+        self._control = control
+        self._agreed = agreed
+        self._ledger = ledger
         self._name = control.membership.generation.name
         self.settle: Callable[[], None] = lambda: None
         """Called where a gate comes: what is due is taken now, as this replica is."""
@@ -427,7 +455,8 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
-            self._ledger.work, buckets.at_target = Work(*replica["work"]), replica["at_target"]
+            self._ledger.work = Work(*replica["work"])
+            buckets.at_target = replica["at_target"]
 
     @property
     def saved(self) -> int:
@@ -449,22 +478,26 @@ class CheckpointMarkers:
         with self._box.changed:
             if self._control.buckets.arrived is not None:
                 return None
-            marked, self._box.marked = self._box.marked, None
+            marked = self._box.marked
+            self._box.marked = None
         return marked if marked is not None and self._name in marked.mark.members else None
 
     def lost(self, all: bool = False) -> list[Mark]:
         """The marks that this rank was to take part in, and has come too late for; ``all``: also for the last one."""
         with self._box.changed:
-            lost, self._box.lost = self._box.lost, []
+            lost = self._box.lost
+            self._box.lost = []
             if all and self._box.marked is not None:
-                lost, self._box.marked = [*lost, self._box.marked], None
+                lost = [*lost, self._box.marked]
+                self._box.marked = None
         return [marked.mark for marked in lost if self._name in marked.mark.members]
 
     # ---- the engine's thread ----
 
     def _copy(self, exchange: InFlightRound) -> MarkedRound:
         """Under `SharedState.committing`."""
-        mark, share = exchange.mark, None
+        mark = exchange.mark
+        share = None
         assert mark is not None
         if isinstance(exchange, Merge) and self._name in mark.members:
             share = self._agreed.share(exchange.target, mark.members.index(self._name), len(mark.members))
@@ -489,8 +522,11 @@ class AnchorRound:
     takes_marks = False
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._buckets, self._transfer = control.buckets, control.transfer
-        self._agreed, self._ledger, self._average = agreed, ledger, average
+        self._buckets = control.buckets
+        self._transfer = control.transfer
+        self._agreed = agreed
+        self._ledger = ledger
+        self._average = average
         self._source = 0
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> InFlightRound:
@@ -520,8 +556,12 @@ class AveragingComponent:
     """
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
-        self._control, self._agreed, self._ledger, self._config = control, agreed, ledger, config
-        self._buckets, self._replica = control.buckets, control.buckets.replica
+        self._control = control
+        self._agreed = agreed
+        self._ledger = ledger
+        self._config = config
+        self._buckets = control.buckets
+        self._replica = control.buckets.replica
         self.rule = agreed.rule
         self.blank = AveragingPart(scalars=(0.0,) * self.rule.num_scalars)
         self.average = AveragingRound(control, agreed, ledger, config)
@@ -537,7 +577,8 @@ class AveragingComponent:
         return self._ledger.synchronous or self._ledger.fresh
 
     def compose(self) -> AveragingPart:
-        ledger, weighting = self._ledger, self._config.weighting
+        ledger = self._ledger
+        weighting = self._config.weighting
         weight = ledger.work.weight(weighting)
         if self._config.compression != "none":
             weight += REST * ledger.reported.weight(weighting)
@@ -561,7 +602,8 @@ class AveragingComponent:
         return self._compared(part) if compare else part
 
     def _announce(self, message: LocalMessage) -> None:
-        sent, message.announced = self._buckets.sent, True
+        sent = self._buckets.sent
+        message.announced = True
         message.healthy, message.sound = self._replica.judge_packed(sent)
         message.healthy = message.healthy and bool(message.state_is_finite)
         if message.healthy:  # else the rule's state would learn of it
@@ -596,7 +638,8 @@ class AveragingComponent:
         steps = [parts[rank].steps if rank in present else 0.0 for rank in range(len(parts))]
         if sum(work) <= 0.0 and not any(steps):
             return AveragingPlan(None)
-        source, fresh = min(present, default=None), any(p.fresh for p in parts)
+        source = min(present, default=None)
+        fresh = any(p.fresh for p in parts)
         if fresh:
             first = max(present, key=lambda rank: work[rank])
             weights = tuple(float(rank == first) for rank in range(len(work)))

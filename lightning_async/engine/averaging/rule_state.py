@@ -175,22 +175,27 @@ class WorkLedger:
 
     def agree(self) -> None:
         """All replicas hold one model: what this one did is in it. The clock of rounds goes on."""
-        self.work, self.reported = Work(), Work()
+        self.work = Work()
+        self.reported = Work()
 
     def round(self, work: Work | None, steps: float = 0.0) -> None:
         """A round is committed; ``work`` and ``steps`` are this replica's in it, None if it was absent."""
         self.last_round = self.now()
         if work is not None:
-            self.work, self.reported = self.work - work, work
+            self.work = self.work - work
+            self.reported = work
             self.since_round -= steps
 
     def synchronous_step(self, work: Work | None) -> None:
         """Gradients are averaged; ``work`` is this replica's share, None where it has gone on to local steps."""
-        self.fresh, self.last_round = True, self.now()
+        self.fresh = True
+        self.last_round = self.now()
         self.missed += work is None and self.synchronous
         if work is not None or self.synchronous:
             # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
-            self.work, self.reported, self.since_round = work or Work(), Work(), 0.0
+            self.work = work or Work()
+            self.reported = Work()
+            self.since_round = 0.0
 
     def begin(self) -> None:
         """The rule's state begins here."""
@@ -199,7 +204,9 @@ class WorkLedger:
 
     def part(self) -> None:
         """Synchronous steps are over: replicas part from here."""
-        self.work, self.since_round, self.missed = Work(), 0.0, 0
+        self.work = Work()
+        self.since_round = 0.0
+        self.missed = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The clock, and whether steps are synchronous."""
@@ -213,7 +220,8 @@ class WorkLedger:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from there; before `start`."""
-        self.synchronous, self.fresh = bool(saved["synchronous"]), bool(saved["fresh"])
+        self.synchronous = bool(saved["synchronous"])
+        self.fresh = bool(saved["fresh"])
         self.missed = int(saved.get("missed", 0))
         self.since_round = float(saved.get("steps_since_round", 0.0))
         self.before_s = float(saved.get("seconds_since_round", 0.0))
@@ -233,7 +241,9 @@ class RuleState:
     def __init__(self, rule: AveragingRule, buckets: Buckets, shared_state: SharedState) -> None:
         self.rule = rule
         self._states: list[Any] = []
-        self._replica, self._buckets, self._shared_state = buckets.replica, buckets, shared_state
+        self._replica = buckets.replica
+        self._buckets = buckets
+        self._shared_state = shared_state
         self.begin(buckets.received)
 
     def begin(self, target: Tensor) -> None:
@@ -248,7 +258,8 @@ class RuleState:
 
     def merge_(self, sent: Tensor | None, target: Tensor, round: Round) -> None:
         """A round is committed: turn the mean message in the bucket ``target`` into the target."""
-        f, of_rule = round.fragment, self._replica.of_rule
+        f = round.fragment
+        of_rule = self._replica.of_rule
         mine = None if sent is None else of_rule(sent, f)
         self._states[f] = self.rule.merge_(mine, of_rule(target, f), self._states[f], round)
 
@@ -294,7 +305,8 @@ class RuleState:
     def state_dict(self) -> dict[str, Any]:
         """What is equal on all replicas, copied."""
         with self._shared_state.committing:
-            round_id, state = self._shared_state.next_exchange, self._copied(own=False)
+            round_id = self._shared_state.next_exchange
+            state = self._copied(own=False)
         layout = self._replica.layout
         places = [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)]
         return {"round": round_id, "rule": type(self.rule).__qualname__, "rule_state": state, "parameters": places}
@@ -337,7 +349,8 @@ class RuleState:
         layout = self._replica.layout
         if places is None or [name for name, _ in places] == list(layout.names):
             return state
-        sizes, now = [size for _, size in places], self.rule_state_dict(own=False)
+        sizes = [size for _, size in places]
+        now = self.rule_state_dict(own=False)
         fitted = dict(state)
         for key, old in state.items():
             new = now.get(key)

@@ -64,7 +64,8 @@ class PowerSum:
             width = min(rank, rows, columns)
             if width and width * (rows + columns) < numel:
                 self._matrices.append(_Matrix(start, rows, columns, width, left, right))
-                left, right = left + rows * width, right + columns * width
+                left = left + rows * width
+                right = right + columns * width
             else:
                 self._plain.append((slice(start, start + numel), slice(left, left + numel)))
                 left += numel
@@ -76,7 +77,8 @@ class PowerSum:
 
     @torch.no_grad()
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
-        first, second = self._first.zero_(), self._next.zero_()
+        first = self._first.zero_()
+        second = self._next.zero_()
         if present:
             residual.add_(out)
             for each in self._matrices:
@@ -134,13 +136,16 @@ class TopKSum:
     """
 
     def __init__(self, fraction: float, numel: int, transfer: Transfer) -> None:
-        self._fraction, self._numel, self._transfer = fraction, numel, transfer
+        self._fraction = fraction
+        self._numel = numel
+        self._transfer = transfer
 
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
         part_bytes = self._part_bytes
         for part, rest in zip(FlatLayout.parts(out, part_bytes), FlatLayout.parts(residual, part_bytes), strict=True):
             count = math.ceil(self._fraction * len(part))
-            values, places = out.new_zeros(count), torch.arange(count, device=out.device)
+            values = out.new_zeros(count)
+            places = torch.arange(count, device=out.device)
             if present:
                 ops.topk_(values, places, part, rest)
             large = self._transfer.large
@@ -233,13 +238,16 @@ class GradientResiduals:
 
     def __init__(self, compression: GradientCompression, replica: Replica, transfer: Transfer) -> None:
         self._compression: GradientCompression = compression
-        self._replica, self._transfer = replica, transfer
+        self._replica = replica
+        self._transfer = transfer
         self._layout = replica.layout
         self.residual, self._spare = (self._layout.empty(replica.device) for _ in range(2))
-        self._sum, self._of = self._make(), transfer.large.world_size
+        self._sum = self._make()
+        self._of = transfer.large.world_size
 
     def _make(self) -> CompressedSum:
-        compression, layout = self._compression, self._layout
+        compression = self._compression
+        layout = self._layout
         if isinstance(compression, TopK):
             return TopKSum(compression.fraction, layout.numel, self._transfer)
         if isinstance(compression, PowerSGD):
@@ -279,14 +287,16 @@ class GradientResiduals:
 
     def _follow(self) -> None:
         """Parameters were frozen or unfrozen at a gate, or the groups are formed anew, of another size."""
-        before, size = self._layout, self._transfer.large.world_size
+        before = self._layout
+        size = self._transfer.large.world_size
         if before is not self._replica.layout:
             self._layout = self._replica.layout
             self.residual = before.moved(self.residual, self._layout)
             self._spare = torch.empty_like(self.residual)
         elif isinstance(self._sum, PowerSum) or self._of == size:
             return
-        self._sum, self._of = self._make(), size
+        self._sum = self._make()
+        self._of = size
 
     # ---- checkpoints ----
 

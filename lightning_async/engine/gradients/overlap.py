@@ -23,7 +23,8 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async.comm.collectives import Pending
 from lightning_async.engine.backward import Backward, LayoutSpan, spans
-from lightning_async.engine.replica import Replica, real, strided
+from lightning_async.engine.fingerprint import real, strided
+from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import ROOM, FlatLayout, with_tag
 
@@ -141,7 +142,10 @@ class Outgoing:
     def __init__(
         self, changed: threading.Condition, patience_s: float, count: int, plans: Plans, scale: float = 1.0
     ) -> None:
-        self._changed, self._patience_s, self._plans, self._scale = changed, patience_s, plans, scale
+        self._changed = changed
+        self._patience_s = patience_s
+        self._plans = plans
+        self._scale = scale
         self.gradients = [torch.empty(0)] * count
         """By parameter; of those parts that are filled."""
         self.filled = 0
@@ -159,7 +163,8 @@ class Outgoing:
         """Of gradients that are all there."""
         out = cls(changed, 0.0, 0, Plans())
         out.gradients = list(gradients)
-        out.filled, out.flags = sys.maxsize, torch.cat([used, torch.zeros_like(used)])
+        out.filled = sys.maxsize
+        out.flags = torch.cat([used, torch.zeros_like(used)])
         return out
 
     def put_(self, part: Tensor, first: int, last: int, start: int, share: float) -> None:
@@ -193,7 +198,8 @@ class Outgoing:
     def tell(self, filled: int, flags: Tensor | None = None) -> None:
         """So many parts are filled."""
         with self._changed:
-            self.filled, self.flags = filled, flags
+            self.filled = filled
+            self.flags = flags
             self._changed.notify_all()
 
     def withdraw(self) -> None:
@@ -229,7 +235,11 @@ class InParts:
     def __init__(
         self, transfer: Transfer, layout: FlatLayout, target: Tensor, share: float, out: Outgoing | None
     ) -> None:
-        self._transfer, self._layout, self._target, self._share, self._out = transfer, layout, target, share, out
+        self._transfer = transfer
+        self._layout = layout
+        self._target = target
+        self._share = share
+        self._out = out
         self._flags = torch.zeros(2 * len(layout) + 1)
         """Of `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
 
@@ -240,22 +250,27 @@ class InParts:
             expected: 1.0 for every parameter that is used, as all replicas take it.
             tagged: with the last part goes whether it has: what is returned is whether any replica has.
         """
-        transfer, out = self._transfer, self._out
-        there, pending = out is not None, list[Pending[Tensor]]()
+        transfer = self._transfer
+        out = self._out
+        there = out is not None
+        pending = list[Pending[Tensor]]()
 
         def check() -> None:
             transfer.check()
             for each in pending:
                 each.done()  # what goes in pieces goes on
 
-        all_, end = spans(self._layout), self._layout.numel
+        all_ = spans(self._layout)
+        end = self._layout.numel
         for number, span in enumerate(all_):
             there = there and out is not None and out.wait(lambda n=number: out.filled > n, check)
             self._put_(span.first, span.last, span.start, span.end, there)
             start = min(-(-span.start // _LINE) * _LINE, end)  # what lies before that goes with the next part
-            part, end = self._target[start:end], start
+            part = self._target[start:end]
+            end = start
             if tagged and number == len(all_) - 1:
-                there, part = self._hear(there, check), with_tag(part)
+                there = self._hear(there, check)
+                part = with_tag(part)
                 part[0] = self._doubts(expected)
             pending += [transfer.large.all_reduce(each) for each in FlatLayout.parts(part, transfer.part_bytes)]
         if not tagged:
@@ -285,7 +300,8 @@ class InParts:
             1.0 for every parameter that any replica used; None, and there is nothing of use in the bucket, where a
             replica's gradients are withdrawn or late.
         """
-        flags, count = self._flags, len(self._layout)
+        flags = self._flags
+        count = len(self._layout)
         self._transfer.largest_(flags)
         if flags[-1]:
             return None
@@ -354,7 +370,9 @@ class Overlap:
 
     def finish(self) -> Outgoing:
         """The backward pass is over. Returns what `begin` was given."""
-        out, params, backward = self._out, self._params, self._backward
+        out = self._out
+        params = self._params
+        backward = self._backward
         assert out is not None and backward is not None
         changed = backward.finish()
         self._out = None

@@ -180,8 +180,11 @@ class GradientRounds:
     takes_marks = True
 
     def __init__(self, control: ControlPlane, on_step: Callable[[float | None], None]) -> None:
-        self._buckets, self._transfer, self._box = control.buckets, control.transfer, control.shared_state
-        self._replica, self._on_step = control.buckets.replica, on_step
+        self._buckets = control.buckets
+        self._transfer = control.transfer
+        self._box = control.shared_state
+        self._replica = control.buckets.replica
+        self._on_step = on_step
         self.apart = False
         """Parameters' gradients are means over different samples, on any rank: of optimizers that step apart."""
         self.follows = False
@@ -204,7 +207,8 @@ class GradientRounds:
         return plain if self.feedback is None else self.feedback.message_bytes
 
     def begin(self, plan: GradientPlan, id: int, parts: Sequence[GradientPart]) -> Reduction:
-        buckets, message = self._buckets, self._buckets.offered
+        buckets = self._buckets
+        message = self._buckets.offered
         mine = message if isinstance(message, GradientMessage) else None
         differ = len({p.mask for p in parts if p.mask or self.follows}) > 1
         return Reduction(
@@ -240,7 +244,8 @@ class GradientRounds:
         exchange.settle = lambda: self._drop(exchange)
 
     def _move_in_parts(self, exchange: Reduction) -> None:
-        replica, message = self._replica, exchange.message
+        replica = self._replica
+        message = exchange.message
         out = None
         if isinstance(message, GradientMessage) and (out := message.out) is None:
             views = replica.of_rule(self._buckets.sent).split(replica.layout.sizes)
@@ -253,13 +258,15 @@ class GradientRounds:
         exchange.settle = lambda: self._settle(exchange, sums)
 
     def _settle(self, exchange: Reduction, sums: InParts) -> None:
-        exchange.doubt, used = False, sums.settle_()
+        exchange.doubt = False
+        used = sums.settle_()
         if used is not None:
             exchange.used = used
             if self._is_polluted(exchange):  # behind what has changed late: that may have mended it, or not
                 self._drop(exchange)
             return
-        exchange.void, message = True, exchange.message
+        exchange.void = True
+        message = exchange.message
         out = message.out if isinstance(message, GradientMessage) else None
         with self._box.changed:
             if out is not None and out.withdrawn and self._buckets.message is message:
@@ -274,7 +281,8 @@ class GradientRounds:
 
         Where all gradients are finite their sum has overflowed: then all of them do.
         """
-        exchange.void, message = True, exchange.message
+        exchange.void = True
+        message = exchange.message
         mine = message if isinstance(message, GradientMessage) and exchange.share > 0.0 else None
         sent = self._replica.of_rule(self._buckets.sent)
         is_bad = False
@@ -286,8 +294,10 @@ class GradientRounds:
             return
         sent.zero_()  # checkpoints may hold what has left
         with self._box.changed:
-            mine.dropped, mine.samples = True, 0.0
-            mine.out, mine.used = None, torch.zeros_like(exchange.used)
+            mine.dropped = True
+            mine.samples = 0.0
+            mine.out = None
+            mine.used = torch.zeros_like(exchange.used)
             self.dropped += 1
         self.on_drop()
 
@@ -297,7 +307,8 @@ class GradientRounds:
             self.feedback.commit(exchange.residual)
 
     def hand_over(self, exchange: Reduction) -> None:
-        message, self.used = exchange.message, exchange.used
+        message = exchange.message
+        self.used = exchange.used
         self._on_step(message.samples if isinstance(message, GradientMessage) else None)
         if message is not None or self.follows:
             self._buckets.hand_over(exchange)
@@ -323,16 +334,21 @@ class SynchronousGradients:
         on_step: Callable[[float | None], None],
         weigh: Callable[[float], float] = lambda samples: samples,
     ) -> None:
-        self._buckets, self._transfer, self._box = control.buckets, control.transfer, control.shared_state
+        self._buckets = control.buckets
+        self._transfer = control.transfer
+        self._box = control.shared_state
         self.replica: Replica = control.buckets.replica
-        self._control, self._sync_points, self._weigh = control, sync_points, weigh
+        self._control = control
+        self._sync_points = sync_points
+        self._weigh = weigh
         self.rounds = GradientRounds(control, on_step)
         self._overlap = Overlap(self.replica)
         self.asks = (0.0, 0.0)
         """Of the next gradients that leave, see `GradientMessage`."""
         self.told: GradientsMean | None = None
         """What all have told with the mean that was taken last, until steps are others again."""
-        self._there, self._back = Plans(), Plans()  # the engine's thread's; the training thread's
+        self._there = Plans()
+        self._back = Plans()  # the engine's thread's; the training thread's
         self._taken = False  # what has arrived is with the optimizer: nobody looks at the parameters meanwhile
         control.register(self)
 
@@ -397,7 +413,8 @@ class SynchronousGradients:
         message.out = out = Outgoing(self._box.changed, patience_s, len(self.replica.layout), self._there, weight)
         message.asks = self.asks
         if before is not None:
-            out.base, out.used = base, before.used
+            out.base = base
+            out.used = before.used
         with self._buckets.used(message):
             if before is not None and before.pack is not None and base is not None:
                 before.pack(base)
@@ -507,7 +524,8 @@ class SynchronousGradients:
         if isinstance(message, GradientMessage) and message.out is not None and message.out.flags is not None:
             # No header speaks of it before that step is taken, which needs the gradients' place.
             self.replica.of_rule(buckets.sent).copy_(message.out.all())
-            message.used, message.out = message.out.has(), None
+            message.used = message.out.has()
+            message.out = None
 
     def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
         """The mean that has arrived, if one has, becomes the gradients; `stepped` follows.
@@ -516,11 +534,13 @@ class SynchronousGradients:
             scale: they are multiplied by it.
             change: called with the flat mean first, and with how it came about.
         """
-        buckets, self.told = self._buckets, GradientsMean()
+        buckets = self._buckets
+        self.told = GradientsMean()
         if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
             buckets.to_training.take()
             self.told = arrived.told
-            mean, changes = self.replica.of_rule(arrived.target), scale != 1.0 or change is not None
+            mean = self.replica.of_rule(arrived.target)
+            changes = scale != 1.0 or change is not None
             mean = mean.clone() if changes and arrived.at_once else mean  # others may need it as it is
             if change is not None:
                 change(mean, arrived)
@@ -533,7 +553,8 @@ class SynchronousGradients:
     def stepped(self) -> None:
         """What was taken is in the parameters: where this replica stands at a gate, that may open from now on."""
         with self._box.changed:
-            self._buckets.arrived, self._taken = None, False
+            self._buckets.arrived = None
+            self._taken = False
             self._box.changed.notify_all()
 
     # ---- headers ----
@@ -547,8 +568,11 @@ class SynchronousGradients:
     def complete(self, part: GradientPart, message: Message | None, compare: bool) -> GradientPart:
         if not isinstance(message, GradientMessage):
             return part
-        out, weight = int(message.out is not None), self._weigh(message.samples)
-        used, since, samples = mask_of(message.used), message.since, message.samples
+        out = int(message.out is not None)
+        weight = self._weigh(message.samples)
+        used = mask_of(message.used)
+        since = message.since
+        samples = message.samples
         return GradientPart(weight, used, since, out, samples, *message.asks, int(message.keeps), there=1)
 
     def is_due(self, parts: Sequence[GradientPart]) -> bool:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
+from lightning_async.engine.fingerprint import real, strided
 from lightning_async.engine.gradients.reduction import EarlierPasses, Reduction, SynchronousGradients
-from lightning_async.engine.replica import real, strided
 from lightning_async.engine.sync_points import SyncPoints
 
 # What a run's windows of gradients add up to.
@@ -64,7 +64,8 @@ class WindowTotals:
         standing_s = math.inf if sync_points.standing else sync_points.waited_s - before_s
         self.waited_s += min(standing_s, arrived.exchange_s)
         if arrived.message is not None:
-            self.own, self.batches = self.own + 1, self.batches + batches
+            self.own = self.own + 1
+            self.batches = self.batches + batches
             self.sent_bytes += message_bytes
 
     @property
@@ -114,9 +115,12 @@ class Window:
     """
 
     def __init__(self, gradients: SynchronousGradients) -> None:
-        self._gradients, self._replica = gradients, gradients.replica
+        self._gradients = gradients
+        self._replica = gradients.replica
         self._layout = self._replica.layout
-        self.samples, self.batches, self.since = 0.0, 0, 0
+        self.samples = 0.0
+        self.batches = 0
+        self.since = 0
         self._used = torch.zeros(len(self._layout))
         self._behind = torch.zeros(len(self._layout), dtype=torch.float64)
         """Samples behind each parameter's gradient, be that none."""
@@ -141,7 +145,8 @@ class Window:
         trained = self._replica.tensors.trained.values()
         if chosen is None:
             self._behind += samples
-            self.samples, self.batches = self.samples + samples, self.batches + 1
+            self.samples = self.samples + samples
+            self.batches = self.batches + 1
         else:
             self._behind[torch.tensor([p in chosen for p in trained], dtype=torch.bool)] += samples
         for i, (p, view) in enumerate(zip(trained, self._layout.views(self._sum), strict=True)):
@@ -156,7 +161,8 @@ class Window:
 
     def count(self, samples: float) -> None:
         """A batch of so many samples is done with, whose gradients were added apart."""
-        self.samples, self.batches = self.samples + samples, self.batches + 1
+        self.samples = self.samples + samples
+        self.batches = self.batches + 1
 
     def _dense(self, gradient: Tensor) -> Tensor:
         gradient = real(strided(gradient))
@@ -185,7 +191,8 @@ class Window:
             samples, scale, step: as for `add_`.
         """
         self._follow_layout()
-        total, held = self.samples + samples, self.batches > 0
+        total = self.samples + samples
+        held = self.batches > 0
         return self._gradients.begin_last(
             EarlierPasses(
                 (lambda part: ops.scale_(part, self._sum, 1.0 / total)) if held else None,
@@ -201,11 +208,13 @@ class Window:
         self._sum.zero_()
         self._used.zero_()
         self._behind.zero_()
-        self.samples, self.batches = 0.0, 0
+        self.samples = 0.0
+        self.batches = 0
 
     def _follow_layout(self) -> None:
         """Parameters were frozen or unfrozen at a gate: what there is of the others stays."""
-        before, now = self._layout, self._replica.layout
+        before = self._layout
+        now = self._replica.layout
         if before is now:
             return
         used, behind = (dict(zip(before.names, told.tolist(), strict=True)) for told in (self._used, self._behind))
@@ -217,13 +226,18 @@ class Window:
 
     def state_dict(self) -> dict[str, Any]:
         """What it holds, copied; with what has left it and is in no step yet, should training end now."""
-        sum, samples, since, used = self._sum.clone(), self.samples, self.since, self._used.clone()
+        sum = self._sum.clone()
+        samples = self.samples
+        since = self.since
+        used = self._used.clone()
         behind = self._behind.clone()
         if (left := self._gradients.unstepped()) is not None:
             message, mean = left
             sum.add_(mean, alpha=message.samples)
             behind += message.samples * (1.0 if message.behind is None else message.behind)
-            samples, since, used = samples + message.samples, message.since, torch.maximum(used, message.used)
+            samples = samples + message.samples
+            since = message.since
+            used = torch.maximum(used, message.used)
         return {
             "samples": samples,
             "behind": behind,
@@ -244,4 +258,6 @@ class Window:
             if name in parts and parts[name][0].numel() == view.numel():
                 view.copy_(parts[name][0].view(view.shape))
                 self._used[i], self._behind[i] = parts[name][1:]
-        self.samples, self.batches, self.since = float(saved["samples"]), int(saved["batches"]), int(saved["since"])
+        self.samples = float(saved["samples"])
+        self.batches = int(saved["batches"])
+        self.since = int(saved["since"])

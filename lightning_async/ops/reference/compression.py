@@ -71,7 +71,8 @@ def quantize_(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Te
         codes.masked_fill_(~residual.isfinite(), torch.nan)
         residual.copy_(_finite_or_zero(residual - codes.float()))
         return
-    numel, largest = residual.numel(), LARGEST[codes.dtype]
+    numel = residual.numel()
+    largest = LARGEST[codes.dtype]
     padded = torch.nn.functional.pad(residual, (0, blocks(numel) * BLOCK - numel)).view(-1, BLOCK)
     magnitude = padded.abs().amax(dim=1) if numel else scales.new_empty(0)
     magnitude.masked_fill_(~magnitude.isfinite(), torch.nan)

@@ -113,7 +113,8 @@ class MemoryIO(_Wrapping):
 
     def __init__(self, inner: Any, path: str, checkpoint: dict[str, Any]) -> None:
         super().__init__(inner)
-        self._path, self._checkpoint = path, checkpoint
+        self._path = path
+        self._checkpoint = checkpoint
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         return copy.deepcopy(self._checkpoint) if path == self._path else super().load_checkpoint(path, *args, **kwargs)
@@ -246,7 +247,10 @@ class CheckpointRecovery:
     """
 
     def __init__(self, trainer: Any, settings: Settings, store: CheckpointStore, resume: Resume) -> None:
-        self._trainer, self._settings, self._store, self._resume = trainer, settings, store, resume
+        self._trainer = trainer
+        self._settings = settings
+        self._store = store
+        self._resume = resume
         self.entry: CheckpointEntry | None = None
         """The checkpoint; None where training began anew."""
         self.got_on = False
@@ -297,7 +301,9 @@ class CheckpointRecovery:
         """From this rank's own state, or where there is none, from those of others, each as ``opened``."""
         assert entry.manifest is not None
         resume = opened(resume)
-        rank, ranks, trained = self._trainer.global_rank, self._trainer.world_size, entry.manifest.world_size
+        rank = self._trainer.global_rank
+        ranks = self._trainer.world_size
+        trained = entry.manifest.world_size
         if resume is not None and among(resume, trained) == ranks:
             self._resume.restore(resume)
             return

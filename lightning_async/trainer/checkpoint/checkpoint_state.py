@@ -57,13 +57,15 @@ def take(trainer: Any) -> dict[str, Any]:
 
 def put(trainer: Any, own: dict[str, Any]) -> list[str]:
     """Put it in the place of another rank's; in words, what there was of it. What does not fit is left as it is."""
-    strategy, module = trainer.strategy, trainer.lightning_module
+    strategy = trainer.strategy
+    module = trainer.lightning_module
     done: list[str] = []
     if "optimizers" in own and strategy.optimizer_state_policy == "keep":
         count = _put_optimizers(strategy.optimizers, own["optimizers"], _names(module))
         done.append(f"optimizer state of {count} parameters")
     if "buffers" in own and strategy.buffers == "keep":
-        mine, count = _buffers(module), 0
+        mine = _buffers(module)
+        count = 0
         with torch.no_grad():
             for name, value in own["buffers"].items():
                 if name in mine and _alike(mine[name], value):
@@ -108,7 +110,8 @@ def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
 
 def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
     """For how many parameters; all optimizers, or none."""
-    count, before = 0, [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
+    count = 0
+    before = [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
     try:
         for optimizer, state, mine in zip(optimizers, before, own, strict=True):
             called = _numbered(optimizer, state, names)

@@ -56,7 +56,9 @@ class CheckpointDirectory:
     """
 
     def __init__(self, trainer: Any, store: CheckpointStore, settings: str) -> None:
-        self._trainer, self._store, self._settings = trainer, store, settings
+        self._trainer = trainer
+        self._store = store
+        self._settings = settings
         self._gather = partial(gather, trainer)
         self.joining = is_joining(trainer.strategy)
         """This rank comes to a training that saves already."""
@@ -93,8 +95,11 @@ class CheckpointDirectory:
         Raises:
             OSError: nothing can be written there.
         """
-        store, strategy, rank = self._store, self._trainer.strategy, names_of(self._trainer).mine
-        files, prefix = store.files, f".{self.program}-"
+        store = self._store
+        strategy = self._trainer.strategy
+        rank = names_of(self._trainer).mine
+        files = store.files
+        prefix = f".{self.program}-"
         path = f"{store.dirpath}/{prefix}{rank}"
         files.write(path, [b""])
         try:
@@ -160,7 +165,9 @@ class Checkpointing:
     """
 
     def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
-        self._trainer, self._settings, self._call = trainer, settings, call
+        self._trainer = trainer
+        self._settings = settings
+        self._call = call
         self.store = CheckpointStore(settings.dirpath)
         self.resume = Resume(trainer)
         self._recovery = CheckpointRecovery(trainer, settings, self.store, self.resume)
@@ -172,7 +179,8 @@ class Checkpointing:
         """This rank was told to go, and could not meet the others any more."""
         self._undo: list[Undo] = []
         self._number = 0
-        self._first_step, self._expected = 0, False
+        self._first_step = 0
+        self._expected = False
         """Whether there is memory for the state that optimizers have when they have stepped."""
         self._directory = CheckpointDirectory(trainer, self.store, settings.compared())
         self._patience_s = PATIENCE_S
@@ -183,7 +191,8 @@ class Checkpointing:
 
     def install(self) -> None:
         """Before anything is restored: have checkpoints read, and in a fit found and, at batch boundaries, written."""
-        trainer, strategy = self._trainer, self._trainer.strategy
+        trainer = self._trainer
+        strategy = self._trainer.strategy
         self._undo.append(replace(strategy, "teardown", self._tear_down))
         self._undo.append(
             set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._recovery.load))
@@ -233,7 +242,9 @@ class Checkpointing:
         self._start_saver()
 
     def _start_saver(self) -> None:
-        trainer, settings, rank = self._trainer, self._settings, self._names.mine
+        trainer = self._trainer
+        settings = self._settings
+        rank = self._names.mine
         for problem in self.resume.problems():
             log.warning("Rank %d: this training cannot be resumed exactly: %s", rank, problem)
         pickles = settings.objects == "pickle"
@@ -367,8 +378,10 @@ class Checkpointing:
 
     def _meets(self, exception: BaseException) -> bool:
         """Stand where all ranks leave, if this rank's model is whole, and the others are between gates, too."""
-        strategy, within = self._trainer.strategy, self.resume.points.step_position.within
-        sync_points, world = getattr(strategy, "sync_points", None), getattr(strategy, "world", None)
+        strategy = self._trainer.strategy
+        within = self.resume.points.step_position.within
+        sync_points = getattr(strategy, "sync_points", None)
+        world = getattr(strategy, "world", None)
         lost = isinstance(exception, AsyncTrainingError)
         if sync_points is None or world is None or not world.asynchronous or lost or within is StepPhase.STEP:
             return False
@@ -423,8 +436,10 @@ class Checkpointing:
         take_back(self._undo)
         if self._pace is not None:
             self._pace.give_up()
-        saver, self.saver = self.saver, None
-        pace, self._pace = self._pace, None
+        saver = self.saver
+        self.saver = None
+        pace = self._pace
+        self._pace = None
         try:
             if saver is not None:
                 saver.close(self._patience_s)

@@ -41,7 +41,9 @@ class Peers:
     """
 
     def __init__(self, trainer: Any, policy: SavePolicy) -> None:
-        self._trainer, self._policy, self._seal = trainer, policy, Seal.of_job()
+        self._trainer = trainer
+        self._policy = policy
+        self._seal = Seal.of_job()
         self._door: JoinBoard | None = None
         self.keeper: PeerStore | None = None
         self._peer_copy_sender: PeerCopySender | None = None
@@ -56,7 +58,9 @@ class Peers:
         self._to: Address | None = None
         self._sent: tuple[Any, ...] = ()
         """The same, of the last copy."""
-        self._failed, self._not_before, self._stale = 0, 0.0, False
+        self._failed = 0
+        self._not_before = 0.0
+        self._stale = False
         self._cannot = False
         """There is something in the state that cannot be copied."""
 
@@ -68,7 +72,8 @@ class Peers:
         """
         if self.keeper is not None:
             return
-        strategy, mine = self._trainer.strategy, str(names_of(self._trainer).mine)
+        strategy = self._trainer.strategy
+        mine = str(names_of(self._trainer).mine)
         door = self._door = strategy.transport.door(strategy.cluster_environment)
         try:
             self.keeper = keeper = PeerStore(facing(*door.host), self._seal)
@@ -84,7 +89,8 @@ class Peers:
 
     def _find(self) -> None:
         assert self._door is not None
-        mine, self._asked = str(names_of(self._trainer).mine), True
+        mine = str(names_of(self._trainer).mine)
+        self._asked = True
         addresses = {name: Address.of(self._door.read_keeper(name)) for name in self._door.keepers() if name != mine}
         others = {name: address for name, address in addresses.items() if address is not None}
         self._found, self._silent = find(mine, self._seal, others)
@@ -104,7 +110,8 @@ class Peers:
                 rank=mine,
             )  # fmt: skip
             return
-        step, now = found.label.get("step"), self._trainer.global_step
+        step = found.label.get("step")
+        now = self._trainer.global_step
         try:
             done = put(self._trainer, found.own)
         except Exception as error:  # of optimizers of the user's, too
@@ -124,12 +131,15 @@ class Peers:
         """
         if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
             return
-        step, names = self._trainer.global_step, names_of(self._trainer)
+        step = self._trainer.global_step
+        names = names_of(self._trainer)
         if self._peer_copy_sender is None or self._clock is None:
             self._peer_copy_sender = PeerCopySender(str(names.mine), self._seal, self._found and self._found.at)
             self._clock = SaveClock(self._policy, self._peer_copy_sender.costs, step - 1)
-        self._found, self._asked = None, False
-        peer_copy_sender, clock = self._peer_copy_sender, self._clock
+        self._found = None
+        self._asked = False
+        peer_copy_sender = self._peer_copy_sender
+        clock = self._clock
         peer_copy_sender.step()
         for sent in peer_copy_sender.poll():
             self._hear(sent)
@@ -158,14 +168,18 @@ class Peers:
         live_ranks = self._trainer.strategy.live_ranks
         if self._known == (names.left, live_ranks) and not (self._stale and time.monotonic() >= self._not_before):
             return
-        self._known, self._after, self._to, self._not_before = (names.left, live_ranks), (), None, 0.0
+        self._known = (names.left, live_ranks)
+        self._after = ()
+        self._to = None
+        self._not_before = 0.0
         if len(names.left) > 1 and names.mine in names.left:
             assert self._door is not None
             with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
                 found = {rank: Address.of(self._door.read_keeper(str(rank))) for rank in names.left}
                 hosts = {rank: "" if address is None else address.host for rank, address in found.items()}
                 after = next_to(names.mine, names.left, hosts)
-                self._after, self._to = (after, live_ranks), found[after] if after is not None else None
+                self._after = (after, live_ranks)
+                self._to = found[after] if after is not None else None
         self._pause(self._to is None)
 
     def _pause(self, stale: bool) -> None:
@@ -194,7 +208,9 @@ class Peers:
         """Training has ended well."""
         if self._peer_copy_sender is None or self.keeper is None:
             return
-        costs, keeper, mib = self._peer_copy_sender.costs, self.keeper, 2**20
+        costs = self._peer_copy_sender.costs
+        keeper = self.keeper
+        mib = 2**20
         stood_ms = 1000 * costs.stalled_s / max(1, costs.saves)
         rank_zero_info(
             f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, "
@@ -205,8 +221,10 @@ class Peers:
 
     def close(self) -> None:
         """Give up what is under way, and what is kept for others; idempotent."""
-        peer_copy_sender, self._peer_copy_sender = self._peer_copy_sender, None
-        keeper, self.keeper = self.keeper, None
+        peer_copy_sender = self._peer_copy_sender
+        self._peer_copy_sender = None
+        keeper = self.keeper
+        self.keeper = None
         if peer_copy_sender is not None:
             peer_copy_sender.close()
         if keeper is not None:

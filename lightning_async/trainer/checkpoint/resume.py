@@ -53,10 +53,13 @@ class Limits:
         Args:
             epoch_is_open: the end of this rank's epoch was yet to come.
         """
-        expected, self._expected, fit = self._expected, False, self._trainer.fit_loop
+        expected = self._expected
+        self._expected = False
+        fit = self._trainer.fit_loop
         if not expected:
             return
-        step, epoch = fit.epoch_loop.global_step, fit.epoch_progress.current.processed
+        step = fit.epoch_loop.global_step
+        epoch = fit.epoch_progress.current.processed
         done = _reached(step, fit.max_steps) or _reached(epoch, fit.max_epochs)
         others = self._trainer.strategy.reduce_boolean_decision(not done, all=False)
         if done and (others or (epoch_is_open and step == fit.max_steps)):
@@ -76,12 +79,16 @@ class Limits:
     def put_back(self) -> None:
         """As they were given."""
         if self._given is not None:
-            fit, (steps, epochs) = self._trainer.fit_loop, self._given
-            fit.epoch_loop.max_steps, fit.max_epochs, self._given = steps, epochs, None
+            fit = self._trainer.fit_loop
+            (steps, epochs) = self._given
+            fit.epoch_loop.max_steps = steps
+            fit.max_epochs = epochs
+            self._given = None
 
     def _raise(self) -> None:
         assert self._given is not None
-        fit, (steps, epochs) = self._trainer.fit_loop, self._given
+        fit = self._trainer.fit_loop
+        (steps, epochs) = self._given
         if steps != -1:  # with another -1, Lightning's loops would take the epoch's number for another one
             fit.epoch_loop.max_steps = max(steps, fit.epoch_loop.global_step + 1)
         if epochs != -1:
@@ -113,7 +120,8 @@ class Resume:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._limits = trainer, Limits(trainer)
+        self._trainer = trainer
+        self._limits = Limits(trainer)
         self.on_boundary: Callable[[], None] = lambda: None
         """Called at every safe point: `capture` there."""
         self.where: str | None = None
@@ -172,12 +180,14 @@ class Resume:
         """The same where a batch is done with and its validation has yet to begin; None elsewhere."""
         if not self._active or not self._in_batch_end:
             return None
-        step_position, within = self.points.step_position, self.points.step_position.within
+        step_position = self.points.step_position
+        within = self.points.step_position.within
         self.points.begin_validation()
         try:
             return self.points.capture("validation")
         finally:
-            step_position.within, self.points.began = within, None
+            step_position.within = within
+            self.points.began = None
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[LastSafeState]:
@@ -196,7 +206,9 @@ class Resume:
         self._limits.expect()
 
     def _end(self) -> None:
-        self._live, self._pending, self.where = False, None, None
+        self._live = False
+        self._pending = None
+        self.where = None
         self._limits.put_back()
         take_back(self._longer)
         for source in self.points.sources:
@@ -243,7 +255,8 @@ class Resume:
             self.points.begin_validation()
             self._boundary("validation")
             output = original()
-            self.points.began, self._in_batch_end = None, False
+            self.points.began = None
+            self._in_batch_end = False
             return output
 
         return run
@@ -291,7 +304,8 @@ class Resume:
             self.points.sources = sources = sources_of(combined.flattened)
             ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in sources)
             for source in sources:
-                source.ahead, source.told = ahead, self.told
+                source.ahead = ahead
+                source.told = self.told
             combined.flattened = [source.stand_in for source in sources]
             self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
             if self._pending is None:
@@ -387,7 +401,8 @@ class Resume:
             original(data_fetcher)
             if not self._active or self._pending is None:
                 return
-            where, epoch = self._pending["where"], self._trainer.fit_loop.epoch_loop
+            where = self._pending["where"]
+            epoch = self._trainer.fit_loop.epoch_loop
             # From here on Lightning would guess from its counters what was done: skip validations, repeat schedulers.
             self._set_restarting(False)
             epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
@@ -405,7 +420,8 @@ class Resume:
 
     def _should_validate(self, original: Any) -> Any:
         def should_check_val_fx(data_fetcher: Any) -> bool:
-            due, self._validation_is_due = self._validation_is_due, False
+            due = self._validation_is_due
+            self._validation_is_due = False
             return due or original(data_fetcher)
 
         return should_check_val_fx
@@ -416,7 +432,8 @@ class Resume:
         fit.epoch_loop.restarting = restarting
 
     def _go_on(self) -> None:
-        state, self._pending = self._pending, None
+        state = self._pending
+        self._pending = None
         assert state is not None
         self.points.modes.put(state["modes"])
         put_unsaved(self._trainer, state["unsaved"])

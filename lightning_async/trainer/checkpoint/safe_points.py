@@ -70,7 +70,9 @@ class KeptBuffers:
     @torch.no_grad()
     def keep(self) -> None:
         """As they are now."""
-        copies, old, new = {}, [], []
+        copies = {}
+        old = []
+        new = []
         for name, buffer in self._all():
             if buffer.nbytes > SMALL and not self._moves(name, buffer):
                 if name in self._copies:
@@ -125,7 +127,9 @@ def take_unsaved(trainer: Any) -> dict[str, Any]:
 
 def take_plain(trainer: Any) -> dict[str, Any]:
     """Of these the plain values."""
-    fit, epoch, lost_rank_data = trainer.fit_loop, trainer.fit_loop.epoch_loop, lost_rank_data_of(trainer)
+    fit = trainer.fit_loop
+    epoch = trainer.fit_loop.epoch_loop
+    lost_rank_data = lost_rank_data_of(trainer)
     averages = averaged_models_of(trainer)
     return {
         "averaged": averages.updates() if averages is not None else [],
@@ -147,7 +151,8 @@ def take_plain(trainer: Any) -> dict[str, Any]:
 @torch.no_grad()
 def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
     """As it was when ``state`` was taken; after the gradients were zeroed, and DDP has made all ranks alike."""
-    epoch, module = trainer.fit_loop.epoch_loop, trainer.lightning_module
+    epoch = trainer.fit_loop.epoch_loop
+    module = trainer.lightning_module
     trainer.should_stop |= state.get("stopped") == limits_of(trainer)  # older checkpoints do not say
     epoch._batches_that_stepped = state["stepped"]
     if epoch.val_loop._combined_loader is not None:
@@ -174,10 +179,13 @@ def keep_weight(trainer: Any, state: dict[str, Any]) -> None:
 
     They are of :math:`m` batches of :math:`k`, and the next batch is number :math:`p` of :math:`k'`, from 0 on.
     """
-    gradients, then, now = state["gradients"], state.get("window"), _window(trainer)
+    gradients = state["gradients"]
+    then = state.get("window")
+    now = _window(trainer)
     if then is None or now is None or list(then) == now or state["is_last_batch"]:
         return
-    (made, size), (place, length) = then, now
+    (made, size) = then
+    (place, length) = now
     if made and place and gradients:
         factor = (place / length) / (made / size)
         state["gradients"] = {name: gradient * factor for name, gradient in gradients.items()}
@@ -274,7 +282,8 @@ class StepPosition:
 
     def install(self) -> list[Undo]:
         """Patch what follows the steps of a batch; returns what takes it back."""
-        trainer, epoch = self._trainer, self._trainer.fit_loop.epoch_loop
+        trainer = self._trainer
+        epoch = self._trainer.fit_loop.epoch_loop
         return [
             replace(trainer.strategy, "backward", self._backward),
             replace(trainer.precision_plugin, "_after_closure", self._after_closure),
@@ -411,7 +420,8 @@ class SafePoints:
         """Of how many parts of the epoch's data this rank has which: ``[part, parts]``."""
         self.keeps = True
         """Whether a batch that goes wrong has a state to go on from."""
-        self.step_position, self.modes = StepPosition(trainer), Modes(trainer)
+        self.step_position = StepPosition(trainer)
+        self.modes = Modes(trainer)
         self.began: dict[str, Any] | None = None
         """What `_moving` was before the validation that is under way."""
         self._kept: _Kept | None = None
@@ -433,7 +443,8 @@ class SafePoints:
     def follow(self) -> Undo:
         """Training begins, and optimizers are there: hear of their steps; returns what ends that."""
         if (updates := updates_of(self._trainer)) is not None:
-            updates.on_gathered, updates.on_step_between = self.step_position.gathered, self.stepped_between
+            updates.on_gathered = self.step_position.gathered
+            updates.on_step_between = self.stepped_between
         return self.step_position.follow()
 
     def begin_validation(self) -> None:
@@ -496,10 +507,12 @@ class SafePoints:
         """A safe point: keep what the next batch changes before it steps."""
         if not self.keeps or where == "validation":
             return
-        trainer, (held, ended) = self._trainer, self._place(where)
+        trainer = self._trainer
+        (held, ended) = self._place(where)
         if self._known is None or self._buffers is None or self._generators is None or where == "epoch":
             # To look for them takes longer than to copy them; modules seldom get others within an epoch.
-            self._buffers, self._known = self._buffers or KeptBuffers(trainer.lightning_module), Known(trainer)
+            self._buffers = self._buffers or KeptBuffers(trainer.lightning_module)
+            self._known = Known(trainer)
             self._buffers.look()
             self.generators()
         assert self._generators is not None
@@ -511,7 +524,8 @@ class SafePoints:
             self.modes.take() if ended else None,
             [dict(vars(each)) for each in self._counters()],
         )  # fmt: skip
-        self.began, self._reached = None, trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        self.began = None
+        self._reached = trainer.fit_loop.epoch_loop.batch_progress.total.completed
         self.step_position.begin_batch()
 
     def stepped_between(self) -> None:
@@ -577,7 +591,8 @@ class SafePoints:
     def _complete_step(self) -> None:
         """What Lightning does when the optimizer has stepped."""
         epoch = self._trainer.fit_loop.epoch_loop
-        automatic, manual = epoch.automatic_optimization.optim_progress.optimizer.step, epoch.manual_optimization
+        automatic = epoch.automatic_optimization.optim_progress.optimizer.step
+        manual = epoch.manual_optimization
         for step in (automatic, manual.optim_step_progress):
             for each in (step.total, step.current):
                 each.completed = each.ready
@@ -600,7 +615,8 @@ class SafePoints:
 
     def _counters(self) -> list[Any]:
         """What Lightning counts in, of a fit."""
-        fit, epoch = self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop
+        fit = self._trainer.fit_loop
+        epoch = self._trainer.fit_loop.epoch_loop
         optimizer = epoch.automatic_optimization.optim_progress.optimizer
         progress = [
             fit.epoch_progress, epoch.batch_progress, epoch.scheduler_progress, optimizer.step, optimizer.zero_grad,

@@ -79,8 +79,10 @@ class SaveClock:
     """
 
     def __init__(self, policy: SavePolicy, costs: Costs, step: int) -> None:
-        self._policy, self._costs = policy, costs
-        self.saved_step, self._saved_at = step, time.monotonic()
+        self._policy = policy
+        self._costs = costs
+        self.saved_step = step
+        self._saved_at = time.monotonic()
         self._put_off = False
 
     def due_by_steps(self, step: int, epoch_end: bool) -> bool:
@@ -117,12 +119,15 @@ class SaveClock:
 
     def saved(self, step: int) -> None:
         """A save has begun, or one that was due is left out."""
-        self.saved_step, self._saved_at, self._put_off = step, time.monotonic(), False
+        self.saved_step = step
+        self._saved_at = time.monotonic()
+        self._put_off = False
 
 
 def manifest_of(trainer: Any, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
     """What the manifest of a save tells; after an ``exception`` no metric is computed, which may wait for others."""
-    metrics, known = {}, trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
+    metrics = {}
+    known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
     for name, value in known.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             metrics[name] = float(value)
@@ -171,12 +176,14 @@ class DelayedGather:
     """
 
     def __init__(self, collectives: Collectives, owned: bool = False) -> None:
-        self._collectives, self._owned = collectives, owned
+        self._collectives = collectives
+        self._owned = owned
         self._pending: Pending[Tensor] | None = None
 
     def hear(self) -> list[list[float]]:
         """Every rank's row of the last step, by rank; none before the first, and none twice."""
-        pending, self._pending = self._pending, None
+        pending = self._pending
+        self._pending = None
         return [] if pending is None else pending.result().tolist()  # of a step ago: it has long arrived
 
     def say(self, row: Sequence[float]) -> None:
@@ -219,7 +226,8 @@ def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
     Raises:
         ValueError: it is neither.
     """
-    strategy, world = trainer.strategy, getattr(trainer.strategy, "world", None)
+    strategy = trainer.strategy
+    world = getattr(trainer.strategy, "world", None)
     if trainer.world_size == 1:
         return None
     name = f"lagged{next(_made)}"

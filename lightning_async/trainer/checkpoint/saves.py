@@ -50,7 +50,10 @@ class LockstepSaves:
     """
 
     def __init__(self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int]) -> None:
-        self._trainer, self._saver, self._settings, self._number = trainer, saver, settings, number
+        self._trainer = trainer
+        self._saver = saver
+        self._settings = settings
+        self._number = number
         self._group = group
         self._clock = SaveClock(settings.save, saver.costs, trainer.global_step)
         self._lagged = lagged_of("FaultTolerantCheckpoint", trainer)
@@ -69,20 +72,25 @@ class LockstepSaves:
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
         """A safe point, on all ranks; within a validation of a rank alone."""
-        trainer, saver, clock = self._trainer, self._saver, self._clock
+        trainer = self._trainer
+        saver = self._saver
+        clock = self._clock
         if resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption", resume)
                 preempted.leave(lambda: finish(trainer, saver))
             return
-        step, epoch_end = trainer.global_step, resume.where == "epoch"
+        step = trainer.global_step
+        epoch_end = resume.where == "epoch"
         mine = clock.due(step, epoch_end)
         due, busy, told = self._asked([mine, saver.busy, preempted.told])
         if told:
             self._stop(resume, preempted)
-        last, by_steps = epoch_end and is_last(trainer), clock.due_by_steps(step, epoch_end)
+        last = epoch_end and is_last(trainer)
+        by_steps = clock.due_by_steps(step, epoch_end)
         if last or by_steps:
-            due, busy = True, trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
+            due = True
+            busy = trainer.strategy.reduce_boolean_decision(saver.busy, all=False)
         elif self._stale:
             due = False
         self._stale = False
@@ -111,7 +119,8 @@ class LockstepSaves:
 
         It may fail while ranks exchange nothing, as within an accumulation of gradients, and does not come.
         """
-        trainer, saver = self._trainer, self._saver
+        trainer = self._trainer
+        saver = self._saver
         if self._lagged is not None and not self._failed:
             try:
                 self._failed = _failed(self._lagged.hear())  # what was said here: who has failed has said so instead
@@ -128,7 +137,8 @@ class LockstepSaves:
 
     def _save(self, reason: str, resume: Resume, alone: bool = False) -> None:
         trainer = self._trainer
-        self._number, step = self._number + 1, trainer.global_step
+        self._number = self._number + 1
+        step = trainer.global_step
         shared, checkpoint = collect(trainer, ALIKE, pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
         manifest = manifest_of(trainer, reason)
@@ -137,7 +147,8 @@ class LockstepSaves:
         else:
             self._saver.save(self._number, step, self._group, shared, own, manifest)
         self._clock.saved(step)
-        self._stale, self._batches = trainer.world_size > 1, batches(trainer)
+        self._stale = trainer.world_size > 1
+        self._batches = batches(trainer)
 
     def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
         """Save alone, whatever the others do: what is equal on all ranks is whole on this one. Whether that was done.
@@ -153,7 +164,9 @@ class LockstepSaves:
                 return refuse(trainer, resume)
             shared, checkpoint = collect(trainer, ALIKE, state.callbacks, self._saver.pickles)
             own = {"checkpoint": checkpoint, "resume": state.resume}
-            manifest, number, step = manifest_of(trainer, reason, exception), self._number + 1, trainer.global_step
+            manifest = manifest_of(trainer, reason, exception)
+            number = self._number + 1
+            step = trainer.global_step
             if reason == "preemption" and self._all_are_here(own["resume"]):
                 self._saver.save(number, step, self._group, shared, own, manifest)
                 return True
@@ -234,14 +247,18 @@ def save(met: BarrierSave, reason: str, wanted: bool = True, queue: bool = False
         reason: for the manifest.
         queue: leave this rank's part out where the saves before it are not written yet, rather than wait for them.
     """
-    trainer, saver = met.trainer, met.saver
-    strategy, averager, names = trainer.strategy, trainer.strategy.averager, names_of(trainer)
+    trainer = met.trainer
+    saver = met.saver
+    strategy = trainer.strategy
+    averager = trainer.strategy.averager
+    names = names_of(trainer)
     mine = [wanted, averager.marks.saved, int(averager.global_step()), names.mine]
     wishes, known, steps, ranks = zip(*strategy.world.gather_objects(mine), strict=True)
     if not any(wishes):
         return None
     alone = len(ranks) < names.started  # one that is lost may have saved alone, as the next number, at this very step
-    number, step = max(known) + 1 + alone, max(steps)
+    number = max(known) + 1 + alone
+    step = max(steps)
     averager.marks.begin(number)
     ranks = [rank for rank in sorted(ranks) if rank in met.group]
     strategy.world.asynchronous, before = (
@@ -311,8 +328,12 @@ class AsyncSaves:
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
                 "another one elsewhere: while replicas drift, all ranks must see the same."
             )
-        self._trainer, self._saver, self._settings, self._group = trainer, saver, settings, group
-        self._known, self._asked = number, False
+        self._trainer = trainer
+        self._saver = saver
+        self._settings = settings
+        self._group = group
+        self._known = number
+        self._asked = False
         self._averager: Any = None
         self._left = left
         self._attach()
@@ -327,7 +348,8 @@ class AsyncSaves:
 
     def _attach(self) -> None:
         """Averaging may have begun anew."""
-        before, self._averager = self._averager, self._trainer.strategy.averager
+        before = self._averager
+        self._averager = self._trainer.strategy.averager
         if before is self._averager:
             return
         if before is not None:  # steps count from 0 again
@@ -361,7 +383,8 @@ class AsyncSaves:
         self._attach()
         self._take()
         self._follow()
-        step, at_end = self._averager.global_step(), resume.where == "epoch"
+        step = self._averager.global_step()
+        at_end = resume.where == "epoch"
         ahead = int(self._averager.ledger.synchronous)  # the next step is a round, after which all save
         if not self._asked and self._clock.asks(self._settings, self._saver.busy, step, ahead, at_end):
             self._asked = True
@@ -369,9 +392,12 @@ class AsyncSaves:
 
     def _follow(self) -> None:
         """Hear of saves, and of ranks that are lost: what these had asked for may be lost with them."""
-        left, saved = names_of(self._trainer).left, self._averager.marks.saved
+        left = names_of(self._trainer).left
+        saved = self._averager.marks.saved
         if left != self._left:
-            self._left, self._known, self._asked = left, saved, False
+            self._left = left
+            self._known = saved
+            self._asked = False
         if saved != self._known:
             self._saved(saved)
         if self._saver.gave_up:
@@ -379,7 +405,8 @@ class AsyncSaves:
             self._clock.put_off()
 
     def _saved(self, number: int) -> None:
-        self._known, self._asked = number, False
+        self._known = number
+        self._asked = False
         self._clock.saved(self._averager.global_step())
 
     def give_up(self) -> None:
@@ -400,7 +427,8 @@ class AsyncSaves:
         marked = self._averager.marks.take()
         if marked is None:
             return
-        (number, step, members), queue = marked.mark, self._settings.busy != "wait"
+        (number, step, members) = marked.mark
+        queue = self._settings.busy != "wait"
         ranks = self._ranks(members)
         self._saved(number)
         with self._resume.as_it_was() as state:
@@ -425,7 +453,8 @@ class AsyncSaves:
 
     def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
         """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""
-        trainer, averager = self._trainer, self._averager
+        trainer = self._trainer
+        averager = self._averager
         if batches(trainer) == self._began:
             return False
         with resume.points.as_it_was(ending=True) as state:
@@ -434,7 +463,8 @@ class AsyncSaves:
             shared, checkpoint = collect(trainer, REPLICAS, state.callbacks, self._saver.pickles)
             shared["averaging"] = averager.state_dict()
             own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
-            number, step = max(self._known, averager.marks.saved) + 1, averager.global_step()
+            number = max(self._known, averager.marks.saved) + 1
+            step = averager.global_step()
             manifest = manifest_of(trainer, reason, exception)
             return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
@@ -500,9 +530,15 @@ class ServerSaves:
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
                 "another one elsewhere: each worker writes a part of what is on the servers, so all must see the same."
             )
-        self._trainer, self._saver, self._settings, self._group = trainer, saver, settings, group
-        self._resume, self._call, self._known = resume, call, number
-        self._asked, self._waited_s = False, 0.0
+        self._trainer = trainer
+        self._saver = saver
+        self._settings = settings
+        self._group = group
+        self._resume = resume
+        self._call = call
+        self._known = number
+        self._asked = False
+        self._waited_s = 0.0
         self._averager: Any = None
         self._attach()
         self._clock = SaveClock(settings.save, saver.costs, self._step)
@@ -524,7 +560,8 @@ class ServerSaves:
 
     def _attach(self) -> None:
         """Training may have begun anew, or with others."""
-        before, self._averager = self._averager, self._trainer.strategy.averager
+        before = self._averager
+        self._averager = self._trainer.strategy.averager
         if before is self._averager:
             return
         if before is not None:
@@ -549,7 +586,8 @@ class ServerSaves:
             return
         self._attach()
         self._follow()
-        ahead, at_end = int(self._in_step), resume.where == "epoch"
+        ahead = int(self._in_step)
+        at_end = resume.where == "epoch"
         if not self._asked and self._clock.asks(self._settings, self._saver.busy, self._step, ahead, at_end):
             self._asked = True
             self._call()
@@ -558,7 +596,8 @@ class ServerSaves:
         """Ranks may be lost, and saves with them."""
         left = names_of(self._trainer).left
         if left != self._left:
-            self._left, self._asked = left, False
+            self._left = left
+            self._asked = False
         if self._saver.gave_up:
             self._saver.gave_up = False
             self._clock.put_off()
@@ -569,7 +608,8 @@ class ServerSaves:
         if save(self._met, "due", self._asked, queue=self._settings.busy != "wait") is None:
             return
         self._saver.costs.stalled_s += self._waited_s
-        self._asked, self._waited_s = False, 0.0
+        self._asked = False
+        self._waited_s = 0.0
         self._clock.saved(self._step)
 
     @property
@@ -578,7 +618,8 @@ class ServerSaves:
 
     def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
         """Save what the servers have, and this worker's place, whatever the others do. Whether that was done."""
-        trainer, averager = self._trainer, self._averager
+        trainer = self._trainer
+        averager = self._averager
         if batches(trainer) == self._began:
             return False
         with resume.points.as_it_was(ending=True) as state:
@@ -588,7 +629,8 @@ class ServerSaves:
                 shared, checkpoint = collect(trainer, trainer.strategy.alike, state.callbacks, self._saver.pickles)
                 shared["averaging"] = averager.state_dict()
                 own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
-                number, step = self.known + 1, averager.global_step()
+                number = self.known + 1
+                step = averager.global_step()
                 manifest = manifest_of(trainer, reason, exception)
                 return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 

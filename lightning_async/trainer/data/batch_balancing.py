@@ -43,7 +43,8 @@ class Bounds(NamedTuple):
     def sizes(self, total: int, speeds: Iterable[float], rooms: Iterable[int]) -> list[int]:
         """See `batch_sizes`. A rank without memory for its part has the smaller one for which it has ``rooms``, as long
         as the others can take the rest of a step; else it trains on its part in pieces."""
-        v, rooms = list(speeds), list(rooms)
+        v = list(speeds)
+        rooms = list(rooms)
         most = min(total, self.maximum or total)
         within = [max(self.minimum, min(most, room or most)) for room in rooms]
         return batch_sizes(total, v, self.minimum, within if sum(within) >= total else [most] * len(v))
@@ -84,7 +85,10 @@ class Balancing:
     """
 
     def __init__(self, trainer: Any, bounds: Bounds, total: int, room: Callable[[], int | None]) -> None:
-        self._trainer, self._bounds, self.total, self._room = trainer, bounds, total, room
+        self._trainer = trainer
+        self._bounds = bounds
+        self.total = total
+        self._room = room
         self.base = 0
         """Samples in a batch of this rank's loader, of which ``total`` was made."""
         self.sizes: dict[str, int] = {}
@@ -114,7 +118,8 @@ class Balancing:
 
     def would_gain(self) -> bool:
         """Whether other sizes would shorten a step, by what headers say of all ranks' speeds."""
-        epoch, paces = self._epoch, self._trainer.strategy.sync_points.paces
+        epoch = self._epoch
+        paces = self._trainer.strategy.sync_points.paces
         speeds = {epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
         sizes = self._bounds.sizes(self.total, speeds.values(), [0] * len(speeds))
         return self._gains(dict(zip(speeds, sizes, strict=True)), speeds)
@@ -123,7 +128,8 @@ class Balancing:
 
     def _begin(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
-            epoch, share = self._epoch, self._epoch.mine()
+            epoch = self._epoch
+            share = self._epoch.mine()
             comes = epoch.first is not None or epoch.begins  # within the epoch of others
             original(data_fetcher)
             world = self._trainer.strategy.world
@@ -147,14 +153,16 @@ class Balancing:
         given = {name: each.loaders[0][0] for name, each in shares.items()}
         sizes = {name: one["batch_size"] for name, one in given.items() if one is not None and one["kind"] == "given"}
         if sizes.keys() == given.keys() and sum(sizes.values()) == self.total:  # it goes on from a checkpoint
-            self.sizes, self._shares = sizes, shares
+            self.sizes = sizes
+            self._shares = shares
             self._end_at(share)
             return
         left = [(each, each.first) for each in shares.values()]
         if (epoch := self._epoch).known:
             left = [(each, max(each.first, epoch.number(name))) for name, each in epoch.shares.items()]
         if not self._deal(left, said, self._sizes(said)):
-            self.sizes, self._shares = {}, {}
+            self.sizes = {}
+            self._shares = {}
             log.warning(
                 "Rank %d: there is not one sample of epoch %d for each rank, so that nothing is balanced in it.",
                 self._trainer.global_rank, self._trainer.current_epoch,
@@ -213,8 +221,10 @@ class Balancing:
 
     @property
     def _ready(self) -> int:
-        fit, epoch = self._trainer.fit_loop, self._epoch
-        count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
+        fit = self._trainer.fit_loop
+        epoch = self._epoch
+        count = fit.epoch_loop.batch_progress.current
+        ends = epoch.at_end or fit.epoch_loop.done
         in_step = count.ready != count.completed or (count.ready > 0 and self._trainer.strategy.gathers)
         knows = epoch.known if epoch is not self._alone else bool(self._shares)
         return count.ready if knows and not in_step and not ends else -1
@@ -255,7 +265,8 @@ class Balancing:
         return then_s < (1.0 - _GAIN) * now_s
 
     def _deal(self, left: list[tuple[DataShard, int]], said: list[_Said], sizes: dict[str, int]) -> bool:
-        epoch, trainer = self._epoch, self._trainer
+        epoch = self._epoch
+        trainer = self._trainer
         loader = trainer.fit_loop._combined_loader.flattened[0]
         dealt = by_steps(left, {each.name: each.ready for each in said}, sizes, loader.drop_last)
         if not dealt:
@@ -263,7 +274,8 @@ class Balancing:
         if epoch.known:
             epoch.deal(dealt)
             epoch.take_part(self.name)
-        self._shares, self._phase = dealt, epoch.phase
+        self._shares = dealt
+        self._phase = epoch.phase
         if sizes != self.sizes:
             self._tell(sizes)
         self.sizes = sizes

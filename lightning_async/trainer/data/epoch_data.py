@@ -45,7 +45,8 @@ class EmptyShards:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         self._seen_loader: Any = None
 
     def install(self) -> list[Undo]:
@@ -58,7 +59,9 @@ class EmptyShards:
     def _setup_data(self, original: Any) -> Any:
         def setup_data() -> None:
             original()
-            fit, trainer, world = self._trainer.fit_loop, self._trainer, self._strategy.world
+            fit = self._trainer.fit_loop
+            trainer = self._trainer
+            world = self._strategy.world
             loader = fit._combined_loader
             if loader is None or loader is self._seen_loader or world is None:
                 return
@@ -91,7 +94,9 @@ def go_on_with(trainer: Any, share: DataShard, steps: int | None = None) -> list
             come within it.
     """
     fit = trainer.fit_loop
-    epoch, fetcher, combined = fit.epoch_loop, fit._data_fetcher, fit._combined_loader
+    epoch = fit.epoch_loop
+    fetcher = fit._data_fetcher
+    combined = fit._combined_loader
     undo = end_at(trainer, share.end)
     interval = validation_interval(trainer)
     is_sized = not math.isinf(share.end)
@@ -108,7 +113,8 @@ def go_on_with(trainer: Any, share: DataShard, steps: int | None = None) -> list
             undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
         source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
     iter(fetcher)
-    fetcher.length, fetcher.done = share.end - share.first if is_sized else None, False
+    fetcher.length = share.end - share.first if is_sized else None
+    fetcher.done = False
     epoch.batch_progress.is_last_batch = False
     return undo
 
@@ -126,7 +132,8 @@ def end_at(trainer: Any, end: float) -> list[Undo]:
 
 def train_on(trainer: Any, share: DataShard) -> None:
     """The epoch has come to its end, and goes on, by Lightning's own loop, with these batches."""
-    epoch, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    epoch = trainer.fit_loop.epoch_loop
+    fetcher = trainer.fit_loop._data_fetcher
     undo = [replace(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
     try:
         while not epoch.done:
@@ -154,7 +161,8 @@ def _within_epoch(original: Any) -> Any:
 
 # Who has which batches of the epoch under way, and how far each is, as far as this rank has been told.
 
-_PHASES, _BATCHES = 2**9, 2**28
+_PHASES = 2**9
+_BATCHES = 2**28
 """Of a place: how often an epoch was dealt out anew, at most, and how many batches it has; with the epoch, 53 bits."""
 
 
@@ -194,12 +202,20 @@ class EpochAssignment:
 
     def forget(self) -> None:
         """Another epoch begins, or another training."""
-        self.known, self.shares, self.places, self._sync_points, self._gone = False, {}, {}, None, set()
-        self.dealt, self.came, self.has_none = [], False, False
+        self.known = False
+        self.shares = {}
+        self.places = {}
+        self._sync_points = None
+        self._gone = set()
+        self.dealt = []
+        self.came = False
+        self.has_none = False
 
     def deal(self, shares: Mapping[str, DataShard]) -> None:
         """From here on this is what each has."""
-        self.shares, self.phase, self._gone = shares, self.phase + 1, set()
+        self.shares = shares
+        self.phase = self.phase + 1
+        self._gone = set()
 
     def take_part(self, name: str) -> None:
         """This rank, by its name, has its part of what was dealt, as checkpoints say; or none, where that was short."""
@@ -255,24 +271,29 @@ class EpochAssignment:
 
     def mine(self) -> DataShard:
         """What this rank's loaders have of the epoch that begins."""
-        fit, trainer = self._trainer.fit_loop, self._trainer
+        fit = self._trainer.fit_loop
+        trainer = self._trainer
         first = fit.epoch_loop.batch_progress.current.ready
         anew = (
             trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
         )  # as Lightning has it
-        skipped, loaders, own = 0, [], 0
+        skipped = 0
+        loaders = []
+        own = 0
         for loader in fit._combined_loader.flattened:
             told, count = told_of(loader)
             source = follower(loader) if count else None
             if source is not None and not anew:
                 position = source.position(before=False, ended=False)
-                told, skipped = position.get("share"), position.get("taken", 0)
+                told = position.get("share")
+                skipped = position.get("taken", 0)
                 if told is not None and told["kind"] == "given":
                     own = count = -(-len(told["indices"]) // told["batch_size"])
             elif told is None and math.isinf(fit.max_batches) and (told := stream_of(loader)) is not None:
                 found = None if anew else follower(loader)
                 position = {} if found is None else found.position(before=True, ended=False)  # one is held
-                told, skipped = position.get("share") or told, position.get("taken", 0)
+                told = position.get("share") or told
+                skipped = position.get("taken", 0)
             loaders.append((told, count))
         # How much there is, nobody knows; or there is none.
         unsized = first + any(told is None or told["kind"] == "stream" for told, _ in loaders)
@@ -301,7 +322,9 @@ class LostRankData:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any, rates: LearningRates) -> None:
-        self._strategy, self._trainer, self._rates = strategy, trainer, rates
+        self._strategy = strategy
+        self._trainer = trainer
+        self._rates = rates
         self.epoch = EpochAssignment(trainer)
         self._taken_up: list[Any] = []
         """What `left` was where this fit goes on."""
@@ -332,14 +355,17 @@ class LostRankData:
 
     def rest(self) -> bool:
         """At the gate that ends an epoch: train on what the lost have left of it; whether there was something."""
-        world, sync_points, epoch = self._strategy.world, self._strategy.sync_points, self._trainer.fit_loop.epoch_loop
+        world = self._strategy.world
+        sync_points = self._strategy.sync_points
+        epoch = self._trainer.fit_loop.epoch_loop
         if not self._strategy.shrinks or world is None or sync_points is None:
             return False
         self.epoch.hear(sync_points)
         stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
         goes_on = not stops and epoch.global_step != epoch.max_steps
         name = self.epoch.called(sync_points.name)
-        ready, came = epoch.batch_progress.current.ready, self.epoch.came
+        ready = epoch.batch_progress.current.ready
+        came = self.epoch.came
         mine: list[Any] = [name, self.epoch.known, goes_on, ready, came, self.epoch.places]
         told = world.gather_objects(mine)
         self._log_alike(world, [came for *_, came, _ in told])
@@ -396,7 +422,8 @@ class LostRankData:
             how_it_ended(self._trainer, self._rates.stepped) if mine else None, everyones.index(told)
         )
         if not self.epoch.known:
-            self.epoch.phase, self.epoch.known = told[0], True
+            self.epoch.phase = told[0]
+            self.epoch.known = True
             self.epoch.shares = {each: DataShard(*share) for each, share in told[1].items()}
             if ended is not None:
                 end_as_others(self._trainer, ended)
@@ -407,7 +434,8 @@ class LostRankData:
 
     def _begin(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
-            world, sync_points = self._strategy.world, self._strategy.sync_points
+            world = self._strategy.world
+            sync_points = self._strategy.sync_points
             if self.epoch.first is None and not self.epoch.begins:  # else it is under way, and this rank has been told
                 self.epoch.forget()
                 if world is not None and sync_points is not None and not world.asynchronous:
@@ -420,7 +448,8 @@ class LostRankData:
         epoch = self.epoch
         epoch.hear(sync_points)
         mine: list[Any] = [epoch.called(sync_points.name), list(epoch.mine()), self._taken_up]
-        told, self._taken_up = world.gather_objects(mine), []
+        told = world.gather_objects(mine)
+        self._taken_up = []
         shares = {name: DataShard(*each) for name, each, _ in told}
         for number, each in enumerate(unheard(shares.values())):
             shares[f"(lost as the epoch began, {number})"] = each
@@ -430,13 +459,16 @@ class LostRankData:
             lost = f"{name}, lost before a checkpoint"
             shares[lost] = before(DataShard(*each), there)
             left_at[lost] = begin
-        epoch.known, epoch.phase, epoch.shares = True, 0, shares  # whole at once: other threads read it
+        epoch.known = True
+        epoch.phase = 0
+        epoch.shares = shares  # whole at once: other threads read it
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
     def _begin_batch(self, original: Any) -> Any:
         def on_train_batch_start(batch: Any, batch_idx: int) -> None:
             original(batch, batch_idx)
-            sync_points, epoch = self._strategy.sync_points, self._trainer.fit_loop.epoch_loop
+            sync_points = self._strategy.sync_points
+            epoch = self._trainer.fit_loop.epoch_loop
             if (
                 sync_points is not None and not epoch._should_accumulate()
             ):  # else its gradients are yet to be stepped with
@@ -501,7 +533,10 @@ class JoinerData:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any, epoch: EpochAssignment, rates: LearningRates) -> None:
-        self._strategy, self._trainer, self._epoch, self._rates = strategy, trainer, epoch, rates
+        self._strategy = strategy
+        self._trainer = trainer
+        self._epoch = epoch
+        self._rates = rates
         self._until_end: list[Undo] = []
         """What holds for the rest of the epoch."""
         self._joined: Joined = {}
@@ -550,16 +585,22 @@ class JoinerData:
             places: of all.
             told: of the newcomer: what one of those that are there knows of the epoch.
         """
-        sync_points, epoch = self._strategy.sync_points, self._epoch
+        sync_points = self._strategy.sync_points
+        epoch = self._epoch
         if not self._strategy.shrinks or sync_points is None:
             return
         epoch.hear(sync_points)
         epoch.has_none |= told is not None
         all_ = [_Place(*each) for each in places]
-        there, lengths = [each for each in all_ if not each.comes], [each.lengths for each in all_ if each.comes]
+        there = [each for each in all_ if not each.comes]
+        lengths = [each.lengths for each in all_ if each.comes]
         if there and told is not None and all(each.streams for each in all_):
-            epoch.phase, epoch.shares, epoch.known = told[0], _shares(told[1]), True
-            epoch.begins, epoch.came, epoch.has_none = True, True, False
+            epoch.phase = told[0]
+            epoch.shares = _shares(told[1])
+            epoch.known = True
+            epoch.begins = True
+            epoch.came = True
+            epoch.has_none = False
             self._rates.stepped.update(there[0].stepped)
         epochs = {each.epoch for each in there}
         if len(epochs) != 1 or not lengths or not all(each.is_within for each in all_):
@@ -572,7 +613,8 @@ class JoinerData:
             epoch.learn(each.places)
         at = {each.name: each.ready for each in there}
         left = [(share, at.get(of, epoch.number(of))) for of, share in shares.items()]
-        dealt, self._joined = inherited(left, {each.name: each.ready for each in all_}, self._joined), {}
+        dealt = inherited(left, {each.name: each.ready for each in all_}, self._joined)
+        self._joined = {}
         if len(dealt) < len(all_):  # there is not one batch for each
             return
         epoch.deal(dealt)
@@ -580,18 +622,21 @@ class JoinerData:
         epoch.take_part(name)
         log.info("The rest of epoch %d is dealt out among %d ranks.", *epochs, len(all_))
         if told is not None:
-            epoch.first, epoch.came = epoch.shares[name], True
+            epoch.first = epoch.shares[name]
+            epoch.came = True
             self._rates.stepped.update(there[0].stepped)
         else:
             self._until_end += go_on_with(self._trainer, epoch.shares[name])
 
     def _place(self, name: str, comes: bool) -> _Place:
-        number, epoch = self._trainer.current_epoch, self._epoch
+        number = self._trainer.current_epoch
+        epoch = self._epoch
         if comes:
             own = epoch.whole()
             return _Place(name, True, own.is_known, number, 0, own.lengths, epoch.streams, {}, {})
         fit = self._trainer.fit_loop
-        count, ends = fit.epoch_loop.batch_progress.current, epoch.at_end or fit.epoch_loop.done
+        count = fit.epoch_loop.batch_progress.current
+        ends = epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
         in_step = count.ready != count.completed or (count.ready > 0 and self._strategy.gathers)
         is_within = epoch.known and by_batch and not in_step and not ends
@@ -606,14 +651,16 @@ class JoinerData:
             if self._epoch.first is not None:
                 self._until_end += go_on_with(self._trainer, self._epoch.first)
                 self._epoch.first = None
-            self._follows, self._epoch.begins = self._epoch.begins, False
+            self._follows = self._epoch.begins
+            self._epoch.begins = False
 
         return on_run_start
 
     def _after_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
             original(data_fetcher)
-            sync_points, loop = self._strategy.sync_points, self._trainer.fit_loop.epoch_loop
+            sync_points = self._strategy.sync_points
+            loop = self._trainer.fit_loop.epoch_loop
             ended = self._follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
             if ended and not self._strategy.gathers:  # its stream goes on, and the others' have come to an end
                 loop.batch_progress.is_last_batch = True

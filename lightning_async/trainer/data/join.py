@@ -81,7 +81,9 @@ def state_for_joining_ranks(trainer: Any) -> dict[str, Any]:
 
 def take_over(trainer: Any, state: dict[str, Any]) -> None:
     """Be as the rank that `state_for_joining_ranks` is of; the fit's loop is about to begin an epoch."""
-    connector, module, fit = trainer._checkpoint_connector, trainer.lightning_module, trainer.fit_loop
+    connector = trainer._checkpoint_connector
+    module = trainer.lightning_module
+    fit = trainer.fit_loop
     for callback, directory in zip(trainer.callbacks, state["directories"], strict=False):
         if directory and hasattr(callback, "dirpath"):  # else it would not believe its state
             callback.dirpath = directory
@@ -120,7 +122,9 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[
         state: see `state_for_joining_ranks`.
         has_part: whether the others have dealt out what is left; asked as the epoch begins here.
     """
-    fit, logged, done = trainer.fit_loop, state["logged"], False  # the rest of the state is large, and goes
+    fit = trainer.fit_loop
+    logged = state["logged"]
+    done = False  # the rest of the state is large, and goes
     given: list[float] = []
 
     def run(original: Any) -> Any:
@@ -171,7 +175,8 @@ def end_as_others(trainer: Any, ended: dict[str, Any]) -> None:
     """Be where another rank is at the end of an epoch, see `how_it_ended`."""
     put_blank(trainer, ended["metrics"])
     for count, (ready, completed) in zip(_steps(trainer), ended["steps"], strict=True):
-        count.ready, count.completed = ready, completed
+        count.ready = ready
+        count.completed = completed
     trainer.fit_loop.epoch_loop._batches_that_stepped = ended["logged"]
     for config, state in zip(trainer.lr_scheduler_configs, ended["schedulers"], strict=False):
         config.scheduler.load_state_dict(state)

@@ -42,13 +42,15 @@ class SamplerResize:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         self._undo: list[Undo] = []
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
         fit = self._trainer.fit_loop
-        loops, wrap = (fit, fit.epoch_loop.val_loop), self._setup_data if self._strategy.shrinks else self._number_new
+        loops = (fit, fit.epoch_loop.val_loop)
+        wrap = self._setup_data if self._strategy.shrinks else self._number_new
         return [
             *(replace(loop, "setup_data", lambda own, loop=loop: wrap(own, loop)) for loop in loops),
             partial(take_back, self._undo),
@@ -95,8 +97,10 @@ class SamplerResize:
             with yet_to_be_numbered():
                 original()
         except ValueError:
-            trainer, live_ranks = self._trainer, self._strategy.live_ranks
-            interval, batches = validation_interval(trainer), loop.max_batches
+            trainer = self._trainer
+            live_ranks = self._strategy.live_ranks
+            interval = validation_interval(trainer)
+            batches = loop.max_batches
             grown = live_ranks is not None and trainer.world_size > live_ranks.started
             if loop is not trainer.fit_loop or not grown or not isinstance(interval, int) or interval <= batches:
                 raise
@@ -113,7 +117,8 @@ class SamplerResize:
         world = self._strategy.world
         if world is None or world.asynchronous:
             return before
-        generation, live_ranks = world.generation(), self._strategy.live_ranks
+        generation = world.generation()
+        live_ranks = self._strategy.live_ranks
         return "" if live_ranks is None else live_ranks.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
@@ -135,7 +140,8 @@ class SamplerResize:
 
     def _number_partitions(self, loop: Any) -> None:
         """By the numbers that ranks have for life, so that keys stay where they are."""
-        kwargs, live_ranks = self._trainer.strategy.distributed_sampler_kwargs, self._strategy.live_ranks
+        kwargs = self._trainer.strategy.distributed_sampler_kwargs
+        live_ranks = self._strategy.live_ranks
         names = tuple(map(str, range(kwargs["num_replicas"]))) if live_ranks is None else live_ranks.names
         for loader, each in _partitions(loop):
             each.number(names, kwargs["rank"])
@@ -176,7 +182,8 @@ def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> N
         return
     whole: Any = sampler.dataset
     rest = len(whole) % num_replicas if sampler.drop_last else 0
-    sampler.num_replicas, sampler.rank = num_replicas, rank
+    sampler.num_replicas = num_replicas
+    sampler.rank = rank
     sampler.num_samples = math.ceil((len(whole) - rest) / num_replicas)
     sampler.total_size = sampler.num_samples * num_replicas
 
@@ -194,7 +201,8 @@ class ConsistentMetrics:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
@@ -268,9 +276,11 @@ def resized(
 
 def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
     """Where lost ranks stood with what all had committed, by their place among these; and of whom it is not known."""
-    known, others = {}, []
+    known = {}
+    others = []
     for entry in left:
-        share, begin = DataShard(*entry[1]), entry[2]
+        share = DataShard(*entry[1])
+        begin = entry[2]
         told = share.loaders[0][0] if share.is_known and len(share.loaders) == 1 else None
         if told is None or told["kind"] != "distributed" or told["num_replicas"] != ranks:
             others.append(entry)
@@ -312,9 +322,11 @@ def _divided(
             len(positions), world_size,
         )  # fmt: skip
         return {"ended": False, "dataset": None}
-    told, left = positions[0]["share"], rest(positions)
+    told = positions[0]["share"]
+    left = rest(positions)
     sizes = [position["share"]["batch_size"] for position in positions]  # unequal ones, by `BalancedBatchSizes`
-    size, full = -(-sum(sizes) // len(sizes)), told.get("full_batches", False)
+    size = -(-sum(sizes) // len(sizes))
+    full = told.get("full_batches", False)
     if full:  # `DataLoader(drop_last=True)`
         left = left[: len(left) - len(left) % (size * world_size)]
     indices = torch.tensor(division(left, rank, world_size, size), dtype=torch.int64)
@@ -341,7 +353,8 @@ class ValidationTakeover:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         self._loop: Any = trainer.fit_loop.epoch_loop.val_loop
         self._shares: dict[str, list[list[DataShard]]] = {}
         """What each rank has of each loader: at the start, and of others."""
@@ -359,8 +372,10 @@ class ValidationTakeover:
 
     def _begin(self, original: Any) -> Any:
         def on_run_start() -> None:
-            self._shares, self._loader = {}, 0
-            world, sync_points = self._strategy.world, self._strategy.sync_points
+            self._shares = {}
+            self._loader = 0
+            world = self._strategy.world
+            sync_points = self._strategy.sync_points
             if world is not None and sync_points is not None and not world.asynchronous and self._loop._is_sequential:
                 mine: list[Any] = [sync_points.name, [list(each) for each in self._mine()]]
                 told = world.gather_objects(mine)
@@ -381,7 +396,8 @@ class ValidationTakeover:
 
     def _end_loader(self, original: Any) -> Any:
         def store_dataloader_outputs() -> None:
-            world, sync_points = self._strategy.world, self._strategy.sync_points
+            world = self._strategy.world
+            sync_points = self._strategy.sync_points
             while (
                 self._shares
                 and world is not None

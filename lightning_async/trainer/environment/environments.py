@@ -40,7 +40,8 @@ class MPIRunEnvironment(ClusterEnvironment):
                 "`MPIRunEnvironment()` found none of the variables of mpirun and horovodrun (OMPI_COMM_WORLD_RANK, "
                 "PMI_RANK, HOROVOD_RANK)."
             )
-        self._rank, self._size = int(os.environ[names[0]]), int(os.environ[names[1]])
+        self._rank = int(os.environ[names[0]])
+        self._size = int(os.environ[names[1]])
         self._local_rank = int(os.environ.get(names[2], self._rank))
         sizes = (os.environ.get(name) for name in _LOCAL_SIZES)
         self._local_size = int(next(filter(None, sizes), self._size))
@@ -118,7 +119,8 @@ class MPIRunEnvironment(ClusterEnvironment):
 
 def _launcher_above() -> str:
     """The process among this one's parents that started all ranks of this host; "" where none is known as such."""
-    pid, found = os.getpid(), ""
+    pid = os.getpid()
+    found = ""
     while pid > 1:
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
@@ -167,7 +169,9 @@ class RenumberedEnvironment(_Renumbered):
 
     def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
         super().__init__(environment)
-        self._rank, self._world_size, self.room = rank, world_size, room
+        self._rank = rank
+        self._world_size = world_size
+        self.room = room
 
     def global_rank(self) -> int:
         return self._rank
@@ -227,7 +231,8 @@ def names_of(trainer: Any) -> StableIds:
         return StableIds(trainer.strategy.cluster_environment.started_as, (), trainer.world_size, others)
     if live_ranks is None:
         return StableIds(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
-    generation, left = live_ranks.generation, tuple(map(int, live_ranks.names))
+    generation = live_ranks.generation
+    left = tuple(map(int, live_ranks.names))
     ever = live_ranks.ever
     return StableIds(int(live_ranks.called(generation.name)), left, 1 + max(ever), ever.difference(left))
 

@@ -58,7 +58,8 @@ def check_settings(strategy: Compared, trainer: Any, world: LightningCollectives
         SettingsMismatch: on every rank; names each setting that differs, and its values.
     """
     stage = trainer.state.fn.value
-    same, usual = _everywhere(trainer), {}
+    same = _everywhere(trainer)
+    usual = {}
     if stage == "fit":
         same = settings_of(strategy, trainer)
         usual = _usual(strategy, trainer)
@@ -135,7 +136,8 @@ def check_optimizers(
     """
     kinds = []
     for each in optimizers:
-        defaults, sizes = _plain(each.defaults), [len(group["params"]) for group in each.param_groups]
+        defaults = _plain(each.defaults)
+        sizes = [len(group["params"]) for group in each.param_groups]
         kinds.append(f"{type(each).__name__}({_arguments(defaults)}) of {sizes}")
         groups = [_plain(group) for group in each.param_groups]
         others = [_arguments({n: v for n, v in group.items() if v != defaults.get(n)}) for group in groups]

@@ -84,7 +84,9 @@ def leave(trainer: Any) -> NoReturn:
     Raises:
         SystemExit: which ends the script.
     """
-    trainer.callbacks, trainer.loggers, trainer.datamodule = [], [], None
+    trainer.callbacks = []
+    trainer.loggers = []
+    trainer.datamodule = None
     raise SystemExit(0)
 
 
@@ -106,7 +108,8 @@ def check_launcher() -> None:
     Raises:
         AsyncTrainingError: it does not.
     """
-    parent, pid = multiprocessing.parent_process(), os.environ.get(STARTER)
+    parent = multiprocessing.parent_process()
+    pid = os.environ.get(STARTER)
     if (parent is not None and not parent.is_alive()) or (pid is not None and not _lives(int(pid))):
         raise AsyncTrainingError(
             f"Process {os.getpid()}: the process that started this rank ({pid or parent}) has died, so this ends too."

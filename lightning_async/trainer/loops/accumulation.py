@@ -56,7 +56,8 @@ class OomMicrobatches:
         rows = rows_of(batch)
         if rows is None:
             return [(1, train(batch))]
-        ends, done = self._cuts(0, rows), []
+        ends = self._cuts(0, rows)
+        done = []
         while ends:
             begin, end = ends[0]
             result, error = self._try(batch if (begin, end) == (0, rows) else cut(batch, rows, begin, end), train)
@@ -73,7 +74,8 @@ class OomMicrobatches:
             )  # fmt: skip
             if spoilt():
                 begin_again()
-                begin, done = 0, []
+                begin = 0
+                done = []
             ends = self._cuts(begin, rows)
         return done
 
@@ -164,7 +166,10 @@ class AccumulationWindows:
         mean: Callable[[float], float],
         count: Callable[[Any], float],
     ) -> None:
-        self._trainer, self._plan, self._mean, self._given = trainer, plan, mean, count
+        self._trainer = trainer
+        self._plan = plan
+        self._mean = mean
+        self._given = count
         self.pieces: OomMicrobatches | None = None
         """What trains on batches in pieces where there is not enough memory; None: they are whole."""
         self.whole = True
@@ -232,11 +237,16 @@ class AccumulationWindows:
         # Gradients may be lost on the way: to a checkpoint that does not hold them, or to a remedy that drops them.
         if not self.is_open or next(gradients_of(self._trainer.optimizers), None) is None:
             self.planned = self._plan(samples)
-            self.batches, self.samples, self._seen, self._before = 0, 0.0, 0.0, 0.0
+            self.batches = 0
+            self.samples = 0.0
+            self._seen = 0.0
+            self._before = 0.0
             self.is_open = self.whole = True
         self.show()
         self.batches += 1
-        self._seen, self._now, self._before = self._seen + samples, samples, self.samples
+        self._seen = self._seen + samples
+        self._now = samples
+        self._before = self.samples
         if self.planned.by_samples:
             full = self._seen >= self.planned.samples
         else:
@@ -260,8 +270,12 @@ class AccumulationWindows:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with it."""
-        self.planned, self.is_open, self.batches = WindowPlan(*state["planned"]), state["is_open"], state["batches"]
-        self.samples, self._seen, self._ends_at = state["samples"], state["seen"], state["ends_at"]
+        self.planned = WindowPlan(*state["planned"])
+        self.is_open = state["is_open"]
+        self.batches = state["batches"]
+        self.samples = state["samples"]
+        self._seen = state["seen"]
+        self._ends_at = state["ends_at"]
         self.whole = state["whole"]
         if self.pieces is not None:
             self.pieces.most = state["most"]
@@ -298,11 +312,13 @@ class AccumulationWindows:
 
     def _weighted(self, backward: Any) -> Any:
         def weighted(loss: Any) -> None:
-            strategy, given = self._trainer.strategy, getattr(self._trainer.strategy, "weight", 1.0)
+            strategy = self._trainer.strategy
+            given = getattr(self._trainer.strategy, "weight", 1.0)
             if (
                 given != 1.0
             ):  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway
-                self._now, strategy.weight = self._now if given else 0.0, 1.0
+                self._now = self._now if given else 0.0
+                strategy.weight = 1.0
             weight = self._now * self.planned.batches / self.planned.samples
             self.before_backward(weight / self.planned.batches)
             self._spoilt = True
@@ -316,14 +332,18 @@ class AccumulationWindows:
         inner = closure.closure
 
         def in_pieces(*args: Any, **options: Any) -> Any:
-            batch, samples, earlier, self._spoilt = kwargs["batch"], self._now, self._before, False
+            batch = kwargs["batch"]
+            samples = self._now
+            earlier = self._before
+            self._spoilt = False
 
             def train(piece: Any) -> Any:
                 self._now = samples if piece is batch else self._count(piece)
                 self.whole &= piece is batch
                 kwargs["batch"] = piece
                 result = inner(*args, **options)
-                self._before, closure._zero_grad_fn = self.samples, None
+                self._before = self.samples
+                closure._zero_grad_fn = None
                 return result
 
             def begin_again() -> None:
@@ -333,12 +353,15 @@ class AccumulationWindows:
                         self._trainer.global_rank, earlier,
                     )  # fmt: skip
                 zero_grad()
-                self._before, self._spoilt, closure._zero_grad_fn = 0.0, False, None
+                self._before = 0.0
+                self._spoilt = False
+                closure._zero_grad_fn = None
 
             try:
                 done = pieces.run(batch, train, lambda: self._spoilt, begin_again)
             finally:
-                kwargs["batch"], self._now = batch, samples
+                kwargs["batch"] = batch
+                self._now = samples
             result = done[-1][1]
             if len(done) > 1 and all(each.loss is not None for _, each in done):
                 result.loss = sum(rows * each.loss for rows, each in done) / sum(rows for rows, _ in done)

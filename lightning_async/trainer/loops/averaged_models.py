@@ -46,7 +46,8 @@ class AveragedModels:
     """
 
     def __init__(self, trainer: Any, world: LightningCollectives) -> None:
-        self._trainer, self._world = trainer, world
+        self._trainer = trainer
+        self._world = world
         self._averages = averages_of(trainer)
         self._swa = callbacks_of(trainer, "StochasticWeightAveraging")
         self._agreed = [int(average.n_averaged) for average in self._averages]

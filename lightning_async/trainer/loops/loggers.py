@@ -35,7 +35,8 @@ class ContinuedLogger(ExperimentWriter):
     """
 
     def __init__(self, log_dir: str) -> None:
-        self._place, self.is_open = log_dir, False
+        self._place = log_dir
+        self.is_open = False
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or self.__dict__.get("is_open", True):
@@ -79,7 +80,8 @@ def _save(writer: Any, save: Callable[[], None]) -> None:
     was stopped."""
     if not writer.metrics:
         return
-    files, path = writer._fs, writer.metrics_file_path
+    files = writer._fs
+    path = writer.metrics_file_path
     if files.isfile(path) and files.size(path) != vars(writer).get("_left_size"):
         with files.open(path, "r", newline="") as file:
             writer.metrics_keys = next(csv.reader(file), [])
@@ -97,7 +99,8 @@ def _rewrite(writer: Any) -> None:
 
 def _write(writer: Any, text: str) -> None:
     """These rows, in columns that are theirs or the writer's."""
-    rows, beside = csv.DictReader(io.StringIO(text, newline="")), f"{writer.metrics_file_path}.new"
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    beside = f"{writer.metrics_file_path}.new"
     writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})
     with writer._fs.open(beside, "w", newline="") as file:
         into = csv.DictWriter(file, writer.metrics_keys, extrasaction="ignore")
@@ -179,7 +182,8 @@ class LoggingFailover:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._leads = trainer, trainer.is_global_zero
+        self._trainer = trainer
+        self._leads = trainer.is_global_zero
         self._told: dict[str, Any] = {"loggers": [], "kinds": [], "bar": False}
         self._undo: list[Undo] = []
 
@@ -239,7 +243,8 @@ class LoggingFailover:
 
     def _show_bar(self, batches: int) -> None:
         """As it were, had it been there from the beginning; so many batches of the epoch are done."""
-        trainer, bar = self._trainer, self._trainer.progress_bar_callback
+        trainer = self._trainer
+        bar = self._trainer.progress_bar_callback
         if bar is None:
             return
         try:

@@ -145,7 +145,8 @@ def start_again(trainer: Any) -> None:
 def go_on_averaging(trainer: Any, in_epoch: bool = False) -> None:
     """`StochasticWeightAveraging` makes its scheduler where an epoch starts, which sets learning rates, and takes what
     the last epoch needs from there: make it now, and let the learning rates and BatchNorm's statistics be."""
-    module, epoch = trainer.lightning_module, trainer.current_epoch
+    module = trainer.lightning_module
+    epoch = trainer.current_epoch
     for callback in callbacks_of(trainer, "StochasticWeightAveraging"):
         averages = callback._scheduler_state is not None and callback.swa_start <= epoch <= callback.swa_end
         if not averages and not (in_epoch and epoch == callback.swa_end + 1):
@@ -197,7 +198,8 @@ def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
         known: filled here: metrics that were not updated since the last call with it are not copied again. Default:
             nothing is.
     """
-    connector, known = trainer._logger_connector, known or Known(trainer)
+    connector = trainer._logger_connector
+    known = known or Known(trainer)
     modules = known.metrics
     names = {id(metric): name for name, metric in modules.items()}
     results = trainer.fit_loop.epoch_loop._results
@@ -224,12 +226,14 @@ def show(trainer: Any, metrics: Mapping[str, float]) -> None:
 
 def put_logged(trainer: Any, state: dict[str, Any]) -> None:
     """As it was when ``state`` was taken."""
-    connector, modules = trainer._logger_connector, _metrics(trainer)
+    connector = trainer._logger_connector
+    modules = _metrics(trainer)
     device = trainer.strategy.root_device
     connector._callback_metrics = _on(device, state["callback"])
     connector._logged_metrics = _on(device, state["logged"])
     connector._progress_bar_metrics = dict(state["progress_bar"])
-    connector._first_loop_iter, connector._current_fx = state["first"], state["fx"]
+    connector._first_loop_iter = state["first"]
+    connector._current_fx = state["fx"]
     for name, saved in state["metrics"].items():
         if name in modules:
             vars(modules[name]).update(_on(device, saved), _computed=None)
@@ -251,7 +255,8 @@ def put_blank(trainer: Any, state: dict[str, Any]) -> None:
 
 def put_missing(trainer: Any, state: dict[str, Any]) -> None:
     """As if this rank had logged, of no samples, what another one has in the epoch under way, and in the same order."""
-    results, modules = trainer.fit_loop.epoch_loop._results, _metrics(trainer)
+    results = trainer.fit_loop.epoch_loop._results
+    modules = _metrics(trainer)
     own = dict(results)
     results.clear()
     for key, saved in state["results"].items():
@@ -295,7 +300,8 @@ def _mark(state: Any) -> Any:
 
 
 def _take_result(result: Any, names: dict[int, str]) -> dict[str, Any]:
-    meta, sync = result.meta, result.meta.sync
+    meta = result.meta
+    sync = result.meta.sync
     saved: dict[str, Any] = {"meta": {field: getattr(meta, field) for field in _FIELDS}}
     saved["reduce"] = (meta.reduce_fx.__name__, meta.reduce_fx is getattr(builtins, meta.reduce_fx.__name__, None))
     saved["sync"] = (sync.should, sync.rank_zero_only, sync.group is None)

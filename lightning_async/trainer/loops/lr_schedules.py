@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.engine.replica import digest, strided
+from lightning_async.engine.fingerprint import digest, strided
 from lightning_async.trainer.namespace import Undo, replace
 from lightning_async.trainer.protocols import AsyncStrategyView
 
@@ -29,7 +29,8 @@ class LearningRates:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         self.stepped: dict[int, int] = {}
         """Of each scheduler: the steps that it has taken."""
 
@@ -60,7 +61,8 @@ class LearningRates:
             if config.interval != "step" or config.reduce_on_plateau:
                 continue
             every = config.frequency or 1
-            taken, due = self.stepped.get(i, first // every), now // every
+            taken = self.stepped.get(i, first // every)
+            due = now // every
             for _ in range(taken, due):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
             self.stepped[i] = max(taken, due)
@@ -76,7 +78,9 @@ class StepState:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any, rates: LearningRates) -> None:
-        self._strategy, self._trainer, self._rates = strategy, trainer, rates
+        self._strategy = strategy
+        self._trainer = trainer
+        self._rates = rates
 
     def make_equal(self, world: LightningCollectives) -> None:
         """Those that take synchronous steps have what the one of all ranks has that has missed the fewest. All ranks

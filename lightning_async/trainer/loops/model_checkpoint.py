@@ -24,7 +24,8 @@ class Saving:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         self.call_together: Callable[[], None] | None = None
         self._saves: dict[int, int] = {}
         """Of each callback: how many times n steps the replica that was ahead had taken at the last save."""
@@ -82,7 +83,8 @@ class Saving:
         return self._trainer.global_step // n if n > 0 else 0
 
     def _is_due(self, checkpoint: Any) -> bool:
-        interval, before = checkpoint._train_time_interval, checkpoint._last_time_checked
+        interval = checkpoint._train_time_interval
+        before = checkpoint._last_time_checked
         by_time = interval is not None and before is not None and time.monotonic() - before >= interval.total_seconds()
         turns = self._turns(checkpoint)
         return by_time or turns > self._saves.get(id(checkpoint), turns)
@@ -108,7 +110,8 @@ class Saving:
     def _save(self, checkpoint: Any) -> None:
         """Named by the step of rank 0, whose loops are in the file, although another replica may be ahead."""
         trainer = self._trainer
-        checkpoint._last_time_checked, checkpoint._last_global_step_saved = time.monotonic(), -1
+        checkpoint._last_time_checked = time.monotonic()
+        checkpoint._last_global_step_saved = -1
         candidates = checkpoint._monitor_candidates(trainer)
         if checkpoint.monitor is None and checkpoint.save_top_k == -1:
             # Where rank 0 has finished its steps stay the same, and the model does not: Lightning would overwrite the
@@ -123,7 +126,8 @@ class Saving:
         on all ranks, and steps are not."""
 
         def monitor_candidates(trainer: Any) -> dict[str, Any]:
-            candidates, world = original(trainer), self._strategy.world
+            candidates = original(trainer)
+            world = self._strategy.world
             if world is None or world.asynchronous:
                 return candidates
             return world.broadcast({name: value.cpu() for name, value in candidates.items()})

@@ -70,7 +70,8 @@ class Preemption:
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back, but for what happens at the end of the run."""
-        signals, own = self._trainer._signal_connector, os.getpid()
+        signals = self._trainer._signal_connector
+        own = os.getpid()
 
         def requeue(number: int, frame: Any) -> None:
             if os.getpid() == own:
@@ -127,7 +128,8 @@ class Preemption:
         def teardown() -> None:
             undo()
             signals.teardown()
-            users, self._users = self._users, None
+            users = self._users
+            self._users = None
             if users is None or not self.told:
                 return
             preempted = isinstance(sys.exc_info()[1], pytorch("utilities.exceptions").SIGTERMException)

@@ -39,7 +39,8 @@ class Spikes:
     """
 
     def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
-        self._trainer, self._vote = trainer, vote
+        self._trainer = trainer
+        self._vote = vote
         self._callbacks = callbacks_of(trainer, "SpikeDetection")  # since Lightning 2.3
         self._handlers = [callback._handle_spike for callback in self._callbacks]
         self._seen = -1
@@ -90,14 +91,16 @@ class Stopping:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy, self._trainer = strategy, trainer
+        self._strategy = strategy
+        self._trainer = trainer
         self._spikes = Spikes(trainer, self._vote)
         self._told = False
         """This rank was told to stop where there was nobody to tell yet."""
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
-        epoch, signals = self._trainer.fit_loop.epoch_loop, self._trainer._signal_connector
+        epoch = self._trainer.fit_loop.epoch_loop
+        signals = self._trainer._signal_connector
         before = signals._sigterm_notifier_fn
         undo = [
             replace(signals, "_sigterm_notifier_fn", lambda original: in_this_process(self._on_sigterm)),
@@ -186,7 +189,9 @@ class FitSyncPoints:
     """
 
     def __init__(self, strategy: AsyncStrategyView, trainer: Any, stopping: Stopping) -> None:
-        self._strategy, self._trainer, self._stopping = strategy, trainer, stopping
+        self._strategy = strategy
+        self._trainer = trainer
+        self._stopping = stopping
         self._averaged_models: AveragedModels | None = None
         self.on_model_changed: list[Callable[[], None]] = []
         """Called, on all ranks together, when a gate has given all replicas another model."""
@@ -204,7 +209,8 @@ class FitSyncPoints:
         """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""
         strategy = self._strategy
         strategy.begin_again()
-        sync_points, world = strategy.sync_points, strategy.world
+        sync_points = strategy.sync_points
+        world = strategy.world
         if sync_points is None or world is None or strategy.failed:
             return
         strategy.finish_batch()
@@ -227,7 +233,8 @@ class FitSyncPoints:
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
         """Wait at a gate that a step needs. What others ask for instead has to wait for the end of the batch."""
-        sync_points, world = self._strategy.sync_points, self._strategy.world
+        sync_points = self._strategy.sync_points
+        world = self._strategy.world
         assert sync_points is not None
         assert world is not None
         share_averages = self._before_sync_point()
@@ -307,8 +314,11 @@ class CollectiveActions:
         saving: CollectiveCallback,
         host: CollectiveCallback | None,
     ) -> None:
-        self._strategy, self._trainer, self._meeting = strategy, trainer, meeting
-        self._saving, self._host = saving, host
+        self._strategy = strategy
+        self._trainer = trainer
+        self._meeting = meeting
+        self._saving = saving
+        self._host = host
         self._called = False
         """By a callback of this rank."""
 
@@ -350,7 +360,8 @@ class CollectiveActions:
         """Meet, and decide; what is done to the model outside of averaging begins another training."""
         self._called = False
         self._meeting.rendezvous(SyncPointKind.DECIDE)
-        world, sync_points = self._strategy.world, self._strategy.sync_points
+        world = self._strategy.world
+        sync_points = self._strategy.sync_points
         if world is None or sync_points is None:
             return
         replaced = [callback.decide(world) for callback in self._convened()]
@@ -383,12 +394,10 @@ class WaitForReplicas:
     def __init__(
         self, strategy: AsyncStrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
     ) -> None:
-        self._strategy, self._trainer, self._collective_actions, self._stopping = (
-            strategy,
-            trainer,
-            collective_actions,
-            stopping,
-        )
+        self._strategy = strategy
+        self._trainer = trainer
+        self._collective_actions = collective_actions
+        self._stopping = stopping
 
     def install(self) -> list[Undo]:
         """Patch; returns what takes it back."""
@@ -413,9 +422,12 @@ class WaitForReplicas:
         Raises:
             PeerLost: nobody has come in time.
         """
-        patience, live_ranks, began = self._strategy.patience, self._strategy.live_ranks, time.monotonic()
+        patience = self._strategy.patience
+        live_ranks = self._strategy.live_ranks
+        began = time.monotonic()
         until = began + patience.total_seconds()
-        rank, left = live_ranks.generation.rank, live_ranks.generation.world_size
+        rank = live_ranks.generation.rank
+        left = live_ranks.generation.world_size
         words = (
             f"Rank {rank}: {left} of at least {live_ranks.wanted} replicas are left, and wait {patience} for others."
         )

@@ -50,9 +50,13 @@ class Pacing:
         communicated_s: Callable[[], float],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._strategy, self._trainer, self._communicated_s, self.now = strategy, trainer, communicated_s, now
+        self._strategy = strategy
+        self._trainer = trainer
+        self._communicated_s = communicated_s
+        self.now = now
         self._fetching = self._data_s = 0.0
-        self._batches, self._looked = 0, now()
+        self._batches = 0
+        self._looked = now()
         self._warned = False
         self.pace = Pace()
         """Of late."""
@@ -87,12 +91,15 @@ class Pacing:
 
     def _advance(self, original: Any) -> Any:
         def advance(data_fetcher: Any) -> None:
-            started, self._data_s = self.now(), 0.0
-            waited_s, communicated_s = self._waited_s, self._communicated_s()
+            started = self.now()
+            self._data_s = 0.0
+            waited_s = self._waited_s
+            communicated_s = self._communicated_s()
             original(data_fetcher)
             if searches_lr(self._trainer):
                 return
-            data_s, communicated_s = self._data_s, max(0.0, self._communicated_s() - communicated_s)
+            data_s = self._data_s
+            communicated_s = max(0.0, self._communicated_s() - communicated_s)
             rest_s = self.now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
             self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self.samples))
 

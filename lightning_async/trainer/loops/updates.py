@@ -31,7 +31,8 @@ class SharedLearningRates:
     """
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer, self._loop = trainer, trainer.fit_loop.epoch_loop
+        self._trainer = trainer
+        self._loop = trainer.fit_loop.epoch_loop
         self._original: Callable[..., None] = self._loop._update_learning_rates
         self.epochs_meet: Callable[[], bool] = lambda: False
         """Whether all ranks meet at the end of the epoch under way."""
@@ -61,7 +62,8 @@ class SharedLearningRates:
 
     def _step(self, watching: bool) -> None:
         """Those whose turn it is after so many steps."""
-        strategy, step = self._trainer.strategy, self._loop.global_step
+        strategy = self._trainer.strategy
+        step = self._loop.global_step
         configs = strategy.lr_scheduler_configs
         due = [each for each in configs if each.interval == "step" and step % each.frequency == 0]
         strategy.lr_scheduler_configs = [dataclasses.replace(each, frequency=1) for each in due]
@@ -79,7 +81,8 @@ class SharedLearningRates:
             What is called behind the end of the epoch: those that watch a metric have stepped by then where there were
             batches, and do so now where there were none.
         """
-        mine, self.ends_epoch = self.ends_epoch, False
+        mine = self.ends_epoch
+        self.ends_epoch = False
         ended = float(world.reduce(torch.tensor(float(mine)), "max")) > 0.0
         if ended:
             self._original("epoch", False)
@@ -136,10 +139,13 @@ class ExternalWindowSize(AccumulationWindows):
             return
         samples = self._count(batch)
         if self._trainer.strategy.between_windows:
-            self.planned, self.batches, self.samples = self._plan(samples), 0, 0.0
+            self.planned = self._plan(samples)
+            self.batches = 0
+            self.samples = 0.0
             self.is_open = True
             self.show()
-        self.batches, self.samples = self.batches + 1, self.samples + samples
+        self.batches = self.batches + 1
+        self.samples = self.samples + samples
         begins = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready == 1
         self.even = (begins or self.even) and samples * self.planned.batches == self.planned.samples
 
@@ -178,10 +184,13 @@ class OptimizerUpdates:
         after_backward: Callable[[], None],
         batch: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        self._trainer, self._after_backward, self._batch = trainer, after_backward, batch
+        self._trainer = trainer
+        self._after_backward = after_backward
+        self._batch = batch
         self._loop = trainer.fit_loop.epoch_loop
         manual = self._loop.manual_optimization
-        self._begin_step, self._end_step = manual._on_before_step, manual._on_after_step
+        self._begin_step = manual._on_before_step
+        self._end_step = manual._on_after_step
         self._within_batch = False
         self._started_at = -1
         """What loggers call the step before which the last batch has started."""
@@ -220,7 +229,8 @@ class OptimizerUpdates:
 
     def _run(self, original: Any) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            self.taken, self._started_at = False, self._loop._batches_that_stepped
+            self.taken = False
+            self._started_at = self._loop._batches_that_stepped
             with self._batch():
                 output = original(*args, **kwargs)
             self._within_batch = True
@@ -268,7 +278,8 @@ class OptimizerUpdates:
     def _take(self, step: Callable[[], object]) -> None:
         if self._within_batch and self.taken:
             self._follow()
-        before, self.taken = self.taken, True
+        before = self.taken
+        self.taken = True
         step()
         if not self._within_batch:
             self._follow()
@@ -285,7 +296,8 @@ class OptimizerUpdates:
     def _log(self) -> None:
         """Where loggers are due with this step: what the last batch has logged, as Lightning does at the end of a batch
         that steps, and the rates, as at the start of one, if none has started since the step before."""
-        trainer, n = self._trainer, self._loop._batches_that_stepped
+        trainer = self._trainer
+        n = self._loop._batches_that_stepped
         every = trainer.log_every_n_steps
         if every == 0 or not ((n + 1) % every == 0 or trainer.should_stop):
             return

@@ -1,0 +1,116 @@
+"""A second connection, of the ranks that train and of a joining rank, made on all of them or on none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from lightning_async.comm.collectives import Collectives
+from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.control_plane import forks_of
+from lightning_async.strategies.rank_mapping import RankMap, name_in_run
+from lightning_async.trainer.environment.environments import RenumberedEnvironment
+from lightning_async.trainer.namespace import in_words
+from lightning_async.transports.base import Connection, ElasticTransport, Transport
+
+PATIENCE = timedelta(seconds=30)
+"""How long those who connect wait for each other at most."""
+
+
+class Connected(Protocol):
+    """What a strategy has whose ranks connect with newcomers."""
+
+    config: AveragerConfig
+    transport: Transport
+    live_ranks: RankMap | None
+
+    @property
+    def cluster_environment(self) -> Any: ...
+
+    @property
+    def connection(self) -> Connection | None: ...
+
+    @property
+    def root_device(self) -> torch.device: ...
+
+
+class PreparedJoin(NamedTuple):
+    """All who train, and a newcomer, are connected.
+
+    Args:
+        joining_rank: the newcomer's name as a guest.
+        names: for life, of all; the newcomer's is the last.
+        run: the number that their run will have.
+        connection: of all, with all groups that training needs.
+        pair: of rank 0 and the newcomer; None on the others.
+        place: where the newcomer is, see `JoinerData.place`.
+    """
+
+    joining_rank: str
+    names: tuple[str, ...]
+    run: int
+    connection: Connection
+    pair: Collectives | None
+    place: list[Any]
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among them."""
+        return self.connection.root.rank
+
+    @property
+    def name(self) -> str:
+        """Its own, for life."""
+        return self.names[self.rank]
+
+
+def connect(
+    strategy: Connected, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
+    made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
+) -> PreparedJoin:  # fmt: skip
+    """With all that an invitation names, the newcomer included.
+
+    Args:
+        strategy: of this rank.
+        rank: its number among them.
+        joining_rank: who is invited.
+        place: the invitation.
+        check: raises where somebody does not come.
+        made: called with the connection before its groups are formed: closing it ends that.
+        own: of the newcomer: where it is.
+
+    Raises:
+        AsyncTrainingError: it came to nothing, and nothing is left open.
+    """
+    names = tuple(place["names"])
+    config = strategy.config
+    transport = strategy.transport
+    device = strategy.root_device
+    assert isinstance(transport, ElasticTransport)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    environment = RenumberedEnvironment(strategy.cluster_environment, rank, len(names), "")
+    connection = transport.widen(environment, device, place["room"], config.timeouts.dead_after, PATIENCE, check)
+    try:
+        made(connection)
+        connection.hear_deaths(partial(name_in_run, names=names))
+        connection.forks = forks_of(connection.root, connection.payload, config.timeouts)
+        pair = connection.root.split((0, len(names) - 1), "joining")
+        connection.open()
+        told = connection.world.gather_objects(own or [])
+    except BaseException as error:
+        release(connection, in_words(error))
+        raise
+    return PreparedJoin(joining_rank, names, int(place["run"]), connection, pair, told[-1])
+
+
+def release(connection: Connection, why: str) -> None:
+    """Close what came to nothing; the others in it hear why, so that nobody waits. Takes some seconds at most."""
+    connection.outlives = False
+    connection.membership.on_change = None
+    connection.membership.fail(why)
+    connection.close(in_order=False)
