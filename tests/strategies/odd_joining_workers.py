@@ -26,7 +26,7 @@ from lightning_async import (
     HangWatchdog,
 )
 from lightning_async.algorithms import Latest
-from lightning_async.strategies import join
+from lightning_async.strategies import join, join_connection
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import wait_for
@@ -160,7 +160,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str, windows: int = 0) -> None:
-    join.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    join_connection.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
         first = [join.connect]
         join.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
