@@ -164,9 +164,9 @@ def leaves_nothing_behind() -> Iterator[None]:
 LONGEST = (
     "strategies/test_failures.py",
     "callbacks/test_checkpoint_losses.py",
-    "strategies/test_survivors.py",
+    "strategies/test_live_ranks.py",
     "examples/test_horovod.py",
-    "strategies/test_inheritance.py",
+    "strategies/test_redistribution.py",
     "strategies/test_launch.py",
     "strategies/test_horovod_mpi.py",
     "strategies/test_joining.py",
@@ -176,12 +176,12 @@ LONGEST = (
     "launch/test_hosts.py",
     "launch/test_training.py",
     "strategies/test_horovod_averaging.py",
-    "strategies/test_refusals.py",
+    "strategies/test_unsupported.py",
     "benchmarks/test_benchmarks.py",
     "callbacks/test_checkpoint_ranks.py",
     "strategies/test_features.py",
     "strategies/test_left_as_it_was.py",
-    "comm/test_board.py",
+    "membership/test_heartbeat_store.py",
     "test_extending.py",
 )
 """Files that take half a minute or more: where processes share the files, these go first, so that all end together."""

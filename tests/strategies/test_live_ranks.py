@@ -22,7 +22,7 @@ from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, RankResult, start_ranks
 
-SCRIPT = Path(__file__).with_name("survivor_workers.py")
+SCRIPT = Path(__file__).with_name("live_rank_workers.py")
 SURVIVE = "tests.strategies.live_rank_workers:survive"
 
 
