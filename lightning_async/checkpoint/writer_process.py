@@ -260,7 +260,7 @@ MESSAGE = struct.Struct("<QQ?")
 _LONGEST_ERROR = 4000
 
 Job = dict[str, Any]
-"""As `engine.checkpoint.process` composes it."""
+"""As `checkpoint.writer` composes it."""
 
 
 def main(descriptor: int, trainer: int) -> None:
@@ -345,7 +345,7 @@ def perform(
     """Write the files of a job, and commit the checkpoint where this rank is the first; what to answer.
 
     Args:
-        job: what to write, see `engine.checkpoint.process`.
+        job: what to write, see `checkpoint.writer`.
         memory: that its files are in.
         again: another process has died of it, and may have done all or a part. Default: False.
         orphaned: whether the trainer has ended, or its training has. Default: neither.

@@ -289,7 +289,7 @@ def test_who_trains_again_in_one_process_does_not_wait_for_a_part_that_can_come_
 PATIENT = _subprocess._BOOT.replace(
     "importlib.import_module(module)",
     """
-from lightning_async.engine.checkpoint import writer
+from lightning_async.checkpoint import writer_process as writer
 wait_for = writer.wait_for
 writer.wait_for = lambda channel, seconds, others=(): wait_for(channel, 3600.0, others)
 importlib.import_module(module)""",

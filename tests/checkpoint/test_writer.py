@@ -228,7 +228,7 @@ POISONED = _BOOT.replace(
     "importlib.import_module(module)",
     """
 import os
-from lightning_async.engine.checkpoint import writer
+from lightning_async.checkpoint import writer_process as writer
 perform = writer.perform
 writer.perform = lambda job, *rest: os.kill(os.getpid(), 9) if job["number"] == 1 else perform(job, *rest)
 importlib.import_module(module)""",

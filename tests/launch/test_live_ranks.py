@@ -288,7 +288,7 @@ def test_too_late_is_as_if_nobody_went_on(begin: Begin, tmp_path: Path, monkeypa
     impatient = tmp_path / "lightning-async"
     source, (last, before) = Path(CONSOLE).read_text(), ("sys.exit(main())", "\nimport functools\n")
     assert last in source
-    patience = "from lightning_async.commands import launch\n"
+    patience = "from lightning_async.cli import launch\n"
     patience += "launch.Policy = functools.partial(launch.Policy, patience_s=0.5)\n"
     impatient.write_text(source.replace(last, before + patience + last))
     monkeypatch.setattr(conftest, "CONSOLE", str(impatient))

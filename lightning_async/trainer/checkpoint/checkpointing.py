@@ -1,7 +1,7 @@
 """The checkpoints of one fit: found and verified before it, saved during it, complete after it.
 
 Which one to go on from is for `trainer.recovery`; when to save, and how ranks agree on it, for `trainer.saves`; what
-there is to save, for `trainer.whole_state` and `trainer.resume`; how it comes to the disk, for `engine.checkpoint`.
+there is to save, for `checkpoint_state` and `resume`; how it comes to the disk, for `checkpoint`.
 """
 
 from __future__ import annotations
