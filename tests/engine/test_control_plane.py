@@ -145,7 +145,7 @@ def test_buckets_that_are_laid_out_anew_never_lie_beside_the_old_ones() -> None:
     assert torch.equal(buckets.received, torch.cat([p.detach().flatten() for p in buckets.replica.parameters]))
 
 
-def test_a_round_enters_at_most_nine_modules_on_each_thread() -> None:
+def test_a_round_enters_at_most_eight_modules_on_each_thread() -> None:
     folder = str(Path(lightning_async.engine.__file__).parent)
     entered: dict[str, set[str]] = defaultdict(set)
     watching, training, together = threading.Event(), set[int](), threading.Barrier(2, timeout=60.0)
@@ -179,9 +179,9 @@ def test_a_round_enters_at_most_nine_modules_on_each_thread() -> None:
     finally:
         threading.setprofile(None)  # type: ignore[arg-type]
     assert min(rounds) >= 4
-    assert len(entered["engine"]) <= 9, sorted(entered["engine"])
-    assert len(entered["training"]) <= 9, sorted(entered["training"])
+    assert len(entered["engine"]) <= 8, sorted(entered["engine"])
+    assert len(entered["training"]) <= 8, sorted(entered["training"])
     # What both enter is what they share, and pure functions.
     assert entered["engine"] & entered["training"] <= {
-        "averaging/agreed.py", "buckets.py", "digest.py", "replica.py", "tensors.py",
+        "averaging/rule_state.py", "buckets.py", "control_plane.py", "fingerprint.py", "replica.py",
     }  # fmt: skip
