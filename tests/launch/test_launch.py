@@ -331,7 +331,7 @@ def test_the_first_process_leaves_ranks_their_grace_where_the_launcher_is_killed
     script.write_text(
         f"""
 import os, pathlib, signal, subprocess, sys
-sys.path.insert(0, {str(ROOT / "lightning_async" / "commands")!r})
+sys.path.insert(0, {str(ROOT / "lightning_async" / "cli")!r})
 import first_process
 first_process._LEFT_S = 0.0
 first_process.stand_aside()
