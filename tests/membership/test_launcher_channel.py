@@ -104,7 +104,7 @@ def test_the_descriptor_is_somebody_elses(ends: tuple[socket.socket, socket.sock
 
 def test_the_variable_is_of_this_module_alone():
     modules = [path for path in (ROOT / "lightning_async").rglob("*.py") if f'"{CHANNEL}"' in path.read_text()]
-    assert [path.name for path in modules] == ["launched.py"]
+    assert [path.name for path in modules] == ["launcher_channel.py"]
 
 
 @pytest.mark.parametrize("value", [None, "", "3", "x:1:2", "-1:0:0", "99999999999999999999:1:1", "0:0:0"])
