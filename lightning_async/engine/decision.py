@@ -213,7 +213,7 @@ def between_steps(headers: Sequence[Header]) -> Vote:
 
     >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
     (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
-    >>> between_steps([Header(in_step=True), Header(gate=Gate.STOP, excused=True)])
+    >>> between_steps([Header(in_step=True), Header(sync_point=SyncPointKind.STOP, excused=True)])
     <Vote.END: 2>
     """
     if not any(h.in_step and not h.excused for h in headers):
@@ -248,7 +248,7 @@ def ready_for(headers: Sequence[Header]) -> int:
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
     """The checkpoint that some rank asks for: it belongs to the round that these headers of ``members`` begin.
 
-    >>> standing = Header(gate=Gate.TRAIN_END)
+    >>> standing = Header(sync_point=SyncPointKind.TRAIN_END)
     >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
     Mark(number=4, step=3, members=('0', '3'))
     """
@@ -282,8 +282,8 @@ def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
 def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]) -> list[list[Any]]:
     """The parts that `to_row` laid out, each like its blank: by part, then by rank.
 
-    >>> from_rows([Header()], [to_row([Header(gate=Gate.STOP)])])[0][0].gate
-    <Gate.STOP: 4>
+    >>> from_rows([Header()], [to_row([Header(sync_point=SyncPointKind.STOP)])])[0][0].sync_point
+    <SyncPointKind.STOP: 4>
     """
     parts = []
     start = 0

@@ -175,10 +175,11 @@ def test_a_signal_to_the_group_of_a_rank_that_waits_for_its_workers(
         train_in("parts")
 
     assert in_child(interrupted) == 75
-    assert steps_in(tmp_path / "parts") == [10]
+    (saved,) = steps_in(tmp_path / "parts")
+    assert saved in (9, 10), "the batch on its way was trained on, or is read again"
     assert CheckpointStore(tmp_path / "parts").entries()[0].manifest.reason == "preemption"  # pyright: ignore
     whole, rest = train_in("whole").losses, train_in("parts").losses
-    assert rest == {step: loss for step, loss in whole.items() if step >= 10}
+    assert rest == {step: loss for step, loss in whole.items() if step >= saved}
 
 
 class Pooled(Noisy):

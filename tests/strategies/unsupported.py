@@ -149,7 +149,7 @@ trainer:
       transport:
         class_path: lightning_async.TorchTransport
         init_args: {backend: gloo}
-      deadlines: {dead_after: "0:00:12", attempts: 3}
+      timeouts: {dead_after: "0:00:12", attempts: 3}
 """
 
 
