@@ -85,7 +85,7 @@ class WorkerRules:
 def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
     """A policy in JSON's terms; ``"auto"``, and none, as they are.
 
-    >>> told_staleness("bounded")
+    >>> stated_staleness("bounded")
     {'policy': 'Bounded', 'arguments': {'max_staleness': 16}}
     """
     if staleness is None or staleness == AUTO:

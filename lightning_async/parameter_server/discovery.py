@@ -109,7 +109,7 @@ _WORKER = "worker"
 def joining_rank_name(role: str, number: int, restarts: int = 0) -> str:
     """What a process is called there.
 
-    >>> guest_name("server", 1)
+    >>> joining_rank_name("server", 1)
     'server-1.0'
     """
     return f"{role}-{number}.{restarts}"

@@ -71,7 +71,7 @@ class StartQuorum:
             TypeError, ValueError: it says nothing that can be.
 
         >>> StartQuorum.of("Strategy", (2, timedelta(minutes=1)))
-        Quorum(number=2, within=datetime.timedelta(seconds=60))
+        StartQuorum(number=2, within=datetime.timedelta(seconds=60))
         """
         shown = f'`{owner}(wait_for_workers={told!r})` must be "all", a number, or (a number, a datetime.timedelta)'
         if told == "all":
