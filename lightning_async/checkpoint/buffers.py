@@ -5,7 +5,7 @@
 
 It is anonymous memory with a file descriptor, so that it needs no room in /dev/shm, has no name that could be left
 behind, and lives on in the writer when the trainer is killed. Its pages are there before they are first written to:
-else the first copy takes ten times as long.
+else the first copy takes ten times as long. `Buffer` is this memory; `Growth` gets more of it in the background.
 """
 
 from __future__ import annotations
@@ -28,54 +28,11 @@ from torch import Tensor
 from lightning_async.engine._threads import share_out
 from lightning_async.errors import CheckpointError
 
-# Large copies within the host's memory, by several threads, see `engine.pieces`.
-
 PIECE = 4 << 20
 """Bytes that a thread copies at a time: so much may be waited for at the end."""
 LARGE = 32 << 20
 """Bytes from which on a second thread is worth its start."""
 _MOST = 4  # threads; more do not make the memory faster
-
-
-def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool = False) -> None:
-    """Copy ``tensors`` into contiguous ``views`` of their shapes and dtypes in the host's memory.
-
-    Args:
-        views: to be written.
-        tensors: of any device, contiguous or not.
-        non_blocking: copies from devices may arrive later. Default: False.
-    """
-    by_torch: list[int] = []
-    pieces: list[tuple[int, int, int]] = []
-    for i, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
-        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-            by_torch.append(i)
-            continue
-        to = view.data_ptr()
-        source = tensor.data_ptr()
-        size = tensor.nbytes
-        pieces.extend((to + at, source + at, min(PIECE, size - at)) for at in range(0, size, PIECE))
-    with torch.no_grad():
-        if by_torch:
-            torch._foreach_copy_([views[i] for i in by_torch], [tensors[i] for i in by_torch], non_blocking)
-    threads = min(_MOST, max(2, torch.get_num_threads()), os.cpu_count() or 1)
-    if sum(size for _, _, size in pieces) < LARGE:
-        threads = 1
-    share_out(lambda piece: ctypes.memmove(*piece), pieces, threads)  # without the interpreter's lock
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Without garbage collection: the many small objects that describe a state set it off, for longer than the copy."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
 ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple, so that it can be viewed in place, whatever its dtype."""
 _PIECE = 32 << 20  # of so few pages torch does not make threads
@@ -118,7 +75,7 @@ class Buffer:
         return self._whole.numel()
 
     def reserve(self, size: int) -> None:
-        """Have room for so many bytes, in memory; what the buffer held is lost where it grows.
+        """Get room for so many bytes, in memory; what the buffer held is lost where it grows.
 
         Raises:
             CheckpointError: the system has no memory for it.
@@ -149,7 +106,7 @@ class Buffer:
         self._pinned = _pin(self._whole)
 
     def fill(self, tensors: Sequence[Tensor], text: bytes) -> int:
-        """Copy the tensors, each where `layout` puts it, and ``text`` behind them; where that begins.
+        """Copy the tensors, each where `layout` puts it, and ``text`` behind them; return where that begins.
 
         Waits until copies from devices have arrived. The buffer must be the trainer's.
         """
@@ -170,7 +127,7 @@ class Buffer:
         return end
 
     def part_with(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Copies of the tensors, in this memory, which is theirs from now on: the buffer begins without any."""
+        """Return copies of the tensors, in this memory, which is theirs from now on: the buffer begins without any."""
         self.owner = BufferOwner.FILLING
         try:
             self.fill(tensors, b"")
@@ -180,7 +137,7 @@ class Buffer:
             self.owner = BufferOwner.FREE
 
     def view(self, size: int) -> memoryview:
-        """The first bytes, in place; to be let go of before the buffer is filled again."""
+        """Return the first bytes, in place; to be let go of before the buffer is filled again."""
         array: Any = self._whole.numpy()
         return memoryview(array)[:size]
 
@@ -209,7 +166,7 @@ class Growth:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, buffers: Sequence[Buffer], size: int) -> None:
-        """Have room for so many bytes in each buffer that is free, soon; nobody else touches them until then."""
+        """Get room for so many bytes in each buffer that is free, soon; nobody else touches them until then."""
         growing = [buffer for buffer in buffers if buffer.owner is BufferOwner.FREE and buffer.size < size]
         if self.active or not growing:
             return
@@ -223,7 +180,7 @@ class Growth:
             self._thread.join()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it is done; it waits for nobody itself."""
+        """Wait until it is done; it waits for nobody itself."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -234,8 +191,20 @@ class Growth:
             buffer.owner = BufferOwner.FREE
 
 
+@contextlib.contextmanager
+def uncollected() -> Iterator[None]:
+    """Suspend garbage collection: the many small objects that describe a state set it off, for longer than the copy."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Where each tensor begins, in bytes, and where the last one ends.
+    """Return where each tensor begins, in bytes, and where the last one ends.
 
     >>> layout([torch.zeros(3), torch.zeros(20), torch.zeros(1)])
     ([0, 64, 192], 256)
@@ -244,8 +213,35 @@ def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
     return [0, *ends][: len(tensors)], ends[-1] if ends else 0
 
 
+def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool = False) -> None:
+    """Copy ``tensors`` into contiguous ``views`` of their shapes and dtypes in the host's memory.
+
+    Args:
+        views: to be written.
+        tensors: of any device, contiguous or not.
+        non_blocking: copies from devices may arrive later. Default: False.
+    """
+    by_torch: list[int] = []
+    pieces: list[tuple[int, int, int]] = []
+    for i, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
+        if tensor.device.type != "cpu" or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            by_torch.append(i)
+            continue
+        to = view.data_ptr()
+        source = tensor.data_ptr()
+        size = tensor.nbytes
+        pieces.extend((to + at, source + at, min(PIECE, size - at)) for at in range(0, size, PIECE))
+    with torch.no_grad():
+        if by_torch:
+            torch._foreach_copy_([views[i] for i in by_torch], [tensors[i] for i in by_torch], non_blocking)
+    threads = min(_MOST, max(2, torch.get_num_threads()), os.cpu_count() or 1)
+    if sum(size for _, _, size in pieces) < LARGE:
+        threads = 1
+    share_out(lambda piece: ctypes.memmove(*piece), pieces, threads)  # without the interpreter's lock
+
+
 def anonymous_file(name: str) -> int:
-    """The descriptor of a file that has no place in any folder, in memory where the system has such."""
+    """Return the descriptor of a file that has no place in any folder, in memory where the system has such."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -253,7 +249,7 @@ def anonymous_file(name: str) -> int:
 
 
 def _pin(memory: Tensor) -> bool:
-    """Lock memory for the GPU's own copies into it; whether that was needed and has worked.
+    """Lock memory for the GPU's own copies into it; return whether that was needed and has worked.
 
     Copies into memory that is not locked are right, too, but go through a small staging area, piece by piece.
     """

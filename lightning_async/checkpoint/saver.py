@@ -1,4 +1,7 @@
-"""One rank's saves: handed to the writer, heard of, counted where they fail, and old ones deleted after a commit."""
+"""One rank's saves: `Saver` hands them to the writer, counts failures, and deletes old ones after a commit.
+
+`Costs` and `Usual` say what saves cost training.
+"""
 
 from __future__ import annotations
 
@@ -18,57 +21,6 @@ from lightning_async.events import tell
 
 log = logging.getLogger(__name__)
 
-
-# What saves cost training.
-
-
-@dataclass
-class Costs:
-    """What saves have cost so far, in seconds.
-
-    Args:
-        saves: that were handed over.
-        committed: of these, by this rank.
-        failed: of these.
-        stalled_s: training stood still for so long.
-        slowed_s: steps took so much longer while a save was written.
-    """
-
-    saves: int = 0
-    committed: int = 0
-    failed: int = 0
-    stalled_s: float = 0.0
-    slowed_s: float = 0.0
-    failed_in_a_row: int = field(default=0, repr=False)
-
-    @property
-    def of_one(self) -> float | None:
-        """What one save costs training, its slower steps included; None before the first one is done."""
-        done = self.committed + self.failed
-        return (self.stalled_s + self.slowed_s) / self.saves if done else None
-
-
-class Usual:
-    """How long steps take while nothing is written, and how much longer they do while something is.
-
-    Args:
-        now: seconds.
-    """
-
-    def __init__(self, now: float) -> None:
-        self.last = now
-        self._usual_s = 0.0
-
-    def step(self, now: float, writing: bool) -> float:
-        """A step is done; what it took longer than usual, in seconds, while something was being written."""
-        took = now - self.last
-        self.last = now
-        if writing and self._usual_s:
-            return max(0.0, took - self._usual_s)
-        self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
-        return 0.0
-
-
 PATIENCE_S = 600.0
 """For what is still being written."""
 _QUIET_S = 5.0
@@ -76,7 +28,7 @@ _BEAT_S = 0.2
 
 
 class Saver:
-    """Saves of one rank.
+    """The saves of one rank.
 
     Args:
         store: where.
@@ -115,7 +67,7 @@ class Saver:
         self._max_failures = max_failures
         self._now = now
         self._store = store
-        self._keeper = RetentionThread(store, keep, resumed_from)
+        self._retention = RetentionThread(store, keep, resumed_from)
         self._steps = 0
         self._begun_at: dict[int, int] = {}
         """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
@@ -183,9 +135,9 @@ class Saver:
     def save_alone(
         self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
     ) -> bool:
-        """The same for a checkpoint of this rank alone, which other ranks may be saving, too: the first one counts.
+        """Save a checkpoint of this rank alone, which other ranks may be saving, too: the first one counts.
 
-        Waits ``patience_s`` at most for a save that is under way. False where another rank has begun before.
+        Waits ``patience_s`` at most for a save that is under way. Returns False where another rank has begun before.
 
         Raises:
             CheckpointError, TypeError, ValueError: it cannot begin.
@@ -204,11 +156,11 @@ class Saver:
         return True
 
     def give_up(self, number: int, step: int, why: str, ranks: Sequence[int] = ()) -> None:
-        """This rank has nothing for a save that it was to take part in: the others need not wait for it."""
-        self._keeper.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
+        """Tell the others not to wait: this rank has nothing for a save that it was to take part in."""
+        self._retention.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
 
     def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
-        """Have the memory for saves before the first one.
+        """Get the memory for saves before the first one.
 
         Raises:
             TypeError: there is something in the state that cannot be saved; names it.
@@ -216,7 +168,7 @@ class Saver:
         self._writer.reserve(SaveJob(1, step, self._run, tuple(ranks), shared, own))
 
     def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
-        """The state has grown, as it does when optimizers have stepped: have the memory soon, and wait for nothing.
+        """Get memory soon for a state that has grown, as when optimizers have stepped; wait for nothing.
 
         Args:
             more: bytes that saves have besides. Default: 0.
@@ -224,7 +176,7 @@ class Saver:
         self._writer.expect(SaveJob(1, step, self._run, tuple(ranks), shared, own), more)
 
     def step(self, harmless: int | None = None) -> None:
-        """A step is done: its time counts as a cost where it is longer than usual and a save is being written.
+        """Count a step: its time counts as a cost where it is longer than usual and a save is being written.
 
         Args:
             harmless: so many steps up to this one were without harm, as far as is known. Default: nobody watches.
@@ -255,7 +207,7 @@ class Saver:
             )  # fmt: skip
 
     def wait(self, timeout_s: float, settled: bool = False) -> bool:
-        """Wait until nothing is being written, ``settled``: nor by lost ranks; whether so. Says if it takes long."""
+        """Wait until nothing is written, ``settled``: nor by lost ranks; return whether so. Says if it takes long."""
         if not self._heard_within(min(timeout_s, _QUIET_S), settled) and timeout_s > _QUIET_S:
             log.warning(
                 "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
@@ -265,13 +217,13 @@ class Saver:
         return not self._writer.busy
 
     def is_committed(self, number: int) -> bool:
-        """Whether a save is a checkpoint by now, whoever has committed it."""
+        """Return whether a save is a checkpoint by now, whoever has committed it."""
         return any(entry.manifest is not None for entry in self._store.entries(number))
 
     def flush(self, timeout_s: float) -> None:
         """Wait until all is written, marked and deleted that was asked for."""
         self.wait(timeout_s)
-        self._keeper.flush(timeout_s)
+        self._retention.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
         """Wait for what is being written, and end the writer."""
@@ -279,10 +231,10 @@ class Saver:
         self.wait(timeout_s)
         for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
             self._hear(result)
-        self._keeper.close(timeout_s)
+        self._retention.close(timeout_s)
 
     def _heard_within(self, timeout_s: float, settled: bool) -> bool:
-        """Whether nothing is under way any more, after so many seconds at most; ranks may be lost meanwhile."""
+        """Return whether nothing is under way any more, after so many seconds at most; ranks may be lost meanwhile."""
         until = self._now() + timeout_s
         while True:
             for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
@@ -303,7 +255,7 @@ class Saver:
         now = self._now()
         if now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(self._lost()):
             self._looked_at = now
-            self._keeper.look(self._losses)
+            self._retention.look(self._losses)
 
     def _check(self) -> None:
         if self.costs.failed_in_a_row >= self._max_failures:
@@ -339,20 +291,67 @@ class Saver:
             words = f"Rank {self._rank}: checkpoint {result.number} is committed."
             tell("saved", logging.INFO, words, rank=self._rank, number=result.number)
             if self._good_after is not None:
-                self._keeper.awaited.add(result.number)
-            self._keeper.prune()
+                self._retention.awaited.add(result.number)
+            self._retention.prune()
         else:
             self._begun_at.pop(result.number, None)
 
     def _promote(self, harmless: int) -> None:
         """Mark as good what was followed by steps without harm; what was followed by harm never will be."""
-        for number in sorted(self._keeper.awaited):
+        for number in sorted(self._retention.awaited):
             after = self._steps - self._begun_at[number]
             good = self._good_after is not None and after >= self._good_after
             if harmless >= after and not good:
                 continue
-            self._keeper.awaited.discard(number)
+            self._retention.awaited.discard(number)
             del self._begun_at[number]
             if harmless >= after:
-                self._keeper.promote(number)
-                self._keeper.prune()
+                self._retention.promote(number)
+                self._retention.prune()
+
+
+@dataclass
+class Costs:
+    """The cost of saves so far, in seconds.
+
+    Args:
+        saves: that were handed over.
+        committed: of these, by this rank.
+        failed: of these.
+        stalled_s: training stood still for so long.
+        slowed_s: steps took so much longer while a save was written.
+    """
+
+    saves: int = 0
+    committed: int = 0
+    failed: int = 0
+    stalled_s: float = 0.0
+    slowed_s: float = 0.0
+    failed_in_a_row: int = field(default=0, repr=False)
+
+    @property
+    def of_one(self) -> float | None:
+        """What one save costs training, its slower steps included; None before the first one is done."""
+        done = self.committed + self.failed
+        return (self.stalled_s + self.slowed_s) / self.saves if done else None
+
+
+class Usual:
+    """The usual time of steps while nothing is written, and how much longer they take while something is.
+
+    Args:
+        now: seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self.last = now
+        self._usual_s = 0.0
+
+    def step(self, now: float, writing: bool) -> float:
+        """Note a step; return the seconds that it took longer than usual while something was being written."""
+        took = now - self.last
+        self.last = now
+        if writing and self._usual_s:
+            return max(0.0, took - self._usual_s)
+        self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took
+        return 0.0

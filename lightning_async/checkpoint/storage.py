@@ -1,7 +1,11 @@
-"""Files of a file system that is mounted here.
+"""Files that are durable when their writer says so, with their sizes and checksums; local ones and fsspec's.
 
-What is lost in a power failure depends on the order of a few system calls, so these go through one seam, ``calls``,
-where tests record and replay them.
+`files_at` finds the file system of a path, and `Files` says what a checkpoint needs of one: `LocalFiles` are of one
+that is mounted here, `RemoteFiles` are behind fsspec. What is lost in a power failure depends on the order of a few
+system calls, so these go through one seam, ``calls``, where tests record and replay them. `seal` and `unseal` put a
+checksum over a value, so that no changed bit goes unseen.
+
+Standard library only: the process that writes checkpoints imports this without torch.
 """
 
 from __future__ import annotations
@@ -23,8 +27,6 @@ from typing import Any, Protocol
 
 from lightning_async.errors import DamagedCheckpoint
 
-# What the state of a run needs of a file system, and how what was written is known again.
-
 PIECE = 4 << 20
 """Bytes that are written or read at a time; a checksum is taken while they are in the processor's cache."""
 
@@ -32,11 +34,96 @@ STALE_S = 3600.0
 """Where a file system has no locks: nobody writes in a folder any more that did not change for so long."""
 
 Chunk = bytes | bytearray | memoryview | mmap.mmap
+_SEALED = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n"sealed": (.*)\}\n', re.DOTALL)
+
+
+def files_at(dirpath: str | os.PathLike[str]) -> tuple[Files, str]:
+    """Return the file system that a path or URL belongs to, and the path in the form in which it is asked for there.
+
+    >>> files_at("file:///data/run/")[1]
+    '/data/run'
+    """
+    path = os.fspath(dirpath)
+    scheme, found, rest = path.partition("://")
+    if found and scheme not in ("file", "local"):
+        return RemoteFiles(path), path.rstrip("/")
+    return LocalFiles(), os.path.abspath(os.path.expanduser(rest if found else path))
+
+
+class Files(Protocol):
+    """The interface of a file system to checkpoints. Paths are joined with ``/``."""
+
+    atomic: bool
+    """Whether a folder can be renamed in one step."""
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
+        """Write a new file, and its folder where that is missing; durable when it returns."""
+        ...
+
+    def read(self, path: str) -> bytes:
+        """Return all that a file holds."""
+        ...
+
+    def view(self, path: str) -> memoryview:
+        """Return all that a file holds, mapped where that is possible; what is written there stays there."""
+        ...
+
+    def check(self, path: str, record: FileRecord) -> None:
+        """Read the whole file; raises `DamagedCheckpoint` where it does not hold what the record says."""
+        ...
+
+    def sync(self, folder: str) -> None:
+        """Make the names in a folder durable."""
+        ...
+
+    def rename(self, old: str, new: str) -> None:
+        """Give a folder a new name, or a file where that is atomic; durable when it returns."""
+        ...
+
+    def commit(self, temporary: str, final: str) -> None:
+        """Give a written folder its final name: after a power failure, all of it is there or nothing."""
+        ...
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted; none where it is missing."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Return whether there is such a file or folder."""
+        ...
+
+    def unlink(self, path: str) -> None:
+        """Delete a file, if it is there."""
+        ...
+
+    def remove(self, folder: str) -> None:
+        """Delete a folder and all in it, if it is there."""
+        ...
+
+    def hold(self, folder: str) -> contextlib.AbstractContextManager[None]:
+        """Make a folder, and let others know for a while that a living process writes in it."""
+        ...
+
+    def lock(self, path: str, shared: bool = False) -> Lock | None:
+        """Lock a file, and make it where it is missing; None where the file system has no locks.
+
+        Raises:
+            BlockingIOError: another one holds it; with ``shared``, one that does not share it.
+        """
+        ...
+
+    def identity(self, folder: str) -> str:
+        """Equal for two processes only where they see the same folder, not two of one name."""
+        ...
+
+    def idle(self, folder: str) -> bool:
+        """Return whether no living process holds the folder."""
+        ...
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What was written to a file: how many bytes, and their CRC-32."""
+    """The size of what was written to a file, and its CRC-32."""
 
     size: int
     crc32: int
@@ -68,79 +155,8 @@ class Lock:
         self.close()
 
 
-class Files(Protocol):
-    """What a checkpoint needs of a file system. Paths are joined with ``/``."""
-
-    atomic: bool
-    """Whether a folder can be renamed in one step."""
-
-    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """Write a new file, and its folder where that is missing; durable when it returns."""
-        ...
-
-    def read(self, path: str) -> bytes:
-        """All that a file holds."""
-        ...
-
-    def view(self, path: str) -> memoryview:
-        """All that a file holds, mapped into memory where that is possible; what is written there stays there."""
-        ...
-
-    def check(self, path: str, record: FileRecord) -> None:
-        """Read the whole file; raises `DamagedCheckpoint` where it does not hold what the record says."""
-        ...
-
-    def sync(self, folder: str) -> None:
-        """Make the names in a folder durable."""
-        ...
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a folder a new name, or a file where that is atomic; durable when it returns."""
-        ...
-
-    def commit(self, temporary: str, final: str) -> None:
-        """Give a written folder its final name: after a power failure, all of it is there or nothing."""
-        ...
-
-    def names(self, folder: str) -> list[str]:
-        """Names in a folder, sorted; none where it is missing."""
-        ...
-
-    def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
-        ...
-
-    def unlink(self, path: str) -> None:
-        """Delete a file, if it is there."""
-        ...
-
-    def remove(self, folder: str) -> None:
-        """Delete a folder and all in it, if it is there."""
-        ...
-
-    def hold(self, folder: str) -> contextlib.AbstractContextManager[None]:
-        """Make a folder, and let others know for a while that a living process writes in it."""
-        ...
-
-    def lock(self, path: str, shared: bool = False) -> Lock | None:
-        """Lock a file, and make it where it is missing; None where the file system has no locks.
-
-        Raises:
-            BlockingIOError: another one holds it; with ``shared``, one that does not share it.
-        """
-        ...
-
-    def identity(self, folder: str) -> str:
-        """Equal for two processes only where they see the same folder, not two of one name."""
-        ...
-
-    def idle(self, folder: str) -> bool:
-        """Whether no living process holds the folder."""
-        ...
-
-
 def pieces(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
-    """All bytes, cut as they are written."""
+    """Cut all bytes as they are written."""
     for chunk in chunks:
         whole = memoryview(chunk).cast("B")
         for start in range(0, len(whole), PIECE):
@@ -161,7 +177,7 @@ def compare(path: str, record: FileRecord, size: int, parts: Iterator[bytes]) ->
 
 @contextlib.contextmanager
 def checking(path: str, record: FileRecord) -> Iterator[None]:
-    """A file that is missing is damage, too."""
+    """Raise `DamagedCheckpoint` also where a file is missing."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -331,16 +347,13 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Errors of calls that know a descriptor only get the path."""
+    """Give the path to errors of calls that know a descriptor only."""
     try:
         yield
     except OSError as error:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, path) from error
-
-
-# Files behind fsspec.
 
 
 class RemoteFiles:
@@ -442,38 +455,14 @@ class RemoteFiles:
         return bool(changed) and time.time() - max(changed) > STALE_S
 
 
-# Files that are durable when their writer says so, with their sizes and checksums; local ones and fsspec's.
-#
-# Standard library only: the process that writes checkpoints imports this without torch.
-
-
-def files_at(dirpath: str | os.PathLike[str]) -> tuple[Files, str]:
-    """The file system that a path or URL belongs to, and the path in the form in which it is asked for there.
-
-    >>> files_at("file:///data/run/")[1]
-    '/data/run'
-    """
-    path = os.fspath(dirpath)
-    scheme, found, rest = path.partition("://")
-    if found and scheme not in ("file", "local"):
-        return RemoteFiles(path), path.rstrip("/")
-    return LocalFiles(), os.path.abspath(os.path.expanduser(rest if found else path))
-
-
-# Values that are written with a checksum over themselves, so that no changed bit goes unseen; JSON, and JSON
-# still.
-
-_SEALED = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n"sealed": (.*)\}\n', re.DOTALL)
-
-
 def seal(value: object) -> bytes:
-    """JSON with a checksum over itself; JSON still. NaN and infinities are written as Python's ``json`` does."""
+    """Return JSON with a checksum over itself, JSON still. NaN and infinities are written as Python's ``json`` does."""
     body = json.dumps(value, indent=1).encode()
     return b'{"crc32": "%08x",\n"sealed": %s}\n' % (zlib.crc32(body), body)
 
 
 def unseal(data: bytes, path: str) -> Any:
-    """What was sealed; raises `DamagedCheckpoint` where any bit has changed."""
+    """Return what was sealed; raise `DamagedCheckpoint` where any bit has changed."""
     found = _SEALED.fullmatch(data)
     if found is None:
         raise DamagedCheckpoint(f"{path} has {len(data)} bytes that are no manifest.")

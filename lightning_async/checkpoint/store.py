@@ -1,11 +1,14 @@
 """The directory of a run's checkpoints: what is in it, and every step from a folder to a checkpoint.
 
+`CheckpointStore` is the directory, `Manifest` what a checkpoint says of itself, and `RankManifest` what a rank says.
+
     000017-step-1200.tmp-<run> --- all files durable, the manifest last: commit ---> 000017-step-1200
     000017-step-1200 --- damaged: quarantine ---> 000017-step-1200.damaged-1
     000017-step-1200 --- remove ---> 000017-step-1200.removed ---> nothing
 
 A final name stands for a whole checkpoint at any moment. Where folders cannot be renamed in one step (fsspec), files
-are written under the final name, and ``manifest.json``, the last one, makes them a checkpoint. Standard library only.
+are written under the final name, and ``manifest.json``, the last one, makes them a checkpoint. Each
+manifest holds a checksum over itself, so that no changed bit goes unseen. Standard library only.
 """
 
 from __future__ import annotations
@@ -22,155 +25,13 @@ from typing import Any
 from lightning_async.checkpoint.storage import FileRecord, Files, files_at, seal, unseal
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
-# What a checkpoint says of itself. Each manifest holds a checksum over itself, so that no changed bit goes
-# unseen.
-#
-# Standard library only.
-
 FORMAT = 2
 """Counts changes that an older version of this package could not read. What has no pickles is of format 1."""
-
-
-@dataclass(frozen=True)
-class RankManifest:
-    """The files that one rank has written, all of them durable; whether there are pickled objects in them."""
-
-    rank: int
-    files: Mapping[str, FileRecord]
-    pickles: bool = False
-
-    def to_bytes(self) -> bytes:
-        """As a file."""
-        return _sealed(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, path: str = "rank manifest") -> RankManifest:
-        """Read again; raises `DamagedCheckpoint` where any bit has changed."""
-        return cls(**_known(cls, data, path))
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What is in a checkpoint, and where training stood.
-
-    Args:
-        number: counts the saves of a directory; order is by it.
-        step: optimizer steps taken, their mean over the replicas while these drift. It may go back, after a rollback.
-        round: rounds committed. Default: 0.
-        epoch: number of the epoch that was under way. Default: 0.
-        generation: of the groups. Default: 0.
-        world_size: ranks that trained. Default: 1.
-        ranks: ranks whose files are here. Default: rank 0 alone.
-        reason: why it was saved. Default: ``""``.
-        created: seconds since 1970. Default: 0.
-        metrics: what was logged, for keeping and finding the best. Default: none.
-        versions: of the packages that wrote it. Default: none.
-        notes: anything else of plain values. Default: none.
-        files: all files beside this one; filled in when it is committed.
-        pickles: whether there are pickled objects in them, which execute code when they are loaded; filled in, too.
-    """
-
-    number: int
-    step: int
-    round: int = 0
-    epoch: int = 0
-    generation: int = 0
-    world_size: int = 1
-    ranks: tuple[int, ...] = (0,)
-    reason: str = ""
-    created: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
-    notes: Mapping[str, Any] = field(default_factory=dict)
-    files: Mapping[str, FileRecord] = field(default_factory=dict)
-    pickles: bool = False
-
-    def to_bytes(self) -> bytes:
-        """As a file."""
-        return _sealed(self)
-
-    @classmethod
-    def from_bytes(cls, data: bytes, path: str = "manifest.json") -> Manifest:
-        """Read again.
-
-        Raises:
-            DamagedCheckpoint: any bit has changed.
-            CheckpointError: a newer version of this package wrote it.
-        """
-        value = _known(cls, data, path)
-        return cls(**{**value, "ranks": tuple(value["ranks"])})
-
-
-def _sealed(manifest: Manifest | RankManifest) -> bytes:
-    fields = dataclasses.asdict(manifest)
-    if not fields.pop("pickles"):
-        return seal({"format": 1, **fields})
-    return seal({"format": FORMAT, **fields, "pickles": True})
-
-
-def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[str, Any]:
-    """The fields that this version knows; what a later one of the same format adds is passed over."""
-    value = unseal(data, path)
-    names = {each.name for each in dataclasses.fields(kind)}
-    if isinstance(value, dict):
-        value = {"pickles": False, **value}
-    if not isinstance(value, dict) or not names | {"format"} <= value.keys() or not _is_number(value["format"]):
-        raise DamagedCheckpoint(f"{path} does not hold what a manifest must.")
-    if value["format"] > FORMAT:
-        raise CheckpointError(
-            f"{path} is of format {value['format']}, this version reads up to {FORMAT}: update lightning-async."
-        )
-    if strange := sorted(name for name in names if not _KINDS.get(name, _is_number)(value[name])):
-        raise DamagedCheckpoint(f"{path} does not hold what a manifest must: {strange} are of another kind.")
-    files = {name: FileRecord(record["size"], record["crc32"]) for name, record in value["files"].items()}
-    return {**{name: value[name] for name in names}, "files": files}
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_file(name: str, record: object) -> bool:
-    """One of this folder's."""
-    numbers = [record.get("size"), record.get("crc32")] if isinstance(record, dict) else [None]
-    return _FILE.fullmatch(name) is not None and all(map(_is_number, numbers))
-
-
-_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
-_LATEST = 253402300800.0
-"""The year 10000: no calendar knows a later one."""
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "reason": lambda value: isinstance(value, str),
-    "created": lambda value: type(value) in (int, float) and 0 <= value < _LATEST,
-    "ranks": lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_number, value)),
-    "metrics": lambda value: isinstance(value, dict) and all(type(each) in (int, float) for each in value.values()),
-    "versions": lambda value: isinstance(value, dict),
-    "notes": lambda value: isinstance(value, dict),
-    "files": lambda value: isinstance(value, dict) and all(_is_file(*item) for item in value.items()),
-    "pickles": lambda value: isinstance(value, bool),
-}
-"""Whether a field is of its kind; the others are numbers, from 0 on."""
-
-
 MANIFEST = "manifest.json"
 GOOD = "good.json"
 _LONGEST = 4000  # characters of an error
-
 _NAME = re.compile(r"(?P<number>\d{6,})-step-(?P<step>\d+)(?P<rest>\..+)?")
 _RUN = re.compile(r"[A-Za-z0-9_-]+")
-
-
-@dataclass(frozen=True)
-class CheckpointEntry:
-    """A checkpoint under its final name; without a manifest where that cannot be read, and then ``error`` says why."""
-
-    name: str
-    path: str
-    number: int
-    step: int
-    manifest: Manifest | None = None
-    good: bool = False
-    error: CheckpointError | OSError | None = None
 
 
 class CheckpointStore:
@@ -186,22 +47,22 @@ class CheckpointStore:
         self.files = files or found
 
     def final(self, number: int, step: int) -> str:
-        """The path of a committed checkpoint."""
+        """Return the path of a committed checkpoint."""
         return f"{self.dirpath}/{number:06d}-step-{step}"
 
     def temporary(self, number: int, step: int, run: str) -> str:
-        """The path to write it under before it is committed."""
+        """Return the path to write a checkpoint under before it is committed."""
         if not _RUN.fullmatch(run):
             raise ValueError(f"`CheckpointStore.temporary(run={run!r})` must be letters, digits, `-` and `_`.")
         final = self.final(number, step)
         return f"{final}.tmp-{run}" if self.files.atomic else final
 
     def next_number(self) -> int:
-        """One more than any number in the directory, those of damaged and unfinished checkpoints included."""
+        """Return one more than any number in the directory, those of damaged and unfinished checkpoints included."""
         return 1 + max((int(found["number"]) for found in self._matches()), default=0)
 
     def begun(self, number: int, run: str) -> bool:
-        """Whether a checkpoint of this number is there, or one rank of a run writes one alone, as ``<run>-<rank>``."""
+        """Return whether this number is there, or one rank of a run writes it alone, as ``<run>-<rank>``."""
         rests = [match["rest"] or "" for match in self._matches() if int(match["number"]) == number]
         return any(not rest.startswith(".tmp-") or rest.startswith(f".tmp-{run}-") for rest in rests)
 
@@ -227,25 +88,25 @@ class CheckpointStore:
         self.discard_if_committed(temporary)
 
     def discard_if_committed(self, temporary: str) -> None:
-        """Who writes into a folder that another rank renames meanwhile makes it anew: nobody else would delete it."""
+        """Delete a folder that was made anew, as another rank has renamed it meanwhile: nobody else would."""
         final, _, run = temporary.rpartition(".tmp-")
         if self.files.atomic and run and self.files.exists(f"{final}/{MANIFEST}"):
             self.discard(temporary)
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
-        """The ranks that did not say so yet."""
+        """Return the ranks that did not say so yet."""
         names = set(self.files.names(temporary))
         return [rank for rank in ranks if _rank_manifest(rank) not in names]
 
     def heard(self, temporary: str, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
-        """The ranks that did not say what became of their parts, and those that have said that they failed."""
+        """Return the ranks that did not say what became of their parts, and those that have said that they failed."""
         missing = self.missing(temporary, ranks)
         names = set(self.files.names(temporary)) if missing else ()
         failed = [rank for rank in missing if failure_of(rank) in names]
         return [rank for rank in missing if rank not in failed], failed
 
     def discard_if_hopeless(self, temporary: str, ranks: Collection[int]) -> None:
-        """Where the first rank has failed, nobody will commit or delete: the last one to be ready does."""
+        """Delete a folder whose first rank has failed, and would not: the last rank to be ready does."""
         silent, failed = self.heard(temporary, ranks)
         if min(ranks) in failed and not silent:
             self.discard(temporary)
@@ -285,7 +146,7 @@ class CheckpointStore:
         self.files.remove(temporary)
 
     def entries(self, number: int | None = None, name: str | None = None) -> list[CheckpointEntry]:
-        """The checkpoints under a final name, the newest first; reads their manifests only.
+        """Return the checkpoints under a final name, the newest first; reads their manifests only.
 
         Args:
             number: of the only one to look for. Default: all.
@@ -300,7 +161,7 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: (entry.number, entry.step), reverse=True)
 
     def verify(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> Manifest:
-        """Read every file of a checkpoint; its manifest, if it is whole.
+        """Read every file of a checkpoint; return its manifest, if it is whole.
 
         Args:
             entry: the checkpoint.
@@ -319,7 +180,7 @@ class CheckpointStore:
         return manifest
 
     def trouble(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> CheckpointError | OSError | None:
-        """What `verify` raises; None where nothing is wrong."""
+        """Return what `verify` raises; None where nothing is wrong."""
         try:
             self.verify(entry, part, parts)
         except (CheckpointError, OSError) as error:
@@ -341,7 +202,7 @@ class CheckpointStore:
         self.files.sync(entry.path)
 
     def quarantine(self, entry: CheckpointEntry) -> str:
-        """Take a damaged checkpoint out of the way; its new path."""
+        """Take a damaged checkpoint out of the way; return its new path."""
         taken = set(self.files.names(self.dirpath))
         k = next(k for k in range(1, len(taken) + 2) if f"{entry.name}.damaged-{k}" not in taken)
         path = f"{entry.path}.damaged-{k}"
@@ -361,7 +222,7 @@ class CheckpointStore:
             self.discard(entry.path)
 
     def clean(self, run: str = "", damaged: bool = False) -> list[str]:
-        """Delete what was left unfinished and no living process holds, but nothing of this run; the names.
+        """Delete what was left unfinished and no living process holds, but nothing of this run; return the names.
 
         Args:
             run: whose folders to leave alone. Default: nobody's.
@@ -382,11 +243,11 @@ class CheckpointStore:
         return left
 
     def writing(self) -> list[str]:
-        """Names of folders that a living process is still writing."""
+        """Return the names of folders that a living process is still writing."""
         return [path.rpartition("/")[2] for path in self.unfinished() if not self.files.idle(path)]
 
     def unfinished(self) -> list[str]:
-        """Paths of folders that are no checkpoints yet, and may never be."""
+        """Return the paths of folders that are no checkpoints yet, and may never be."""
         return [f"{self.dirpath}/{m.string}" for m in self._matches() if (m["rest"] or "").startswith(".tmp-")]
 
     def _matches(self) -> list[re.Match[str]]:
@@ -423,10 +284,144 @@ class CheckpointStore:
             return False
 
 
+@dataclass(frozen=True)
+class CheckpointEntry:
+    """A checkpoint under its final name; without a manifest where that cannot be read, and then ``error`` says why."""
+
+    name: str
+    path: str
+    number: int
+    step: int
+    manifest: Manifest | None = None
+    good: bool = False
+    error: CheckpointError | OSError | None = None
+
+
 def failure_of(rank: int) -> str:
-    """The name of the file by which a rank gives up."""
+    """Return the name of the file by which a rank gives up."""
     return f"rank-{rank}.failed"
 
 
 def _rank_manifest(rank: int) -> str:
     return f"rank-{rank}.manifest.json"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a checkpoint, and where training stood.
+
+    Args:
+        number: counts the saves of a directory; order is by it.
+        step: optimizer steps taken, their mean over the replicas while these drift. It may go back, after a rollback.
+        round: rounds committed. Default: 0.
+        epoch: number of the epoch that was under way. Default: 0.
+        generation: of the groups. Default: 0.
+        world_size: ranks that trained. Default: 1.
+        ranks: ranks whose files are here. Default: rank 0 alone.
+        reason: why it was saved. Default: ``""``.
+        created: seconds since 1970. Default: 0.
+        metrics: what was logged, for keeping and finding the best. Default: none.
+        versions: of the packages that wrote it. Default: none.
+        notes: anything else of plain values. Default: none.
+        files: all files beside this one; filled in when it is committed.
+        pickles: whether there are pickled objects in them, which execute code when they are loaded; filled in, too.
+    """
+
+    number: int
+    step: int
+    round: int = 0
+    epoch: int = 0
+    generation: int = 0
+    world_size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    reason: str = ""
+    created: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, FileRecord] = field(default_factory=dict)
+    pickles: bool = False
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of its file."""
+        return _sealed(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str = "manifest.json") -> Manifest:
+        """Read it again.
+
+        Raises:
+            DamagedCheckpoint: any bit has changed.
+            CheckpointError: a newer version of this package wrote it.
+        """
+        value = _known(cls, data, path)
+        return cls(**{**value, "ranks": tuple(value["ranks"])})
+
+
+@dataclass(frozen=True)
+class RankManifest:
+    """The files that one rank has written, all of them durable; whether there are pickled objects in them."""
+
+    rank: int
+    files: Mapping[str, FileRecord]
+    pickles: bool = False
+
+    def to_bytes(self) -> bytes:
+        """Return the bytes of its file."""
+        return _sealed(self)
+
+    @classmethod
+    def from_bytes(cls, data: bytes, path: str = "rank manifest") -> RankManifest:
+        """Read it again; raise `DamagedCheckpoint` where any bit has changed."""
+        return cls(**_known(cls, data, path))
+
+
+def _sealed(manifest: Manifest | RankManifest) -> bytes:
+    fields = dataclasses.asdict(manifest)
+    if not fields.pop("pickles"):
+        return seal({"format": 1, **fields})
+    return seal({"format": FORMAT, **fields, "pickles": True})
+
+
+def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[str, Any]:
+    """Return the fields that this version knows; what a later one of the same format adds is passed over."""
+    value = unseal(data, path)
+    names = {each.name for each in dataclasses.fields(kind)}
+    if isinstance(value, dict):
+        value = {"pickles": False, **value}
+    if not isinstance(value, dict) or not names | {"format"} <= value.keys() or not _is_number(value["format"]):
+        raise DamagedCheckpoint(f"{path} does not hold what a manifest must.")
+    if value["format"] > FORMAT:
+        raise CheckpointError(
+            f"{path} is of format {value['format']}, this version reads up to {FORMAT}: update lightning-async."
+        )
+    if strange := sorted(name for name in names if not _KINDS.get(name, _is_number)(value[name])):
+        raise DamagedCheckpoint(f"{path} does not hold what a manifest must: {strange} are of another kind.")
+    files = {name: FileRecord(record["size"], record["crc32"]) for name, record in value["files"].items()}
+    return {**{name: value[name] for name in names}, "files": files}
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_file(name: str, record: object) -> bool:
+    """Return whether a name and a record are of a file of this folder."""
+    numbers = [record.get("size"), record.get("crc32")] if isinstance(record, dict) else [None]
+    return _FILE.fullmatch(name) is not None and all(map(_is_number, numbers))
+
+
+_FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
+_LATEST = 253402300800.0
+"""The year 10000: no calendar knows a later one."""
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "reason": lambda value: isinstance(value, str),
+    "created": lambda value: type(value) in (int, float) and 0 <= value < _LATEST,
+    "ranks": lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_number, value)),
+    "metrics": lambda value: isinstance(value, dict) and all(type(each) in (int, float) for each in value.values()),
+    "versions": lambda value: isinstance(value, dict),
+    "notes": lambda value: isinstance(value, dict),
+    "files": lambda value: isinstance(value, dict) and all(_is_file(*item) for item in value.items()),
+    "pickles": lambda value: isinstance(value, bool),
+}
+"""Whether a field is of its kind; the others are numbers, from 0 on."""

@@ -2,7 +2,9 @@
 
     save --- copied into a free buffer, told by a message ---> the writer --- poll: its answer ---> the buffer is free
 
-Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` and `Writer.close`, which have a timeout.
+`Writer` takes a `SaveJob` and gives a `Result`. Only the training thread uses it. Nothing waits for a disk, but
+`Writer.wait` and `Writer.close`, which have a timeout. `WriterChannel` starts the process, talks to it, and notices
+that it is dead; `Standstill` that it is stopped.
 """
 
 from __future__ import annotations
@@ -32,141 +34,9 @@ from lightning_async.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-
-# A process that writes checkpoints, as its trainer sees it: how it is started, told, heard, and noticed to be
-# dead.
-
 _EXIT_S = 1.0  # a writer that has nothing to do ends at once; one that is stopped is not waited for
 _STANDSTILL_LOOK_S = 0.5
 _LONGEST_LOOK_S = 10.0
-
-
-class Standstill:
-    """Seconds for which a process has been stopped (SIGSTOP), by looks at it.
-
-    Between two looks at most some seconds count: a job that is suspended stops who looks, too, and when it goes on, the
-    process that is looked at may do so a moment later.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._last: float | None = None
-
-    def look(self, stopped: bool, now: float) -> float:
-        """Whether it is stopped, at that many monotonic seconds; for how long it has been.
-
-        >>> still = Standstill()
-        >>> [still.look(True, now) for now in (100.0, 104.0, 3704.0)], still.look(False, 3705.0)
-        ([0.0, 4.0, 14.0], 0.0)
-        """
-        before = self._last
-        self._last = now if stopped else None
-        self.seconds = 0.0 if before is None or not stopped else self.seconds + min(now - before, _LONGEST_LOOK_S)
-        return self.seconds
-
-
-class WriterChannel:
-    """One process that writes, and the channel to it.
-
-    Args:
-        rank: whose parts it writes.
-        lock: that the process holds as long as it lives; this one keeps nothing of it. Default: none.
-
-    Raises:
-        CheckpointError: the system does not let it start.
-    """
-
-    _left: ClassVar[list[subprocess.Popen[bytes]]] = []  # those that still wrote when they were closed
-
-    def __init__(self, rank: int, lock: Lock | None = None) -> None:
-        self.died = False
-        """Whether it has ended, as far as `answers` knows."""
-        self._received = b""
-        self._standstill = Standstill()
-        self._looks_at = -math.inf
-        try:
-            with contextlib.ExitStack() as opened:
-                self._start(rank, lock, opened)
-                opened.pop_all()
-        except OSError as error:
-            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
-        finally:
-            if lock is not None:
-                lock.close()
-        self.pid = self._popen.pid
-
-    def _start(self, rank: int, lock: Lock | None, opened: contextlib.ExitStack) -> None:
-        self._errors = anonymous_file("checkpoint-errors")
-        opened.callback(os.close, self._errors)
-        self._channel, theirs = map(opened.enter_context, socket.socketpair())
-        told = [theirs.fileno(), os.getpid()]
-        command = bare_command(
-            "lightning_async.checkpoint.writer_process", told, f"writes the checkpoints of rank {rank}"
-        )
-        with theirs:
-            self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
-                pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])], start_new_session=True,
-            )  # fmt: skip
-
-    def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
-        """Hand over a job; raises OSError where the process has ended."""
-        socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
-
-    def answers(self) -> list[dict[str, Any]]:
-        """All that have come; notices that no more can."""
-        with contextlib.suppress(BlockingIOError):
-            while not self.died:
-                try:
-                    data = self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
-                except ConnectionError:
-                    data = b""
-                self._received += data
-                self.died = not data
-        *lines, self._received = self._received.split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def wait(self, timeout: float) -> None:
-        """Until there is an answer, or the process has ended, or so many seconds are over."""
-        wait_for(self._channel, timeout)
-
-    def stopped_s(self) -> float:
-        """For how long it has been stopped, by looks at it twice a second; 0 where the system does not say."""
-        now = time.monotonic()
-        if now >= self._looks_at:
-            self._looks_at = now + _STANDSTILL_LOOK_S
-            self._standstill.look(_is_stopped(self.pid), now)
-        return self._standstill.seconds
-
-    def kill(self) -> None:
-        """End it, also where it is stopped; `answers` notices that it has ended."""
-        self._popen.kill()
-        self._standstill = Standstill()
-
-    def close(self) -> str:
-        """There are no more jobs; how it has ended, if it has."""
-        with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_WR)  # forks of this process may have it open, too
-        self._channel.close()
-        try:
-            code = self._popen.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._left[:] = [self._popen, *(each for each in self._left if each.poll() is None)]
-            return "it has not ended"
-        finally:
-            said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
-            os.close(self._errors)
-        return f"signal {-code}" if code < 0 else f"exit status {code}: {said[-1000:]}"
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, and not by a debugger, which would go on with it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
-    except (OSError, IndexError):
-        return False
-
-
 _REMEDY = (
     "Put plain values and tensors there, or pass `FaultTolerantCheckpoint(objects='pickle')`: then whoever loads such "
     "a checkpoint has to ask for it, as that executes code in it."
@@ -177,66 +47,8 @@ _LOOK_S = 0.5
 """A writer that is stopped for so long is replaced; how often a wait looks whether it is."""
 
 
-class SaveBusy(CheckpointError):
-    """The save before this one is still being written."""
-
-
-@dataclass(frozen=True)
-class SaveJob:
-    """One rank's part of one save.
-
-    Args:
-        number, step, run: of the checkpoint, see `CheckpointStore.temporary`; the same on all ranks.
-        ranks: that take part. The first of them commits.
-        shared: what is equal on all of these, see `comm.frames.flatten` for what can be in it.
-        own: what is this rank's.
-        manifest: fields of the `Manifest` besides these. Only those of the rank that commits count. Default: none.
-    """
-
-    number: int
-    step: int
-    run: str
-    ranks: Sequence[int]
-    shared: Any
-    own: Any
-    manifest: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of one save.
-
-    Args:
-        number: of the save.
-        seconds: since it was handed over.
-        bytes: of this rank's files.
-        committed: this rank has committed it. Other ranks know that their part is durable, no more.
-        error: what went wrong; None where nothing did.
-        lost: nobody has told the other ranks of it, who wait for this one's part.
-    """
-
-    number: int
-    seconds: float
-    bytes: int = 0
-    committed: bool = False
-    error: str | None = None
-    lost: bool = False
-
-
-@dataclass
-class _Flight:
-    """A save that the writer has, and where in which buffer its job lies."""
-
-    number: int
-    buffer: Buffer
-    offset: int
-    length: int
-    attempts: int = 1
-    started: float = field(default_factory=time.monotonic)
-
-
 class Writer:
-    """Writes one rank's part of checkpoints in a process of its own.
+    """The writer of one rank's part of checkpoints, in a process of its own.
 
     Args:
         dirpath: where checkpoints are, a local directory or a URL that fsspec knows.
@@ -294,18 +106,18 @@ class Writer:
             self._process = WriterChannel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: SaveJob) -> None:
-        """Have the memory for saves like this one: the first of them then takes no longer than the others."""
+        """Get the memory for saves like this one: the first of them then takes no longer than the others."""
         size = self._shard(job).size
         for buffer in self._buffers:
             if buffer.owner is BufferOwner.FREE:
                 buffer.reserve(size)
 
     def expect(self, job: SaveJob, more: int = 0) -> None:
-        """The same in the background, for saves that have ``more`` bytes besides: `busy` meanwhile. Default: 0."""
+        """Get memory in the background, for saves that have ``more`` bytes besides: `busy` meanwhile. Default: 0."""
         self._growth.begin(self._buffers, self._shard(job).size + more)
 
     def save(self, job: SaveJob, queue: bool = False) -> float:
-        """Copy the state, which may change from then on, and hand the copy over; the seconds that this took.
+        """Copy the state, which may change from then on, and hand the copy over; return the seconds that this took.
 
         Args:
             job: what to save.
@@ -454,5 +266,189 @@ class Writer:
         return Result(flight.number, seconds, error=shown, lost=lost)
 
 
+@dataclass(frozen=True)
+class SaveJob:
+    """One rank's part of one save.
+
+    Args:
+        number, step, run: of the checkpoint, see `CheckpointStore.temporary`; the same on all ranks.
+        ranks: that take part. The first of them commits.
+        shared: what is equal on all of these, see `comm.serialization.flatten` for what can be in it.
+        own: what is this rank's.
+        manifest: fields of the `Manifest` besides these. Only those of the rank that commits count. Default: none.
+    """
+
+    number: int
+    step: int
+    run: str
+    ranks: Sequence[int]
+    shared: Any
+    own: Any
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one save.
+
+    Args:
+        number: of the save.
+        seconds: since it was handed over.
+        bytes: of this rank's files.
+        committed: this rank has committed it. Other ranks know that their part is durable, no more.
+        error: what went wrong; None where nothing did.
+        lost: nobody has told the other ranks of it, who wait for this one's part.
+    """
+
+    number: int
+    seconds: float
+    bytes: int = 0
+    committed: bool = False
+    error: str | None = None
+    lost: bool = False
+
+
+class SaveBusy(CheckpointError):
+    """An error: the save before this one is still being written."""
+
+
+@dataclass
+class _Flight:
+    """A save that the writer has, and where in which buffer its job lies."""
+
+    number: int
+    buffer: Buffer
+    offset: int
+    length: int
+    attempts: int = 1
+    started: float = field(default_factory=time.monotonic)
+
+
 def _since(flight: _Flight) -> float:
     return time.monotonic() - flight.started
+
+
+class WriterChannel:
+    """A process that writes, and the channel to it.
+
+    Args:
+        rank: whose parts it writes.
+        lock: that the process holds as long as it lives; this one keeps nothing of it. Default: none.
+
+    Raises:
+        CheckpointError: the system does not let it start.
+    """
+
+    _left: ClassVar[list[subprocess.Popen[bytes]]] = []  # those that still wrote when they were closed
+
+    def __init__(self, rank: int, lock: Lock | None = None) -> None:
+        self.died = False
+        """Whether it has ended, as far as `answers` knows."""
+        self._received = b""
+        self._standstill = Standstill()
+        self._looks_at = -math.inf
+        try:
+            with contextlib.ExitStack() as opened:
+                self._start(rank, lock, opened)
+                opened.pop_all()
+        except OSError as error:
+            raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
+        finally:
+            if lock is not None:
+                lock.close()
+        self.pid = self._popen.pid
+
+    def _start(self, rank: int, lock: Lock | None, opened: contextlib.ExitStack) -> None:
+        self._errors = anonymous_file("checkpoint-errors")
+        opened.callback(os.close, self._errors)
+        self._channel, theirs = map(opened.enter_context, socket.socketpair())
+        told = [theirs.fileno(), os.getpid()]
+        command = bare_command(
+            "lightning_async.checkpoint.writer_process", told, f"writes the checkpoints of rank {rank}"
+        )
+        with theirs:
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
+                pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])], start_new_session=True,
+            )  # fmt: skip
+
+    def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
+        """Hand over a job; raises OSError where the process has ended."""
+        socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Return all answers that have come; notice that no more can."""
+        with contextlib.suppress(BlockingIOError):
+            while not self.died:
+                try:
+                    data = self._channel.recv(1 << 16, socket.MSG_DONTWAIT)
+                except ConnectionError:
+                    data = b""
+                self._received += data
+                self.died = not data
+        *lines, self._received = self._received.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def wait(self, timeout: float) -> None:
+        """Wait until there is an answer, or the process has ended, or so many seconds are over."""
+        wait_for(self._channel, timeout)
+
+    def stopped_s(self) -> float:
+        """Return for how long it has been stopped, by looks at it twice a second; 0 where the system does not say."""
+        now = time.monotonic()
+        if now >= self._looks_at:
+            self._looks_at = now + _STANDSTILL_LOOK_S
+            self._standstill.look(_is_stopped(self.pid), now)
+        return self._standstill.seconds
+
+    def kill(self) -> None:
+        """End it, also where it is stopped; `answers` notices that it has ended."""
+        self._popen.kill()
+        self._standstill = Standstill()
+
+    def close(self) -> str:
+        """Say that there are no more jobs; return how it has ended, if it has."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_WR)  # forks of this process may have it open, too
+        self._channel.close()
+        try:
+            code = self._popen.wait(_EXIT_S)
+        except subprocess.TimeoutExpired:
+            self._left[:] = [self._popen, *(each for each in self._left if each.poll() is None)]
+            return "it has not ended"
+        finally:
+            said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
+            os.close(self._errors)
+        return f"signal {-code}" if code < 0 else f"exit status {code}: {said[-1000:]}"
+
+
+class Standstill:
+    """Seconds for which a process has been stopped (SIGSTOP), by looks at it.
+
+    Between two looks at most some seconds count: a job that is suspended stops who looks, too, and when it goes on, the
+    process that is looked at may do so a moment later.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def look(self, stopped: bool, now: float) -> float:
+        """Note whether it is stopped, at that many monotonic seconds; return for how long it has been.
+
+        >>> still = Standstill()
+        >>> [still.look(True, now) for now in (100.0, 104.0, 3704.0)], still.look(False, 3705.0)
+        ([0.0, 4.0, 14.0], 0.0)
+        """
+        before = self._last
+        self._last = now if stopped else None
+        self.seconds = 0.0 if before is None or not stopped else self.seconds + min(now - before, _LONGEST_LOOK_S)
+        return self.seconds
+
+
+def _is_stopped(pid: int) -> bool:
+    """Return whether a process is stopped, and not by a debugger, which would go on with it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False

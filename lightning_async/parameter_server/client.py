@@ -3,7 +3,9 @@
     push n: fill `gradients`, ask all servers, hear all answers
     a server dies: dial it again, say hello under the same life, ask the same again; it knows whether n was applied
 
-What was pushed lies in this process's memory until it is answered, and is not touched before.
+What was pushed lies in this process's memory until it is answered, and is not touched before. `Client` asks all servers
+at once, by one `ShardConnection` for each. `forget` and `tell_over` tell servers of others. A push that travels
+compressed has `PushResiduals` on the worker; a server has what came as `Arrived`, and decodes it.
 """
 
 from __future__ import annotations
@@ -27,91 +29,6 @@ from lightning_async.errors import AsyncTrainingError, ChannelTimeout, Evicted, 
 from lightning_async.parameter_server import consistency
 from lightning_async.parameter_server.consistency import stated_staleness
 
-# Pushes that travel compressed: a worker keeps what each lacks, for the next one; a server decodes what has
-# come.
-
-
-class PushResiduals:
-    r"""What compression has yet to deliver of one worker's pushes to one server.
-
-    .. math:: v_n = g_n + r_{n-1}, \qquad q_n = \mathrm{C}(v_n), \qquad r_n = v_n - q_n
-
-    So :math:`\sum_n q_n + r_n = \sum_n g_n`, whatever the compression. A message is made once, and lies in memory that
-    outlives the server: one that is said again is the same to the bit. It takes the room of two fp32 copies of the
-    shard.
-
-    Args:
-        compression: C.
-        numel: of the shard.
-
-    Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
-    """
-
-    def __init__(self, compression: PushCompression, numel: int) -> None:
-        self._compression = compression
-        self.source = torch.zeros(numel)
-        self.residual = torch.zeros(numel)
-
-    def encode_(self, memory: Tensor) -> int:
-        """Put what travels of `source` at the beginning of ``memory``, uint8; how many bytes it is."""
-        size = self.message_bytes
-        self._compression.encode_(memory[:size], self.source, self.residual)
-        return size
-
-    @property
-    def message_bytes(self) -> int:
-        """Of what travels."""
-        return self._compression.message_bytes(self.source.numel())
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """What a server has been pushed, as it came; the memory is the worker's, who does not touch it before the answer.
-
-    Args:
-        message: uint8.
-        compression: by which it was made; None: it is fp32.
-        numel: of the shard.
-
-    Raises:
-        ValueError: it is of another size.
-    """
-
-    message: Tensor
-    compression: PushCompression | None
-    numel: int
-
-    def __post_init__(self) -> None:
-        itemsize = torch.float32.itemsize
-        size = self.numel * itemsize if self.compression is None else self.compression.message_bytes(self.numel)
-        if self.message.numel() != size:
-            raise ValueError(
-                f"a push has {self.message.numel()} bytes, and is to have {size} for {self.numel} elements"
-            )
-
-    @classmethod
-    def of(cls, message: Tensor, header: Mapping[str, Any], numel: int) -> Arrived:
-        """What came with a header.
-
-        Raises:
-            TypeError, ValueError: it says nothing that is known, or something else than what came.
-        """
-        return cls(message, from_description(header["compression"]), numel)
-
-    def floats(self, room: Tensor) -> Tensor:
-        """fp32, flat: what came, or what it decodes to in ``room``."""
-        if self.compression is None:
-            return self._plain
-        self.compression.decode_(room, self.message)
-        return room
-
-    @cached_property
-    def _plain(self) -> Tensor:
-        return self.message.view(torch.float32)
-
-
-# A worker's line to one server: whichever process that is, what was not answered is asked again.
-
 _log = logging.getLogger(__name__)
 _PAUSE_S = 0.02
 _DIAL_S = 5.0
@@ -121,230 +38,9 @@ _REFUSALS: dict[str, type[AsyncTrainingError]] = {
 }  # fmt: skip
 
 
-class ShardConnection:
-    """One server, whichever process that is; used by one thread, but for `give_up`.
-
-    Args:
-        server: its number, for messages.
-        dial: the line's from now on.
-        hello: that servers are told first: the ``worker`` whose line it is, and whatever else says who that is.
-        absent_s: a server that cannot be reached for so long is lost.
-        overlap: gradients may be of what was pulled before the last pull: the server has two places for that. Default:
-            they are of the last one.
-    """
-
-    def __init__(
-        self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float, overlap: bool = False
-    ) -> None:
-        self.dial = dial
-        self.base = 0
-        self.began = False
-        """The server has weights: one without has lost them."""
-        self._overlap = overlap
-        self._spare = False
-        self._pushed_then = 0  # where the last pull is, and when that was
-        self.resent = self.pushed = 0
-        self._missing: list[tuple[int, int]] = []
-        """Pushes that were answered, and are lost since: behind one number, up to another."""
-        self._server = server
-        self._worker = hello["worker"]
-        self._hello = hello
-        self._channel: PeerChannel | None = None
-        self._life: int | None = None
-        self._incarnation: str | None = None
-        self._request: tuple[Mapping[str, Any], int] = {}, 0
-        self._asked_at = 0.0
-        self._why = "nothing was heard of it"
-        self._given_up = False
-        self._absent_s = absent_s
-        self._left: int | None = None
-        """From this byte on the next push is at the server already; None: nothing of it is."""
-        self._away_since: float | None = None
-        """When the server was last reached; None while there is a channel."""
-
-    def ask(self, header: Mapping[str, Any], size: int) -> None:
-        """Say it, if there is somebody; `reply` sees to the rest."""
-        pushes = header["do"] == "push"
-        before = header.get("base", self.base) < self.base
-        flips = pushes or self.pushed > self._pushed_then  # a pull after a pull is in its place: nothing is of that one
-        places = {"of": self._spare ^ (self._overlap and before), "to": self._spare ^ (self._overlap and flips)}
-        self._request = ({**header, **places}, size)
-        self._asked_at = time.monotonic()
-        self.resent = 0
-        if self._channel is not None:
-            self._try(self._channel)
-
-    def pulled(self, version: int) -> None:
-        """The last request has brought weights, of this version."""
-        self.base = version
-        self._spare = self._request[0]["to"]
-        self._pushed_then = self.pushed
-
-    @property
-    def lost(self) -> int:
-        """How many pushes were answered, and are in no weights any more."""
-        return sum(end - start for start, end in self._missing)
-
-    def begin_part(self) -> None:
-        """The memory is filled anew."""
-        self._left = None
-
-    def leave(self, at: int, size: int) -> None:
-        """A part of the next push leaves ahead of it: the last one, or one in front of those that have left, or again.
-
-        It may fail: what has not left goes with the push.
-        """
-        channel = self._channel
-        if channel is None or channel.shares_memory:
-            return
-        try:
-            channel.send({"do": "part", "at": at}, size)
-            channel.receive(_PART_S)
-        except PeerLost as error:
-            self._drop(error)
-        else:
-            self._left = at if self._left is None else min(self._left, at)
-
-    def reply(self, until: float) -> dict[str, Any]:
-        """The answer, of whichever process gives it."""
-        while True:
-            now = time.monotonic()
-            left = until - now
-            if self._given_up:
-                raise PeerLost(f"worker {self._worker!r} has given up on server {self._server}.")
-            if self._channel is None:
-                self._away_since = self._away_since or now
-                left = min(left, self._away_since + self._absent_s - now)
-                if left > 0 and not self._dial(left):
-                    time.sleep(min(_PAUSE_S, left))
-                    continue
-                left = until - now
-            if self._channel is None:
-                raise ChannelTimeout(
-                    f"worker {self._worker!r}: server {self._server} has not answered "
-                    f"{self._request[0].get('do')!r} for {time.monotonic() - self._asked_at:.1f} s: {self._why} "
-                    "See its log; it may need more time than `timeout`."
-                )
-            try:
-                reply, _ = self._channel.receive(max(left, 0.001))
-            except PeerLost as error:
-                self._drop(error)
-            else:
-                if self._request[0].get("do") == "push":
-                    self._left = None  # nothing of the next one is there
-                return self._heard(reply)
-
-    def give_up(self) -> None:
-        self._given_up = True
-        if (channel := self._channel) is not None:
-            channel.break_off()
-
-    def close(self, leave: bool) -> None:
-        if self._channel is not None and leave:
-            try:
-                self._channel.send({"do": "leave"}, 0, 1.0)
-                self._channel.receive(1.0)
-            except PeerLost:
-                pass  # it is gone, or busy: it sees the connection's end
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = None
-        self.dial.close()
-
-    def _dial(self, timeout_s: float) -> bool:
-        """Whether there is a channel now, and the request is on its way."""
-        try:
-            channel = self._channel = self.dial.connect(min(timeout_s, _DIAL_S))
-            now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
-            channel.send({"do": "hello", **self._hello, **now}, 0, timeout_s)
-            reply, _ = channel.receive(timeout_s)
-        except PeerLost as error:
-            self._drop(error)
-            return False
-        known = self._incarnation
-        told = self._heard(reply)
-        self._life = told["life"]
-        if self.began and told["version"] is None:
-            raise PeerLost(
-                f"worker {self._worker!r}: server {self._server} has lost its weights, of version {self.base} or "
-                "later: its memory is gone, with its supervisor or its host. Start again from the last checkpoint."
-            )
-        if None not in (known, told["version"]) and told["incarnation"] != known:
-            self._go_back(told)
-        self.resent += 1
-        self._away_since = None
-        self._try(channel)
-        return self._channel is not None
-
-    def _go_back(self, told: Mapping[str, Any]) -> None:
-        """The server had lost its memory, and has a snapshot: of what was said to it, less counts than was answered."""
-        kept = told["push"]
-        known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
-        self._missing = [*known, (kept, max(kept, self.pushed))]
-        header, size = self._request
-        self.base = min(self.base, told["version"])
-        if "base" in header:
-            header = {**header, "base": self.base}
-        self._request = header, size
-        _log.warning(
-            "Worker %r: server %d has come back with a snapshot, of version %d. %d pushes of this worker's are lost in "
-            "all.", self._worker, self._server, told["version"], self.lost,
-        )  # fmt: skip
-
-    def _try(self, channel: PeerChannel) -> None:
-        header, size = self._request
-        try:
-            if self._left is not None and header["do"] == "push":
-                channel.send({**header, "size": size}, min(self._left, size))
-            else:
-                channel.send(header, size)
-        except PeerLost as error:
-            self._drop(error)
-
-    def _drop(self, error: PeerLost) -> None:
-        self._why = str(error)
-        self._left = None
-        if self._channel is not None:
-            self._channel.close()
-        self._channel = None
-
-    def _heard(self, reply: dict[str, Any]) -> dict[str, Any]:
-        if (kind := reply.get("refused")) is not None:
-            error = _REFUSALS.get(kind, AsyncTrainingError)
-            raise error(f"worker {self._worker!r}: server {self._server} refuses: {reply['why']}")
-        self._incarnation = reply.get("incarnation", self._incarnation)
-        self.pushed = reply.get("number", self.pushed)
-        return reply
-
-
-def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
-    """Tell a server that these workers are lost: nobody waits for them, and what they still say does not count.
-
-    Raises:
-        PeerLost: it does not answer in time.
-    """
-    _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
-
-
-def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
-    """Tell a server that the training is over: it ends when nobody is connected any more. Whoever does not answer has
-    ended already, or will, a while after."""
-    with contextlib.suppress(PeerLost), contextlib.closing(dial):
-        _tell(dial, {"do": "over"}, timeout_s)
-
-
-def _tell(dial: Dial, header: Mapping[str, Any], timeout_s: float) -> None:
-    channel = dial.connect(timeout_s)
-    try:
-        channel.send(header, 0, timeout_s)
-        channel.receive(timeout_s)
-    finally:
-        channel.close()
-
-
 @dataclass(frozen=True)
 class ServerAnswer:
-    """What servers say to a push or a pull.
+    """The servers' answer to a push or a pull.
 
     Args:
         versions: of each server's shard.
@@ -416,7 +112,7 @@ class Client:
         self._compression = compression
         self._at_a_cut = consistent and len(dials) > 1
         self.feedback: list[PushResiduals] = []
-        """What compression has yet to deliver, one for each server; empty without."""
+        """The residuals of compressed pushes, one for each server; empty without compression."""
         if compression is not None:
             self.feedback = [PushResiduals(compression, _floats(line.dial.outgoing).numel()) for line in self._lines]
 
@@ -431,7 +127,7 @@ class Client:
         return [_floats(line.dial.incoming) for line in self._lines]
 
     def bring(self, field: str) -> None:
-        """What is in `gradients` is a field of the optimizer's state, for `start`."""
+        """Send what is in `gradients` as a field of the optimizer's state, for `start`."""
         self._ask_with_all({"do": "bring", "field": field})
 
     def start(
@@ -449,7 +145,7 @@ class Client:
         Args:
             optimizer, arguments: of the servers; see `make_optimizer`. Default: what is pushed is added.
             fields, scalars: of the state that it begins with; the first were brought before. Default: it is new.
-            staleness: that the servers' `Terms` are to have. Default: any.
+            staleness: that the servers' `WorkerRules` are to have. Default: any.
             anew: servers that have weights take these in their place; other workers are fenced. Default: False.
             warmup_steps: of these weights, in place of the servers'. Default: theirs.
 
@@ -466,7 +162,7 @@ class Client:
         return self.pull()
 
     def pull(self, field: str | None = None) -> ServerAnswer:
-        """The newest weights, in `weights`; or in their place a field of the servers' state, of the same version.
+        """Pull the newest weights into `weights`; or in their place a field of the servers' state, of the same version.
 
         Raises:
             PeerLost: a server has not answered in time, or has lost its weights.
@@ -490,10 +186,10 @@ class Client:
 
         Args:
             lr: in place of the optimizer's own.
-            weight: samples that it is the mean of; counts in sync mode. 0: there is nothing in it, and what compression
-                has yet to deliver stays here. Default: 1.
+            weight: samples that it is the mean of; counts in sync mode. 0: there is nothing in it, and the
+                residual stays here. Default: 1.
             pull: whether to have the weights, too. Default: True.
-            sync_point: gates that are behind this worker, see `rest`. Default: 0.
+            sync_point: how many sync points are behind this worker, see `rest`. Default: 0.
             call: in sync mode: all shall hear of it with the answer to this round, see `ServerAnswer.called`. Default:
                 False.
             bases: the versions that it was computed at, of each server. Default: those that were pulled last.
@@ -522,12 +218,12 @@ class Client:
         return replace(pulled, **how, resent=answer.resent + pulled.resent)
 
     def begin_parts(self) -> None:
-        """`gradients` are filled anew, from the end on."""
+        """Note that `gradients` are filled anew, from the end on."""
         for line in self._lines:
             line.begin_part()
 
     def leave(self, parts: Sequence[tuple[int, int]]) -> None:
-        """A part of the next push leaves ahead of it, where something has to be moved; of all servers.
+        """Send a part of the next push ahead of it to all servers, where something has to be moved.
 
         Args:
             parts: of each server's `gradients`, from one element to another: the tail, what is in front of parts that
@@ -548,11 +244,11 @@ class Client:
         return self._answer(self._ask_all({"do": "snapshot"}), pulled=False)
 
     def read(self, field: str) -> tuple[dict[str, Any], ...]:
-        """One field of all servers' state, in `weights`; what they say of it: ``fields``, ``scalars``, ``version``."""
+        """Read one field of all servers' state into `weights`; return its ``fields``, ``scalars``, ``version``."""
         return tuple(self._ask_all({"do": "read", "field": field}))
 
     def rest(self, sync_point: int) -> None:
-        """Nobody is to wait for this worker until a push of somebody's comes from beyond that gate, by number.
+        """Have nobody wait for this worker until somebody's push comes from beyond that sync point, by number.
 
         Raises:
             PeerLost, Evicted: as of `pull`.
@@ -560,14 +256,14 @@ class Client:
         self._ask_all({"do": "rest", "sync_point": sync_point})
 
     def give_up(self) -> None:
-        """From any thread: the request that is under way fails now, and no other one is made."""
+        """Fail the request that is under way, and make no other one; callable from any thread."""
         for line in self._lines:
             line.give_up()
 
     def lags(self) -> tuple[dict[str, Any], ...]:
-        """How late pushes were, of each server: ``counts`` of pushes by lag, from which on one key stands for the lags
-        up to the next one; the ``mean`` of recent ones; how many were ``dropped``; where snapshots are taken, what is
-        ``durable``, and how many of all workers' were ``lost``."""
+        """Return how late pushes were, of each server: ``counts`` of pushes by lag (a key stands for all lags up to the
+        next one), the ``mean`` of recent ones, how many were ``dropped``; where snapshots are taken, also what is
+        ``durable``, and how many of all workers' pushes were ``lost``."""
         told = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in told)
 
@@ -577,12 +273,12 @@ class Client:
             line.close(leave)
 
     def _put(self, server: int, line: ShardConnection) -> int:
-        """Have the next push in the line's memory; how many bytes it is."""
+        """Put the next push into the connection's memory; return how many bytes it is."""
         outgoing = line.dial.outgoing
         return self.feedback[server].encode_(outgoing) if self.feedback else outgoing.numel()
 
     def _ask_with_all(self, header: Mapping[str, Any]) -> None:
-        """With what is in `gradients`, as it is."""
+        """Ask all servers, with what is in `gradients`, as it is."""
         for server, each in enumerate(self.feedback):
             _floats(self._lines[server].dial.outgoing).copy_(each.source)
         self._ask([(header, line.dial.outgoing.numel()) for line in self._lines])
@@ -606,6 +302,307 @@ class Client:
         for line, (header, size) in zip(self._lines, requests, strict=True):
             line.ask(header, size)
         return [line.reply(until) for line in self._lines]
+
+
+class ShardConnection:
+    """A worker's connection to one server, whichever process that is; used by one thread, but for `give_up`.
+
+    What was not answered is asked again.
+
+    Args:
+        server: its number, for messages.
+        dial: the connection's from now on.
+        hello: what servers are told first: the ``worker`` that it is of, and whatever else says who that is.
+        absent_s: a server that cannot be reached for so long is lost.
+        overlap: gradients may be of what was pulled before the last pull: the server has two places for that. Default:
+            they are of the last one.
+    """
+
+    def __init__(
+        self, server: int, dial: Dial, hello: Mapping[str, Any], absent_s: float, overlap: bool = False
+    ) -> None:
+        self.dial = dial
+        self.base = 0
+        self.began = False
+        """The server has weights: one without has lost them."""
+        self._overlap = overlap
+        self._spare = False
+        self._pushed_then = 0  # where the last pull is, and when that was
+        self.resent = self.pushed = 0
+        self._missing: list[tuple[int, int]] = []
+        """Pushes that were answered, and are lost since: behind one number, up to another."""
+        self._server = server
+        self._worker = hello["worker"]
+        self._hello = hello
+        self._channel: PeerChannel | None = None
+        self._life: int | None = None
+        self._incarnation: str | None = None
+        self._request: tuple[Mapping[str, Any], int] = {}, 0
+        self._asked_at = 0.0
+        self._why = "nothing was heard of it"
+        self._given_up = False
+        self._absent_s = absent_s
+        self._left: int | None = None
+        """From this byte on the next push is at the server already; None: nothing of it is."""
+        self._away_since: float | None = None
+        """When the server was last reached; None while there is a channel."""
+
+    def ask(self, header: Mapping[str, Any], size: int) -> None:
+        """Send a request, if the server is there; `reply` sees to the rest."""
+        pushes = header["do"] == "push"
+        before = header.get("base", self.base) < self.base
+        flips = pushes or self.pushed > self._pushed_then  # a pull after a pull is in its place: nothing is of that one
+        places = {"of": self._spare ^ (self._overlap and before), "to": self._spare ^ (self._overlap and flips)}
+        self._request = ({**header, **places}, size)
+        self._asked_at = time.monotonic()
+        self.resent = 0
+        if self._channel is not None:
+            self._try(self._channel)
+
+    def pulled(self, version: int) -> None:
+        """Note that the last request has brought weights, of this version."""
+        self.base = version
+        self._spare = self._request[0]["to"]
+        self._pushed_then = self.pushed
+
+    @property
+    def lost(self) -> int:
+        """How many pushes were answered, and are in no weights any more."""
+        return sum(end - start for start, end in self._missing)
+
+    def begin_part(self) -> None:
+        """Note that the memory is filled anew."""
+        self._left = None
+
+    def leave(self, at: int, size: int) -> None:
+        """Send a part of the next push ahead of it: the last one, or one in front of those that have left, or again.
+
+        It may fail: what has not left goes with the push.
+        """
+        channel = self._channel
+        if channel is None or channel.shares_memory:
+            return
+        try:
+            channel.send({"do": "part", "at": at}, size)
+            channel.receive(_PART_S)
+        except PeerLost as error:
+            self._drop(error)
+        else:
+            self._left = at if self._left is None else min(self._left, at)
+
+    def reply(self, until: float) -> dict[str, Any]:
+        """Return the answer, of whichever process gives it."""
+        while True:
+            now = time.monotonic()
+            left = until - now
+            if self._given_up:
+                raise PeerLost(f"worker {self._worker!r} has given up on server {self._server}.")
+            if self._channel is None:
+                self._away_since = self._away_since or now
+                left = min(left, self._away_since + self._absent_s - now)
+                if left > 0 and not self._dial(left):
+                    time.sleep(min(_PAUSE_S, left))
+                    continue
+                left = until - now
+            if self._channel is None:
+                raise ChannelTimeout(
+                    f"worker {self._worker!r}: server {self._server} has not answered "
+                    f"{self._request[0].get('do')!r} for {time.monotonic() - self._asked_at:.1f} s: {self._why} "
+                    "See its log; it may need more time than `timeout`."
+                )
+            try:
+                reply, _ = self._channel.receive(max(left, 0.001))
+            except PeerLost as error:
+                self._drop(error)
+            else:
+                if self._request[0].get("do") == "push":
+                    self._left = None  # nothing of the next one is there
+                return self._heard(reply)
+
+    def give_up(self) -> None:
+        self._given_up = True
+        if (channel := self._channel) is not None:
+            channel.break_off()
+
+    def close(self, leave: bool) -> None:
+        if self._channel is not None and leave:
+            try:
+                self._channel.send({"do": "leave"}, 0, 1.0)
+                self._channel.receive(1.0)
+            except PeerLost:
+                pass  # it is gone, or busy: it sees the connection's end
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+        self.dial.close()
+
+    def _dial(self, timeout_s: float) -> bool:
+        """Dial; return whether there is a channel now, and the request is on its way."""
+        try:
+            channel = self._channel = self.dial.connect(min(timeout_s, _DIAL_S))
+            now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
+            channel.send({"do": "hello", **self._hello, **now}, 0, timeout_s)
+            reply, _ = channel.receive(timeout_s)
+        except PeerLost as error:
+            self._drop(error)
+            return False
+        known = self._incarnation
+        told = self._heard(reply)
+        self._life = told["life"]
+        if self.began and told["version"] is None:
+            raise PeerLost(
+                f"worker {self._worker!r}: server {self._server} has lost its weights, of version {self.base} or "
+                "later: its memory is gone, with its supervisor or its host. Start again from the last checkpoint."
+            )
+        if None not in (known, told["version"]) and told["incarnation"] != known:
+            self._go_back(told)
+        self.resent += 1
+        self._away_since = None
+        self._try(channel)
+        return self._channel is not None
+
+    def _go_back(self, told: Mapping[str, Any]) -> None:
+        """Go back to the snapshot of a server that has lost its memory: fewer pushes count than were answered."""
+        kept = told["push"]
+        known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
+        self._missing = [*known, (kept, max(kept, self.pushed))]
+        header, size = self._request
+        self.base = min(self.base, told["version"])
+        if "base" in header:
+            header = {**header, "base": self.base}
+        self._request = header, size
+        _log.warning(
+            "Worker %r: server %d has come back with a snapshot, of version %d. %d pushes of this worker's are lost in "
+            "all.", self._worker, self._server, told["version"], self.lost,
+        )  # fmt: skip
+
+    def _try(self, channel: PeerChannel) -> None:
+        header, size = self._request
+        try:
+            if self._left is not None and header["do"] == "push":
+                channel.send({**header, "size": size}, min(self._left, size))
+            else:
+                channel.send(header, size)
+        except PeerLost as error:
+            self._drop(error)
+
+    def _drop(self, error: PeerLost) -> None:
+        self._why = str(error)
+        self._left = None
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+    def _heard(self, reply: dict[str, Any]) -> dict[str, Any]:
+        if (kind := reply.get("refused")) is not None:
+            error = _REFUSALS.get(kind, AsyncTrainingError)
+            raise error(f"worker {self._worker!r}: server {self._server} refuses: {reply['why']}")
+        self._incarnation = reply.get("incarnation", self._incarnation)
+        self.pushed = reply.get("number", self.pushed)
+        return reply
+
+
+class PushResiduals:
+    r"""The residual of one worker's compressed pushes to one server.
+
+    .. math:: v_n = g_n + r_{n-1}, \qquad q_n = \mathrm{C}(v_n), \qquad r_n = v_n - q_n
+
+    So :math:`\sum_n q_n + r_n = \sum_n g_n`, whatever the compression. A message is made once, and lies in memory that
+    outlives the server: one that is said again is the same to the bit. It takes the room of two fp32 copies of the
+    shard.
+
+    Args:
+        compression: C.
+        numel: of the shard.
+
+    Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
+    """
+
+    def __init__(self, compression: PushCompression, numel: int) -> None:
+        self._compression = compression
+        self.source = torch.zeros(numel)
+        self.residual = torch.zeros(numel)
+
+    def encode_(self, memory: Tensor) -> int:
+        """Put what travels of `source` at the beginning of ``memory``, uint8; return how many bytes it is."""
+        size = self.message_bytes
+        self._compression.encode_(memory[:size], self.source, self.residual)
+        return size
+
+    @property
+    def message_bytes(self) -> int:
+        """Of what travels."""
+        return self._compression.message_bytes(self.source.numel())
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A push as a server got it; the memory is the worker's, who does not touch it before the answer.
+
+    Args:
+        message: uint8.
+        compression: by which it was made; None: it is fp32.
+        numel: of the shard.
+
+    Raises:
+        ValueError: it is of another size.
+    """
+
+    message: Tensor
+    compression: PushCompression | None
+    numel: int
+
+    def __post_init__(self) -> None:
+        itemsize = torch.float32.itemsize
+        size = self.numel * itemsize if self.compression is None else self.compression.message_bytes(self.numel)
+        if self.message.numel() != size:
+            raise ValueError(
+                f"a push has {self.message.numel()} bytes, and is to have {size} for {self.numel} elements"
+            )
+
+    @classmethod
+    def of(cls, message: Tensor, header: Mapping[str, Any], numel: int) -> Arrived:
+        """Return what came with a header.
+
+        Raises:
+            TypeError, ValueError: it says nothing that is known, or something else than what came.
+        """
+        return cls(message, from_description(header["compression"]), numel)
+
+    def floats(self, room: Tensor) -> Tensor:
+        """Return fp32, flat: what came, or what it decodes to in ``room``."""
+        if self.compression is None:
+            return self._plain
+        self.compression.decode_(room, self.message)
+        return room
+
+    @cached_property
+    def _plain(self) -> Tensor:
+        return self.message.view(torch.float32)
+
+
+def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
+    """Tell a server that these workers are lost: nobody waits for them, and what they still say does not count.
+
+    Raises:
+        PeerLost: it does not answer in time.
+    """
+    _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
+
+
+def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
+    """Tell a server that training is over: it ends when nobody is connected; one that does not answer ends anyway."""
+    with contextlib.suppress(PeerLost), contextlib.closing(dial):
+        _tell(dial, {"do": "over"}, timeout_s)
+
+
+def _tell(dial: Dial, header: Mapping[str, Any], timeout_s: float) -> None:
+    channel = dial.connect(timeout_s)
+    try:
+        channel.send(header, 0, timeout_s)
+        channel.receive(timeout_s)
+    finally:
+        channel.close()
 
 
 def _floats(memory: Tensor) -> Tensor:

@@ -1,4 +1,14 @@
-"""Who waits for whom on a server: the terms, and what follows from them, as pure functions."""
+"""Who waits for whom on a server, and how a worker reads one version of all servers.
+
+`WorkerRules` say how a server treats its workers; the pure functions `live`, `round_due` and `awaited` follow them.
+
+A worker reads consistently with `pull`. It has all servers hold: none applies a push from now on, and each answers with
+the last push of each worker that it has applied. The latest of all answers is the cut. Then it pulls at the cut: of
+what waits, a server applies the pushes that are in the cut, sends the weights once all are there, and ends the hold. A
+push that one server has applied is on its way to the others, or its worker is gone: then nothing more of it will come,
+and what has come counts. Whoever holds does so for a limited time, and only as long as it is connected; where that was
+too short, it asks again.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +23,15 @@ from lightning_async.errors import ChannelTimeout
 from lightning_async.parameter_server.store import said
 
 Workers = Mapping[str, Mapping[str, Any]]
-"""What a store remembers: of each name its ``life``, the ``push`` that was applied last, its ``clock``, whether it
-is ``live``, waited for by others, and the gate that it ``rests`` at: until others are beyond, nobody waits for it."""
+"""What a store remembers: of each name its ``life``, the ``push`` that was applied last, its ``clock``, whether it is
+``live``, waited for by others, and the sync point that it ``rests`` at: until others are beyond, nobody waits for
+it."""
 NEWCOMERS = "newcomers"
-"""Stands for those that are yet to come."""
+"""Stands for workers that are yet to come."""
+Cut = Mapping[tuple[str, str], int]
+"""Of each worker, by its name and its client's own: the number of its last push."""
+_HOLD_S = 1.0
+_LONGEST_HOLD_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +98,7 @@ class WorkerRules:
 
 
 def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """A policy in JSON's terms; ``"auto"``, and none, as they are.
+    """Return a policy in JSON's terms; ``"auto"``, and none, as they are.
 
     >>> stated_staleness("bounded")
     {'policy': 'Bounded', 'arguments': {'max_staleness': 16}}
@@ -94,7 +109,7 @@ def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None
 
 
 def live(workers: Workers, sync_point: int = 0) -> set[str]:
-    """Those that others wait for who come from beyond so many gates.
+    """Return the workers that others wait for who come from beyond so many sync points.
 
     >>> told = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
     >>> live(told, 2), sorted(live(told, 3))
@@ -106,7 +121,7 @@ def live(workers: Workers, sync_point: int = 0) -> set[str]:
 def round_due(
     worker_rules: WorkerRules, version: int, workers: Workers, waiting: Collection[str], sync_point: int = 0
 ) -> bool:
-    """Whether the pushes that wait are to be applied: they are of all that live, and enough have come once.
+    """Return whether the pushes that wait are to be applied: they are of all that live, and enough have come once.
 
     >>> told = {"live": True, "rests": -1}
     >>> two = WorkerRules(mode="sync", num_workers=2)
@@ -122,7 +137,7 @@ def round_due(
 def awaited(
     worker_rules: WorkerRules, workers: Workers, waiting: Collection[str], worker: str, number: int, sync_point: int = 0
 ) -> set[str]:
-    """Whom a worker waits for that has pushed; nobody, where it may go on.
+    """Return whom a worker waits for that has pushed; nobody, where it may go on.
 
     >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
     >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}
@@ -139,25 +154,8 @@ def awaited(
     return set()
 
 
-# One version of all servers: no push is seen on one of them and absent on another.
-#
-# a worker its servers hold ------------------> no push is applied from now on <------------------ the last push
-# of each worker that is applied here pull, at the cut: the -> of what waits, those pushes are applied that are
-# in the cut; once all are, the weights, latest of all answers and the hold is over
-#
-# A push that one server has applied is on its way to the others, or its worker is gone: then nothing more of it
-# will come, and what has come counts. Whoever holds does so for a limited time, and only as long as it is
-# connected; where that was too short, it asks again.
-
-_HOLD_S = 1.0
-_LONGEST_HOLD_S = 30.0
-
-Cut = Mapping[tuple[str, str], int]
-"""Of each worker, by its name and its client's own: the number of its last push."""
-
-
 def applied_by(workers: Workers) -> Cut:
-    """What a server has applied.
+    """Return what a server has applied.
 
     >>> applied_by({"a": {"client": "3f", "push": 4}, "b": {"client": "9c", "push": 1, "said": 2}})
     {('a', '3f'): 4, ('b', '9c'): 2}
@@ -166,7 +164,7 @@ def applied_by(workers: Workers) -> Cut:
 
 
 def latest(cuts: Iterable[Cut]) -> Cut:
-    """What has to be applied everywhere, as it is somewhere.
+    """Return what has to be applied everywhere, as it is somewhere.
 
     >>> latest([{("a", "3f"): 4}, {("a", "3f"): 5, ("b", "9c"): 1}])
     {('a', '3f'): 5, ('b', '9c'): 1}
@@ -179,12 +177,12 @@ def latest(cuts: Iterable[Cut]) -> Cut:
 
 
 def plain(cut: Cut) -> list[list[Any]]:
-    """In JSON's terms."""
+    """Return a cut in JSON's terms."""
     return [[*worker, number] for worker, number in cut.items()]
 
 
 def from_plain(told: Sequence[Sequence[Any]]) -> Cut:
-    """What `plain` was given."""
+    """Return the cut that `plain` was given."""
     return {(name, client): number for name, client, number in told}
 
 
@@ -195,7 +193,7 @@ class _Hold:
 
 
 class ConsistentReads:
-    """Those who hold one server; used under its lock.
+    """The workers that hold one server; used under its lock.
 
     Args:
         now: seconds. Default: the system's clock.
@@ -206,25 +204,25 @@ class ConsistentReads:
         self._holds: dict[str, _Hold] = {}
 
     def hold(self, worker: str, limit_s: float) -> None:
-        """No push is applied until this worker has pulled, or for so many seconds."""
+        """Apply no push until this worker has pulled, or for so many seconds."""
         self._holds[worker] = _Hold(self._now() + limit_s)
 
     def wants(self, worker: str, cut: Cut) -> None:
-        """It is to have these pushes."""
+        """Note the pushes that a worker is to see."""
         if (hold := self._holds.get(worker)) is not None:
             hold.cut = cut
 
     def release(self, worker: str) -> None:
-        """It has pulled, or begins anew."""
+        """End the hold of a worker that has pulled, or begins anew."""
         self._holds.pop(worker, None)
 
     def holds(self, worker: str) -> bool:
-        """Whether its hold has lasted until now."""
+        """Return whether a worker's hold has lasted until now."""
         hold = self._holds.get(worker)
         return hold is not None and self._now() < hold.until
 
     def allow(self, pushes: Mapping[str, int], workers: Workers, connected: Collection[str]) -> bool:
-        """Whether these pushes, by their workers' names, may be applied now."""
+        """Return whether these pushes, by their workers' names, may be applied now."""
         if not self._holds:
             return True
         for holder in [name for name in self._holds if name not in connected or not self.holds(name)]:
@@ -239,7 +237,7 @@ class ConsistentReads:
 
 
 def missing(cut: Cut, workers: Workers) -> bool:
-    """Whether a push is yet to come here; none does of those who are gone for good.
+    """Return whether a push is yet to come here; none does of workers that are gone for good.
 
     >>> told = {"a": {"client": "3f", "push": 4}}
     >>> missing({("a", "3f"): 5}, told), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, told)
@@ -255,7 +253,7 @@ def pull(
     timeout_s: float,
     worker: str,
 ) -> list[dict[str, Any]]:
-    """On a worker's side: have all servers' weights, of one cut; what they say to that.
+    """Pull all servers' weights at one cut, on a worker's side; return what the servers say to that.
 
     Args:
         ask: all servers, and hear all answers.

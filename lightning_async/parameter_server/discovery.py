@@ -1,4 +1,4 @@
-"""Where workers and servers that are ranks find each other: notes in the store, and who of the workers is there.
+"""Where workers and servers that are ranks find each other, and who of the workers is there.
 
 the first worker                          each server, from start to end
 call: training 3 wants servers  ------->  starts its own
@@ -6,6 +6,10 @@ call: training 3 wants servers  ------->  starts its own
 all workers dial, and train
 call: training 3 is over        ------->  ends them, once nobody is connected any more
 (the workers' processes end)              hears no worker any more: ends
+
+`JobBoard` holds these notes in the store, `DedicatedServer` follows them on a rank that serves, and `Attendance` knows
+when its workers have ended. `Agreement` is the workers' part in sync points: they open once all have pulled what the
+last push has made.
 """
 
 from __future__ import annotations
@@ -27,99 +31,18 @@ from lightning_async.parameter_server.client import tell_over
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.process import ServerProcess, ServerStart, Shelving
 
-# Gates of workers: one opens when all have pulled what the last push has made.
-
-
-class WorkerVersion(NamedTuple):
-    """What a worker says in headers.
-
-    Args:
-        restored: grows whenever a server has begun with a snapshot, see `Answer`: what was before is no newer then,
-            whatever its version.
-        version: of the weights that it has, the sum over all servers.
-    """
-
-    restored: float = 0.0
-    version: float = 0.0
-
-
-class Agreement:
-    """A wing, see `EngineComponent`, that moves nothing itself: weights come from the servers.
-
-    Whoever comes to a gate has no push under way, and pulls after its last one. So the last of them has what all
-    pushes have made, on every server; it is the one with the highest version, and who has the same has the same bits.
-    Where a server has lost what it had and begun with a snapshot, versions that are lost with it count no more.
-
-    Args:
-        control: the control plane; this registers with it.
-    """
-
-    blank = WorkerVersion()
-
-    def __init__(self, control: ControlPlane) -> None:
-        self._box = control.shared_state
-        self._mine = self._newest = WorkerVersion()
-        control.register(self)
-
-    # ---- the training thread ----
-
-    def pulled(self, versions: Sequence[int], restored: int = 0) -> None:
-        """This worker has these weights now."""
-        with self._box.changed:
-            self._mine = WorkerVersion(float(restored), float(sum(versions)))
-
-    @property
-    def behind(self) -> bool:
-        """Whether another worker has said that it has newer weights."""
-        with self._box.changed:
-            return self._newest > self._mine
-
-    # ---- the engine's thread, see `EngineComponent` ----
-
-    def is_indispensable(self) -> bool:
-        return False
-
-    def compose(self) -> WorkerVersion:
-        return self._mine
-
-    def complete(self, part: WorkerVersion, message: Message | None, compare: bool) -> WorkerVersion:
-        return part
-
-    def is_due(self, parts: Sequence[WorkerVersion]) -> bool:
-        """Weights are to be pulled before a gate can open."""
-        with self._box.changed:
-            self._newest = max(parts)
-        return any(part < self._newest for part in parts)
-
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> None: ...
-
-    def settle(self, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> tuple[bool, Any]:
-        return True, None
-
-    def opened(self, here: bool) -> None: ...
-
-    def drop(self) -> None: ...
-
-
 ROOM = "lightning_async/attendance"
-"""Where all that are there beat, by names of their own, see `Membership`."""
+"""Where workers and servers beat, by names of their own, see `Membership`."""
 _WORKER = "worker"
-
-
-def joining_rank_name(role: str, number: int, restarts: int = 0) -> str:
-    """What a process is called there.
-
-    >>> joining_rank_name("server", 1)
-    'server-1.0'
-    """
-    return f"{role}-{number}.{restarts}"
+_LOOK_S = 0.1
+_DRAIN_S = 30.0
 
 
 class JobBoard:
     """The notes of one job.
 
     Args:
-        door: of the job.
+        door: the job's board in the store.
     """
 
     def __init__(self, door: JoinBoard) -> None:
@@ -128,17 +51,17 @@ class JobBoard:
     # ---- the workers ----
 
     def call(self, run: int, num_servers: int, worker_rules: WorkerRules, shelving: Shelving | None = None) -> None:
-        """So many servers are wanted for this run, on these terms; with snapshots, where that says so."""
+        """Call for so many servers for this run, by these rules; with snapshots, where ``shelving`` says so."""
         numbers = {"run": run, "servers": num_servers}
         kept = (shelving or Shelving())._asdict()
         self._door.write("call", {**numbers, "terms": worker_rules.plain(), "snapshots": kept, "over": False})
 
     def dismiss(self, run: int) -> None:
-        """That run is over."""
+        """Note that this run is over."""
         self._door.write("call", {"run": run, "over": True})
 
     def answers(self, run: int, num_servers: int, patience: WaitWithLog) -> list[dict[str, Any]]:
-        """The addresses of all servers.
+        """Wait for the addresses of all servers.
 
         Raises:
             AsyncTrainingError: one of them cannot serve; names it, and says why.
@@ -154,7 +77,7 @@ class JobBoard:
         return [address for server in range(num_servers) for address in told[server]["addresses"]]
 
     def check(self, run: int, server: int) -> dict[str, Any]:
-        """What a server has answered; empty where it has not.
+        """Return what a server has answered; empty where it has not.
 
         Raises:
             AsyncTrainingError: that it cannot serve.
@@ -167,79 +90,22 @@ class JobBoard:
     # ---- a server ----
 
     def called(self) -> dict[str, Any]:
-        """The last call; empty where there was none."""
+        """Return the last call; empty where there was none."""
         return self._door.read("call")
 
     def answer(self, run: int, server: int, note: Mapping[str, Any]) -> None:
-        """Its ``addresses``, or an ``error``."""
+        """Write a server's ``addresses``, or an ``error``."""
         self._door.write(f"answer/{run}/{server}", note)
 
     def answered(self, run: int, server: int) -> dict[str, Any]:
-        """What a server has answered; empty where it has not."""
+        """Return what a server has answered; empty where it has not."""
         return self._door.read(f"answer/{run}/{server}")
 
 
-class Beats(Protocol):
-    """See `Membership`."""
-
-    def guests(self) -> Iterable[str]: ...
-
-    def left(self) -> Iterable[str]: ...
-
-
-class Attendance:
-    """Whether those whom a process serves have ended, by what it has heard of them.
-
-    Args:
-        beats: of all that are there.
-        num_workers: that are to come.
-        dead_after_s: who says nothing for so long has died.
-        now: seconds. Default: the system's clock.
-    """
-
-    def __init__(
-        self, beats: Beats, num_workers: int, dead_after_s: float, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._beats = beats
-        self._num_workers = num_workers
-        self._dead_after_s = dead_after_s
-        self._now = now
-        self._heard: dict[str, float] = {}
-        """Of each worker that ever was there, when it last was."""
-        self._began = now()
-
-    @property
-    def silent_s(self) -> float:
-        """For how long no worker has been there."""
-        return self._now() - max(self._heard.values(), default=self._began)
-
-    @property
-    def came(self) -> int:
-        """Workers that ever were there."""
-        return len(self._heard)
-
-    def over(self) -> bool:
-        """Whether all have come, and ended since; or some, and nobody was heard of for too long."""
-        now = self._now()
-        left = {name for name in self._beats.left() if name.startswith(_WORKER)}
-        self._heard |= {name: self._heard.get(name, now) for name in left}
-        self._heard |= {name: now for name in self._beats.guests() if name.startswith(_WORKER)}
-        if not self.came:
-            return False
-        if self.silent_s > self._dead_after_s:
-            return True
-        gone = left | {name for name, at in self._heard.items() if now - at > self._dead_after_s}
-        return self.came >= self._num_workers and gone >= self._heard.keys()
-
-
-# A rank that serves: a server for each training of the workers, from start to end.
-
-_LOOK_S = 0.1
-_DRAIN_S = 30.0
-
-
 class DedicatedServer:
-    """Its servers are processes beside it, which outlive it: where it is started again, workers go on with them.
+    """A rank that serves: a server for each training of the workers, from start to end.
+
+    Its servers are processes beside it, which outlive it: where it is started again, workers go on with them.
 
     Args:
         board: of the job.
@@ -277,7 +143,7 @@ class DedicatedServer:
             self._begin(call)
 
     def wait(self, woken: int) -> None:
-        """Until there may be something to do: `follow` looks.
+        """Wait until there may be something to do: `follow` looks.
 
         Args:
             woken: a descriptor that is readable when there is.
@@ -306,13 +172,13 @@ class DedicatedServer:
                 os.close(descriptor)
 
     def end(self) -> None:
-        """The training is over: end its servers, once nobody is connected any more."""
+        """End the servers of a training that is over, once nobody is connected any more."""
         while self._adopted:
             tell_over(dial(self._adopted.pop(), 0, 0))
         self._let_go(lambda server: server.close(_DRAIN_S))
 
     def fail(self, why: str) -> None:
-        """This cannot go on. Workers go on with its servers, as long as they last, and then hear why none follows."""
+        """Give up. Workers go on with its servers, as long as they last, and then hear why none follows."""
         if self._run is not None:
             self._board.answer(self._run, self.number, {"error": why})
         self._let_go(lambda server: server.leave())
@@ -338,8 +204,8 @@ class DedicatedServer:
         self._board.answer(self._run, self.number, {"addresses": told})
 
     def _start(self, before: dict[str, Any] | None) -> dict[str, Any]:
-        """The address; in the place of one that has lost its weights, so that it says so to those who look for it, or
-        has the newest of its snapshots."""
+        """Start a server and return its address; in the place of one that has lost its weights, so that it says so to
+        those who look for it, or has the newest of its snapshots."""
         if before is None:
             server = self._how.begin(self.number)
         else:
@@ -352,3 +218,136 @@ class DedicatedServer:
         os.close(descriptor)
         server.close()
         self._start(server.address)
+
+
+class Attendance:
+    """What a process has heard of the workers that it serves: whether they have ended.
+
+    Args:
+        beats: of all that are there.
+        num_workers: that are to come.
+        dead_after_s: who says nothing for so long has died.
+        now: seconds. Default: the system's clock.
+    """
+
+    def __init__(
+        self, beats: Beats, num_workers: int, dead_after_s: float, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._beats = beats
+        self._num_workers = num_workers
+        self._dead_after_s = dead_after_s
+        self._now = now
+        self._heard: dict[str, float] = {}
+        """Of each worker that ever was there, when it last was."""
+        self._began = now()
+
+    @property
+    def silent_s(self) -> float:
+        """For how long no worker has been there."""
+        return self._now() - max(self._heard.values(), default=self._began)
+
+    @property
+    def came(self) -> int:
+        """Workers that ever were there."""
+        return len(self._heard)
+
+    def over(self) -> bool:
+        """Return whether all have come, and ended since; or some, and nobody was heard of for too long."""
+        now = self._now()
+        left = {name for name in self._beats.left() if name.startswith(_WORKER)}
+        self._heard |= {name: self._heard.get(name, now) for name in left}
+        self._heard |= {name: now for name in self._beats.guests() if name.startswith(_WORKER)}
+        if not self.came:
+            return False
+        if self.silent_s > self._dead_after_s:
+            return True
+        gone = left | {name for name, at in self._heard.items() if now - at > self._dead_after_s}
+        return self.came >= self._num_workers and gone >= self._heard.keys()
+
+
+class Beats(Protocol):
+    """The part of a `Membership` that `Attendance` reads."""
+
+    def guests(self) -> Iterable[str]: ...
+
+    def left(self) -> Iterable[str]: ...
+
+
+def joining_rank_name(role: str, number: int, restarts: int = 0) -> str:
+    """Return the name by which a process beats there.
+
+    >>> joining_rank_name("server", 1)
+    'server-1.0'
+    """
+    return f"{role}-{number}.{restarts}"
+
+
+class WorkerVersion(NamedTuple):
+    """A worker's part of headers.
+
+    Args:
+        restored: grows whenever a server has begun with a snapshot, see `ServerAnswer`: what was before is no newer
+            then, whatever its version.
+        version: of the weights that it has, the sum over all servers.
+    """
+
+    restored: float = 0.0
+    version: float = 0.0
+
+
+class Agreement:
+    """An `EngineComponent` that moves nothing itself: weights come from the servers.
+
+    Whoever comes to a sync point has no push under way, and pulls after its last one. So the last of them has what all
+    pushes have made, on every server; it is the one with the highest version, and who has the same has the same bits.
+    Where a server has lost what it had and begun with a snapshot, versions that are lost with it count no more.
+
+    Args:
+        control: the control plane; this registers with it.
+    """
+
+    blank = WorkerVersion()
+
+    def __init__(self, control: ControlPlane) -> None:
+        self._shared_state = control.shared_state
+        self._mine = self._newest = WorkerVersion()
+        control.register(self)
+
+    # ---- the training thread ----
+
+    def pulled(self, versions: Sequence[int], restored: int = 0) -> None:
+        """Note that this worker has these weights now."""
+        with self._shared_state.changed:
+            self._mine = WorkerVersion(float(restored), float(sum(versions)))
+
+    @property
+    def behind(self) -> bool:
+        """Whether another worker has said that it has newer weights."""
+        with self._shared_state.changed:
+            return self._newest > self._mine
+
+    # ---- the engine's thread, see `EngineComponent` ----
+
+    def is_indispensable(self) -> bool:
+        return False
+
+    def compose(self) -> WorkerVersion:
+        return self._mine
+
+    def complete(self, part: WorkerVersion, message: Message | None, compare: bool) -> WorkerVersion:
+        return part
+
+    def is_due(self, parts: Sequence[WorkerVersion]) -> bool:
+        """Return whether weights are to be pulled before a sync point can open."""
+        with self._shared_state.changed:
+            self._newest = max(parts)
+        return any(part < self._newest for part in parts)
+
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> None: ...
+
+    def settle(self, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> tuple[bool, Any]:
+        return True, None
+
+    def opened(self, here: bool) -> None: ...
+
+    def drop(self) -> None: ...

@@ -1,7 +1,12 @@
 """The optimizers of servers, by name and JSON's arguments.
 
-Those with a fused op are in `steps`. Those without are torch's own: they copy a piece, and update it while it is in the
-cache. What gives other numbers on several elements than on each alone cannot be sharded, and is refused.
+A step goes from one bank of memory, which stays as it is, to another one, piece by piece, in any order. A fused op
+reads a piece once, and writes what becomes of it once: the new weights and state, and the reply to the worker that has
+pushed. `ServerRates` say how much a late push counts; factors of 1 change no bit. Optimizers without a fused op are
+torch's own: they copy a piece, and update it while it is in the cache. What gives other numbers on several elements
+than on each alone cannot be sharded, and is refused.
+
+Begin with `ServerOptimizer` and `make_optimizer`.
 """
 
 from __future__ import annotations
@@ -18,12 +23,6 @@ from torch.optim import Optimizer
 from lightning_async import ops
 from lightning_async.ops.flat_ops import eager
 
-# A server's steps: from one bank of memory, which stays as it is, to another one, piece by piece, in any order.
-#
-# A fused op reads a piece once, and writes what becomes of it once: the new weights and state, and the reply to
-# the worker that has pushed. How much a late push counts is a factor of the rate, or of the gradient
-# (`ServerRates`); factors of 1 change no bit.
-
 Bank = Mapping[str, Tensor]
 """``params`` and the optimizer's fields: flat, fp32, of one size."""
 Scalars = dict[str, float]
@@ -33,11 +32,12 @@ _add_: Callable[..., None] = eager(ops.server_add_)
 _sgd_: Callable[..., None] = eager(ops.server_sgd_)
 _dana_: Callable[..., None] = eager(ops.server_dana_)
 _adam_: Callable[..., None] = eager(ops.server_adam_)
+_BEGUN = "begun"  # one that has fields only is known by this to have taken a step
 _TOGETHER = "together"  # what there is of momentum is of workers together
 
 
 class ServerRates(NamedTuple):
-    """What a step is taken with.
+    """The rates of one step.
 
     Args:
         lr: in place of the optimizer's own. Default: that one.
@@ -50,7 +50,7 @@ class ServerRates(NamedTuple):
     scale: float = 1.0
 
     def of(self, own: float) -> float:
-        """The rate, for an optimizer with this one."""
+        """Return the rate, for an optimizer with this one."""
         return (own if self.lr is None else self.lr) * self.factor
 
 
@@ -87,18 +87,18 @@ class ServerOptimizer(Protocol):
         ...
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        """Fill what is new; the new scalars, the same for every piece.
+        """Fill what is new; return the new scalars, the same for every piece.
 
         Args:
             span: the piece.
             scalars: that go with what is old.
-            rates: see there.
+            rates: how much the gradient counts.
         """
         ...
 
 
 class Delta:
-    r"""What is pushed is a change of the weights: :math:`x \leftarrow x + d`."""
+    r"""The optimizer for pushes that are changes of the weights: :math:`x \leftarrow x + d`."""
 
     fields = ()
 
@@ -108,7 +108,7 @@ class Delta:
 
 
 class Sgd:
-    """As `torch.optim.SGD`, by `ops.server_sgd_`; without momentum, by `ops.server_add_`.
+    """SGD as `torch.optim.SGD`, by `ops.server_sgd_`; without momentum, by `ops.server_add_`.
 
     Args:
         lr: > 0.
@@ -186,7 +186,7 @@ class DanaStep:
 
 
 class Adam:
-    """As `torch.optim.Adam`, by `ops.server_adam_`; with ``decoupled`` decay, as `torch.optim.AdamW`.
+    """Adam as `torch.optim.Adam`, by `ops.server_adam_`; with ``decoupled`` decay, as `torch.optim.AdamW`.
 
     Args:
         lr: > 0.
@@ -227,13 +227,10 @@ def _add(span: ShardSpan, weight: float, decay: float = 0.0) -> None:
     _add_(span.new["params"], span.reply, span.old["params"], span.gradient, weight, decay, span.whole)
 
 
-_BEGUN = "begun"  # one that has fields only is known by this to have taken a step
-
-
 def make_optimizer(
     name: str, arguments: Mapping[str, Any], *, known: bool = False, momentum_by_worker: bool = False
 ) -> ServerOptimizer:
-    """An optimizer by name.
+    """Return an optimizer by name.
 
     Args:
         name: of a class of torch.optim, or ``"delta"``: what workers push is added to the weights.
@@ -280,7 +277,7 @@ def _dana(options: Mapping[str, Any]) -> DanaStep:
 
 
 def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
-    """What the ops compute as torch's class does with these options; None where they do not."""
+    """Return the fused optimizer that computes as torch's class does with these options; None where there is none."""
     plain = not any(options.get(each) for each in ("amsgrad", "dampening"))
     if not plain or any(isinstance(value, Tensor) for value in options.values()):
         return None
@@ -289,14 +286,14 @@ def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
         return Sgd(options["lr"], options["momentum"], *how)
     if name in ("Adam", "AdamW"):
         decoupled = name == "AdamW" or options.get("decoupled_weight_decay", False)
-        (beta1, beta2) = options["betas"]
+        beta1, beta2 = options["betas"]
         eps = options["eps"]
         return Adam(options["lr"], beta1, beta2, eps, options["weight_decay"], decoupled, options["maximize"])
     return None
 
 
 def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
-    """The scalars of an optimizer that begins with such a state: one with fields has taken a step."""
+    """Return the scalars of an optimizer that begins with such a state: one with fields has taken a step."""
     return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
 
 

@@ -45,7 +45,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ServerPartition:
-    r"""How keys are dealt out to servers.
+    r"""The division of keys among servers.
 
     Keys of ``bigarray_bound`` elements or more are split evenly; the others go, the largest first, each to the server
     that has the fewest elements. With :math:`l_s` elements on server :math:`s`, and the largest key that is whole of
@@ -89,7 +89,7 @@ class ServerPartition:
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor], num_servers: int = 1, bigarray_bound: int = 1_000_000) -> ServerPartition:
-        """The plan of a model's named parameters."""
+        """Return the plan of a model's named parameters."""
         shapes = tuple(tuple(tensor.shape) for tensor in named.values())
         return cls(tuple(named), shapes, num_servers, bigarray_bound)
 
@@ -133,7 +133,7 @@ class ServerPartition:
         return tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces)
 
     def places(self, server: int, tensors: Sequence[Tensor], shard: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """What belongs together: views of the keys' tensors, which are contiguous, and of the server's flat shard."""
+        """Pair views of the keys' tensors, which are contiguous, with those of the server's flat shard."""
         flat = [tensor.view(-1) for tensor in tensors]
         return [
             (flat[piece.key][piece.start : piece.stop], shard[piece.offset : piece.offset + piece.stop - piece.start])
@@ -141,11 +141,11 @@ class ServerPartition:
         ]
 
     def fingerprint(self) -> str:
-        """Equal on all who have the same plan."""
+        """Return a text that is equal on all who have the same plan."""
         return hashlib.sha256(json.dumps(self.plain()).encode()).hexdigest()[:16]
 
     def plain(self) -> dict[str, Any]:
-        """In JSON's terms: what a checkpoint keeps of it."""
+        """Return the plan in JSON's terms, as a checkpoint keeps it."""
         return {
             "names": list(self.names),
             "shapes": [list(shape) for shape in self.shapes],
@@ -169,7 +169,7 @@ class ServerPartition:
 
 
 def reshard(old: ServerPartition, shards: Sequence[Tensor], new: ServerPartition) -> list[Tensor]:
-    """What one plan's servers have, as another one's are to have it: to the bit, of any dtype.
+    """Return what one plan's servers have, as another one's are to have it: to the bit, of any dtype.
 
     Args:
         old: the plan by which the shards are.

@@ -1,4 +1,12 @@
-"""A server in a process of its own, as its starter sees it."""
+"""A server in a process of its own, as its starter sees it.
+
+`ServerProcess` is one of them, and `ServerStart` says how those of one training are started. `Guard` has another server
+take the place of one whose memory is gone:
+
+    supervisor is killed ---> its server ends, and the memory with it
+    who started it sees that ---> the next one listens under the same name, with the newest snapshot there is
+                                  ---> workers dial it, as they would anyway
+"""
 
 from __future__ import annotations
 
@@ -24,6 +32,9 @@ from lightning_async.parameter_server.partition import TABLES
 from lightning_async.parameter_server.snapshots import Shelf
 from lightning_async.parameter_server.supervisor import DRAIN, END, STOP
 
+_log = logging.getLogger(__name__)
+_LOOK_S = 0.1
+_REPLACING_ENDS_S = 20.0
 _ENDS_S = 10.0
 _BACKLOG = 128
 _left: list[subprocess.Popen[bytes]] = []
@@ -36,7 +47,7 @@ class ServerProcess:
     gone and nobody has been connected for a while.
 
     Args:
-        terms: how it treats workers. Default: asynchronous.
+        worker_rules: how it treats workers. Default: asynchronous.
         linger_s: how long it waits for workers, once its starter is gone. Default: 30.
         host: an address of this host's, at which workers on others reach it. Default: nothing listens there.
         port: there. Default: a free one.
@@ -66,7 +77,7 @@ class ServerProcess:
         self.name = ""
         """What `ShmDial` takes."""
         self.address: dict[str, Any] = {}
-        """What `reach.dial` takes, on any host; in JSON's terms."""
+        """What `p2p_gloo.dial` takes, on any host; in JSON's terms."""
         try:
             with contextlib.ExitStack() as opened:
                 self._start(opened, name, host, port)
@@ -115,15 +126,15 @@ class ServerProcess:
 
     @property
     def killed(self) -> bool:
-        """The supervisor has been, and all memory is gone with it."""
+        """Whether the supervisor has been killed: all memory is gone with it."""
         return self._popen is not None and (self._popen.poll() or 0) < 0
 
     def tell_to_end(self) -> None:
-        """With a last snapshot, where any are taken; `close` waits for it."""
+        """Tell the server to end, with a last snapshot, where any are taken; `close` waits for it."""
         self._order(END if self._settings["snapshots"] else STOP)
 
     def close(self, drain_s: float = 0.0, snapshot_s: float = _ENDS_S) -> int:
-        """End it, and give its memory back; idempotent.
+        """End the server, and give its memory back; idempotent.
 
         Args:
             drain_s: how long others may still be connected with it. Default: it ends now.
@@ -151,7 +162,7 @@ class ServerProcess:
         return int(status != 0)
 
     def leave(self, within_s: float = 1.0) -> None:
-        """Others may go on with it: it ends when nobody is connected with it any more.
+        """Leave the server to others: it ends when nobody is connected with it any more.
 
         Args:
             within_s: seconds that it is waited for. Default: one.
@@ -175,19 +186,8 @@ class ServerProcess:
         return None
 
 
-# A server in the place of one whose memory is gone, at the same address: it begins with the newest snapshot
-# there is.
-#
-# supervisor is killed ---> its server ends, and the memory with it who started it sees that ---> the next one
-# listens under the same name ---> workers dial it, as they would anyway
-
-_log = logging.getLogger(__name__)
-_LOOK_S = 0.1
-_REPLACING_ENDS_S = 20.0
-
-
 class Shelving(NamedTuple):
-    """Where the servers of one training keep their snapshots.
+    """The place where the servers of one training keep their snapshots.
 
     Args:
         folder: of all of them, and of nobody else. Default: none are taken.
@@ -199,10 +199,10 @@ class Shelving(NamedTuple):
 
 
 class ServerStart(NamedTuple):
-    """How the servers of one training are started.
+    """The way in which the servers of one training are started.
 
     Args:
-        terms: how they treat workers.
+        worker_rules: how they treat workers.
         host: this one's address, by which others reach it; None where all are on one.
         shelving: of snapshots. Default: none.
     """
@@ -212,7 +212,6 @@ class ServerStart(NamedTuple):
     shelving: Shelving = Shelving()
 
     def begin(self, server: int, port: int = 0, name: str | None = None) -> ServerProcess:
-        """See `ServerProcess`."""
         folder, every_s = self.shelving
         return ServerProcess(
             self.worker_rules,
@@ -227,7 +226,7 @@ class ServerStart(NamedTuple):
     def again(
         self, server: int, address: Mapping[str, Any], is_over: Callable[[], bool] = lambda: False
     ) -> ServerProcess:
-        """At the address of one that is gone, or has not quite ended; ``is_over``: nobody needs it any more.
+        """Start a server at the address of one that is gone, or has not quite ended; ``is_over``: nobody needs it.
 
         Raises:
             AsyncTrainingError: the system does not let it start.
@@ -244,7 +243,7 @@ class ServerStart(NamedTuple):
 
 
 class Guard:
-    """Has another server take the place of each one beside this rank whose supervisor is killed; on a thread.
+    """A thread that has another server take the place of each one beside this rank whose supervisor is killed.
 
     A server that has ended by itself, or could not serve, stays away.
 
@@ -263,7 +262,7 @@ class Guard:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent; nobody is started from now on."""
+        """Start nobody from now on; idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()

@@ -1,4 +1,8 @@
-"""The server's process: it answers who dials, until it is killed, told to end, or has nobody left."""
+"""The server's process: it answers who dials, until it is killed, told to end, or has nobody left.
+
+`main` waits for calls and orders. It holds `ServerTables`: a table for each group of parameters, each with its own
+memory and `Server`.
+"""
 
 from __future__ import annotations
 
@@ -27,127 +31,6 @@ from lightning_async.parameter_server.snapshots import RequestError, Shelf
 from lightning_async.parameter_server.store import Store
 from lightning_async.parameter_server.supervisor import DRAIN, END, UNSAVED
 
-# All that one server's process holds: a table for each group of parameters, each with its own memory and
-# engine.
-
-
-class Keeping(NamedTuple):
-    """How snapshots are kept.
-
-    Args:
-        folder: of all servers' snapshots. Default: none are taken.
-        server: the number of this one. Default: 0.
-        every_s: seconds between two. Default: they are taken when a worker asks.
-    """
-
-    folder: str | None = None
-    server: int = 0
-    every_s: float = math.inf
-
-
-class ServerTables:
-    """The tables of one server; those that its memory holds, and each other one from when a worker first names it.
-
-    Args:
-        memories: `TABLES` descriptors of anonymous files, one for each table, see `Store`; its own from now on.
-        terms: how workers are treated.
-        threads: that work on a large shard. Default: 1.
-        keeping: of snapshots. Default: none.
-    """
-
-    def __init__(
-        self, memories: Sequence[int], worker_rules: WorkerRules, threads: int = 1, keeping: Keeping | None = None
-    ) -> None:
-        self._memories = list(memories)
-        self._worker_rules = worker_rules
-        self._threads = threads
-        self._keeping = keeping or Keeping()
-        self._making = threading.Lock()
-        self.over = False
-        """A worker has said that the training is."""
-        self._servers: dict[int, Server] = {}
-        for table, memory in enumerate(self._memories):
-            if os.fstat(memory).st_size or table == 0:
-                self._server(table)
-
-    @property
-    def connected(self) -> int:
-        """Connections of workers, to all tables."""
-        return sum(server.connected for server in self._all)
-
-    def serve(self, channel: PeerChannel) -> None:
-        """Answer one worker, of the table that it names, until it is gone; on a thread of its own."""
-        try:
-            header, size = channel.receive(HELLO_S)
-            try:
-                _check_first(header)
-                if header.get("do") == "over":
-                    self.over = True
-                    channel.send({})
-                    raise PeerLost("nothing more is said.")
-                server = self._called(header)
-                if header.get("do") == "forget":
-                    for each in self._all:
-                        each.forget(header["workers"])
-            except RequestError as refused:
-                channel.send({"refused": refused.kind, "why": str(refused)})
-                raise PeerLost(str(refused)) from refused
-        except PeerLost:
-            channel.close()
-            return
-        server.serve(channel, (header, size))
-
-    def take_last(self) -> None:
-        """A last snapshot of each table, where any are taken; nothing is applied after it."""
-        for server in self._all:
-            if server.snapshots is not None:
-                server.snapshots.take(last=True)
-
-    @property
-    def _all(self) -> list[Server]:
-        return list(self._servers.values())
-
-    def _called(self, header: Mapping[str, Any]) -> Server:
-        """The server of the table that a first message names."""
-        table = header.get("table", 0)
-        if type(table) is not int or not 0 <= table < TABLES:
-            raise RequestError("settings", f"there is no table {table!r}: the server has {TABLES}.")
-        return self._server(table)
-
-    def _server(self, table: int) -> Server:
-        with self._making:
-            if (found := self._servers.get(table)) is None:
-                found = self._servers[table] = self._make(table)
-            return found
-
-    def _make(self, table: int) -> Server:
-        folder, server, every_s = self._keeping
-        shelf = None if folder is None else Shelf(folder, server, table)
-        found = Server(Store(self._memories[table], self._threads), self._worker_rules, shelf, every_s)
-        if found.snapshots is not None:
-            found.snapshots.begin()
-        return found
-
-
-def _check_first(header: Mapping[str, Any]) -> None:
-    """Whether a first message is whole, so that whoever says something else harms no server.
-
-    >>> _check_first({"do": "hello"})
-    Traceback (most recent call last):
-    lightning_async.parameter_server.snapshots.RequestError: {'do': 'hello'} is nothing that a server is told first.
-    """
-    whole = True
-    if header.get("do") == "forget":
-        names = header.get("workers")
-        whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    elif header.get("do") == "hello":
-        texts = [header.get(name) for name in ("worker", "client", "fingerprint")]
-        numbers = [header.get(name, "") for name in ("life", "said")]
-        whole = all(isinstance(text, str) for text in texts) and all(isinstance(n, int | None) for n in numbers)
-    if not whole:
-        raise RequestError("request", f"{header} is nothing that a server is told first."[:300])
-
-
 _CRASHED = 70
 _LOOK_S = 1.0
 _SOON_S = 0.02
@@ -160,10 +43,10 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
     """Serve, with the memory as the one before has left it.
 
     Args:
-        life: a pipe: its end, and this process ends; a byte: see `orders`.
+        life: a pipe: its end, and this process ends; a byte: an order, see `supervisor`.
         handed: descriptors: of the `TABLES` memories, and of the sockets that workers dial.
-        settings: ``worker_rules``; ``linger_s``; its ``address``; its number, ``server``; its folder of ``snapshots``,
-            if any, and ``snapshot_every`` so many seconds; whether it is ``orphaned`` already.
+        settings: ``terms``, see `WorkerRules`; ``linger_s``; its ``address``; its number, ``server``; its folder of
+            ``snapshots``, if any, and ``snapshot_every`` so many seconds; whether it is ``orphaned`` already.
     """
     # Threads of torch's own would wait for each other at every operation, beside workers that take the cores.
     threads = min(_MOST, torch.get_num_threads())
@@ -213,7 +96,7 @@ def _end(server: ServerTables) -> None:
 
 
 class _Calls:
-    """Those that come to one listening socket, each on a thread of its own; strangers among them do no harm.
+    """The callers of one listening socket, each on a thread of its own; strangers among them do no harm.
 
     Args:
         server: that answers.
@@ -273,3 +156,120 @@ def _shown(sock: socket.socket) -> str:
     with contextlib.suppress(OSError):
         return str(sock.getpeername()[0])
     return "an unknown place"
+
+
+class ServerTables:
+    """The tables of one server; those that its memory holds, and each other one from when a worker first names it.
+
+    Args:
+        memories: `TABLES` descriptors of anonymous files, one for each table, see `Store`; its own from now on.
+        worker_rules: how workers are treated.
+        threads: that work on a large shard. Default: 1.
+        keeping: of snapshots. Default: none.
+    """
+
+    def __init__(
+        self, memories: Sequence[int], worker_rules: WorkerRules, threads: int = 1, keeping: Keeping | None = None
+    ) -> None:
+        self._memories = list(memories)
+        self._worker_rules = worker_rules
+        self._threads = threads
+        self._keeping = keeping or Keeping()
+        self._making = threading.Lock()
+        self.over = False
+        """A worker has said that training is over."""
+        self._servers: dict[int, Server] = {}
+        for table, memory in enumerate(self._memories):
+            if os.fstat(memory).st_size or table == 0:
+                self._server(table)
+
+    @property
+    def connected(self) -> int:
+        """Connections of workers, to all tables."""
+        return sum(server.connected for server in self._all)
+
+    def serve(self, channel: PeerChannel) -> None:
+        """Answer one worker, of the table that it names, until it is gone; on a thread of its own."""
+        try:
+            header, size = channel.receive(HELLO_S)
+            try:
+                _check_first(header)
+                if header.get("do") == "over":
+                    self.over = True
+                    channel.send({})
+                    raise PeerLost("nothing more is said.")
+                server = self._called(header)
+                if header.get("do") == "forget":
+                    for each in self._all:
+                        each.forget(header["workers"])
+            except RequestError as refused:
+                channel.send({"refused": refused.kind, "why": str(refused)})
+                raise PeerLost(str(refused)) from refused
+        except PeerLost:
+            channel.close()
+            return
+        server.serve(channel, (header, size))
+
+    def take_last(self) -> None:
+        """Take a last snapshot of each table, where any are taken; nothing is applied after it."""
+        for server in self._all:
+            if server.snapshots is not None:
+                server.snapshots.take(last=True)
+
+    @property
+    def _all(self) -> list[Server]:
+        return list(self._servers.values())
+
+    def _called(self, header: Mapping[str, Any]) -> Server:
+        """Return the server of the table that a first message names."""
+        table = header.get("table", 0)
+        if type(table) is not int or not 0 <= table < TABLES:
+            raise RequestError("settings", f"there is no table {table!r}: the server has {TABLES}.")
+        return self._server(table)
+
+    def _server(self, table: int) -> Server:
+        with self._making:
+            if (found := self._servers.get(table)) is None:
+                found = self._servers[table] = self._make(table)
+            return found
+
+    def _make(self, table: int) -> Server:
+        folder, server, every_s = self._keeping
+        shelf = None if folder is None else Shelf(folder, server, table)
+        found = Server(Store(self._memories[table], self._threads), self._worker_rules, shelf, every_s)
+        if found.snapshots is not None:
+            found.snapshots.begin()
+        return found
+
+
+class Keeping(NamedTuple):
+    """The way in which snapshots are kept.
+
+    Args:
+        folder: of all servers' snapshots. Default: none are taken.
+        server: the number of this one. Default: 0.
+        every_s: seconds between two. Default: they are taken when a worker asks.
+    """
+
+    folder: str | None = None
+    server: int = 0
+    every_s: float = math.inf
+
+
+def _check_first(header: Mapping[str, Any]) -> None:
+    """Check that a first message is whole, so that whoever says something else harms no server.
+
+    >>> _check_first({"do": "hello"})
+    Traceback (most recent call last):
+    lightning_async.parameter_server.snapshots.RequestError: {'do': 'hello'} is nothing that a server is told first.
+    """
+    whole = True
+    if header.get("do") == "forget":
+        names = header.get("workers")
+        whole = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    elif header.get("do") == "hello":
+        texts = [header.get(name) for name in ("worker", "client", "fingerprint")]
+        numbers = [header.get(name, "") for name in ("life", "said")]
+        whole = all(isinstance(text, str) for text in texts) and all(isinstance(n, int | None) for n in numbers)
+    if not whole:
+        raise RequestError("request", f"{header} is nothing that a server is told first."[:300])

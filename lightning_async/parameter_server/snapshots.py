@@ -3,7 +3,9 @@
     server-2/00000007.bin    the weights, and each field of the optimizer's state, one behind the other
     server-2/00000007.json   what they are of, with the sum of that file and of itself; written when that one is durable
 
-A snapshot is there when its second file is. Of two, the older one is deleted when a third one is there.
+A snapshot is there when its second file is. Of two, the older one is deleted when a third one is there. `Snapshots`
+takes them, and `Shelf` is the folder that they are in. A `RequestError` is what workers are told of what a server does
+not do.
 """
 
 from __future__ import annotations
@@ -29,19 +31,96 @@ from lightning_async.parameter_server.store import Store
 _FORMAT = 1
 _KEPT = 2
 _LOCK_S = 30.0  # a server that was killed lets go when the system has its memory back
+GONE = (
+    "was taken for dead, or was started again elsewhere; or another training has begun anew with the same servers, or "
+    "has a worker of the same name, as it may not in the modes sync and ssp."
+)
+"""What may have become of a worker that is refused."""
 
 
-@dataclass(frozen=True)
-class Snapshot:
-    """One version of a shard.
+class Snapshots:
+    """The snapshots of one store: taken now and then, and when somebody asks.
 
     Args:
-        record: what the store's journal had of it, in JSON's terms.
-        parts: the weights and the optimizer's fields by name: flat, fp32.
+        store: the server's.
+        lock: that the store is used under.
+        shelf: the server's.
+        every_s: seconds between two, where anything has changed.
     """
 
-    record: Mapping[str, Any]
-    parts: Mapping[str, Tensor]
+    def __init__(self, store: Store, lock: Any, shelf: Shelf, every_s: float = math.inf) -> None:
+        self._store = store
+        self._lock = lock
+        self._shelf = shelf
+        self._every_s = every_s
+        self._taking = threading.Lock()
+        self._copies: dict[str, Tensor] = {}
+        self._taken: Mapping[str, Any] = {}
+        if (found := shelf.newest()) is not None:
+            if restores := not store.ready:
+                store.restore(found.record, found.parts)
+            self._taken = store.record if restores else found.record
+
+    @property
+    def version(self) -> int:
+        """What is on the shelf has all of this version, and of those before; -1 where it has none. Under the lock."""
+        if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
+            return -1
+        version = self._taken["version"]
+        # A push that waits in a buffer changes no version.
+        return version if version < self._store.version or self._has_all else version - 1
+
+    @property
+    def _has_all(self) -> bool:
+        now = self._store.record
+        then = self._taken
+        if any(then.get(each) != now[each] for each in ("incarnation", "version")):
+            return False
+        before = {(name, told["life"]): told["push"] for name, told in then["workers"].items()}
+        return all(told["push"] <= before.get((name, told["life"]), 0) for name, told in now["workers"].items())
+
+    def begin(self) -> None:
+        """Take snapshots from now on, on a thread."""
+        if self._every_s < math.inf:
+            threading.Thread(target=self._now_and_then, name="lightning_async snapshots", daemon=True).start()
+
+    def take(self, last: bool = False) -> None:
+        """Write the present version; workers are held up for as long as it takes to copy it.
+
+        Args:
+            last: nothing is to come after it: the lock is kept. Default: False.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        with self._taking:
+            if last:
+                self._lock.acquire()
+            with self._lock:
+                if not self._store.ready or self._has_all:
+                    return
+                numel = self._store.contents["numel"]
+                names = list(self._store.parts)
+            while True:
+                if list(self._copies) != names:
+                    self._copies = {name: torch.zeros(numel) for name in names}  # kept: the next one costs no new pages
+                with self._lock:
+                    record = dict(self._store.record)
+                    names = list(self._store.parts)
+                    if list(self._copies) == names:
+                        self._store.copy_parts(self._copies)
+                        break
+            self._shelf.put(Snapshot(record, self._copies))
+            with self._lock:
+                self._taken = record
+
+    def _now_and_then(self) -> None:
+        while True:
+            time.sleep(self._every_s)
+            try:
+                self.take()
+            except (OSError, AsyncTrainingError) as error:
+                print(f"A parameter server cannot take a snapshot: {error}", file=sys.stderr)
 
 
 class Shelf:
@@ -66,7 +145,7 @@ class Shelf:
             self._files.unlink(self._path(torn, ".bin"))
 
     def put(self, snapshot: Snapshot) -> None:
-        """When this returns, it is there, whatever happens to this host.
+        """Write a snapshot; when this returns, it is there, whatever happens to this host.
 
         Raises:
             OSError: it cannot be written.
@@ -82,7 +161,7 @@ class Shelf:
             self._delete(old)
 
     def newest(self) -> Snapshot | None:
-        """The newest one that is whole; what is damaged is said, and passed over."""
+        """Return the newest snapshot that is whole; what is damaged is said, and passed over."""
         for number in sorted(self._numbers(".json"), reverse=True):
             try:
                 return self._read(number)
@@ -135,89 +214,17 @@ class Shelf:
         return f"{self._folder}/{number:08d}{ending}"
 
 
-class Snapshots:
-    """What of a store is on the shelf: taken now and then, and when somebody asks.
+@dataclass(frozen=True)
+class Snapshot:
+    """One version of a shard.
 
     Args:
-        store: the server's.
-        lock: that the store is used under.
-        shelf: the server's.
-        every_s: seconds between two, where anything has changed.
+        record: what the store's journal had of it, in JSON's terms.
+        parts: the weights and the optimizer's fields by name: flat, fp32.
     """
 
-    def __init__(self, store: Store, lock: Any, shelf: Shelf, every_s: float = math.inf) -> None:
-        self._store = store
-        self._lock = lock
-        self._shelf = shelf
-        self._every_s = every_s
-        self._taking = threading.Lock()
-        self._copies: dict[str, Tensor] = {}
-        self._taken: Mapping[str, Any] = {}
-        if (found := shelf.newest()) is not None:
-            if restores := not store.ready:
-                store.restore(found.record, found.parts)
-            self._taken = store.record if restores else found.record
-
-    @property
-    def version(self) -> int:
-        """What is on the shelf has all of this version, and of those before; -1 where it has none. Under the lock."""
-        if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
-            return -1
-        version = self._taken["version"]
-        # A push that waits in a buffer changes no version.
-        return version if version < self._store.version or self._has_all else version - 1
-
-    @property
-    def _has_all(self) -> bool:
-        now = self._store.record
-        then = self._taken
-        if any(then.get(each) != now[each] for each in ("incarnation", "version")):
-            return False
-        before = {(name, told["life"]): told["push"] for name, told in then["workers"].items()}
-        return all(told["push"] <= before.get((name, told["life"]), 0) for name, told in now["workers"].items())
-
-    def begin(self) -> None:
-        """Take them from now on, on a thread."""
-        if self._every_s < math.inf:
-            threading.Thread(target=self._now_and_then, name="lightning_async snapshots", daemon=True).start()
-
-    def take(self, last: bool = False) -> None:
-        """Have the present version on the shelf; workers are held up for as long as it takes to copy it.
-
-        Args:
-            last: nothing is to come after it: the lock is kept. Default: False.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        with self._taking:
-            if last:
-                self._lock.acquire()
-            with self._lock:
-                if not self._store.ready or self._has_all:
-                    return
-                numel = self._store.contents["numel"]
-                names = list(self._store.parts)
-            while True:
-                if list(self._copies) != names:
-                    self._copies = {name: torch.zeros(numel) for name in names}  # kept: the next one costs no new pages
-                with self._lock:
-                    record = dict(self._store.record)
-                    names = list(self._store.parts)
-                    if list(self._copies) == names:
-                        self._store.copy_parts(self._copies)
-                        break
-            self._shelf.put(Snapshot(record, self._copies))
-            with self._lock:
-                self._taken = record
-
-    def _now_and_then(self) -> None:
-        while True:
-            time.sleep(self._every_s)
-            try:
-                self.take()
-            except (OSError, AsyncTrainingError) as error:
-                print(f"A parameter server cannot take a snapshot: {error}", file=sys.stderr)
+    record: Mapping[str, Any]
+    parts: Mapping[str, Tensor]
 
 
 def _locked(files: Files, path: str) -> Any:
@@ -229,15 +236,6 @@ def _locked(files: Files, path: str) -> Any:
             if time.monotonic() > until:
                 raise AsyncTrainingError(f"{path} is locked: another server keeps its snapshots there.") from None
         time.sleep(0.05)
-
-
-# Requests that a server does not do, and what it tells their workers.
-
-GONE = (
-    "was taken for dead, or was started again elsewhere; or another training has begun anew with the same servers, or "
-    "has a worker of the same name, as it may not in the modes sync and ssp."
-)
-"""What may have become of a worker that is refused."""
 
 
 class RequestError(Exception):
@@ -261,7 +259,7 @@ def memory_for(worker: str, worker_rules: WorkerRules) -> Iterator[None]:
 
 
 def take_asked(snapshots: Snapshots | None) -> None:
-    """A snapshot, as a worker has asked for one."""
+    """Take a snapshot, as a worker has asked for one."""
     if snapshots is None:
         raise RequestError("request", "the server takes no snapshots: it was given no folder for them.")
     try:

@@ -8,6 +8,9 @@ Whoever is killed in between leaves version 7 as it was; with the record, versio
 whose push it holds. So an update and its acknowledgement are whole or absent, together. That goes for the buffer of a
 policy that gathers pushes, and for what each worker has of its own, too: each has two places, and a record says which
 one counts.
+
+Read `Store`, then `ShardArrays`, which holds record and arrays. Pure functions of records, and of the histogram of lag
+in them, follow.
 """
 
 from __future__ import annotations
@@ -38,70 +41,7 @@ from lightning_async.parameter_server.update import (
     shared_arrays,
 )
 
-# A histogram of lag that stays small: single lags as far as they are common, then powers of two.
-#
-# A lag counts all updates between a pull and a push, whoever has pushed them.
-
-_SINGLE = 32
-
-
-def least(lag: int) -> int:
-    """The smallest lag that is counted with this one.
-
-    >>> [least(lag) for lag in (0, 5, 31, 32, 63, 64, 100)]
-    [0, 5, 31, 32, 32, 64, 64]
-    """
-    return lag if lag < _SINGLE else 1 << (lag.bit_length() - 1)
-
-
-def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[str, Any]:
-    """The histogram with one push more; its keys are strings, as JSON's are.
-
-    >>> counted(counted({"counts": {}, "dropped": 0}, 3), 40, dropped=True)
-    {'counts': {'3': 1, '32': 1}, 'dropped': 1}
-    """
-    counts = lags["counts"]
-    key = str(least(lag))
-    return {"counts": {**counts, key: counts.get(key, 0) + 1}, "dropped": lags["dropped"] + dropped}
-
-
-def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """How late pushes were, over several servers, how many were dropped, and what is in snapshots, or was lost.
-
-    Args:
-        lags: of each server: its ``counts``, by numbers, and ``dropped``; the ``durable`` version, and how many
-            acknowledged pushes of all workers it has ``lost``, if it takes snapshots.
-
-    >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
-    {'lag, in updates': '0: 38%, 1: 62%', 'dropped': '1'}
-    >>> in_words([{"counts": {0: 9}, "dropped": 0, "durable": 7, "lost": 2}])["versions in snapshots"]
-    '7'
-    """
-    counts: Counter[int] = Counter()
-    for each in lags:
-        counts.update(each["counts"])
-    pushes = sum(counts.values()) // len(lags)
-    dropped = sum(each["dropped"] for each in lags)
-    shares = ", ".join(f"{lag}: {100 * count / counts.total():.0f}%" for lag, count in sorted(counts.items()))
-    kept = [each for each in lags if "durable" in each]
-    durable = ["none" if each["durable"] < 0 else str(each["durable"]) for each in kept]
-    return {
-        "lag, in updates": (shares or "none") if pushes else "none, in step",
-        "dropped": f"{dropped}",
-        **({"versions in snapshots": ", ".join(durable)} if kept else {}),
-        **({"acknowledged pushes lost": ", ".join(str(each["lost"]) for each in kept)} if kept else {}),
-    }
-
-
-# What a store's record says of workers, as pure functions.
-#
-# Of each name: its ``life``; its ``client``'s own name; the ``push`` that was applied last, its ``lag``,
-# whether it was ``dropped``, and whether all were ``called`` with it; its ``clock``; whether it is ``live``,
-# waited for by others, and at which gate it ``rests``; the ``slot`` of memory that it has of its own, and which
-# ``bank`` of that counts, with `BOTH` added where it has both places of what it has pulled. Where the server's
-# memory was lost, the push that it had ``said`` was applied. Beside them ``lives``: the highest that one has
-# had.
-
+_SINGLE = 32  # lags that a histogram counts one by one
 BOTH = 2
 """In ``bank``: both places of what a worker has pulled are there."""
 LOST_LIVES = 1 << 32
@@ -110,231 +50,14 @@ _TOLD = 214
 _SPARE = 2048  # bytes that a worker may take beside its name, and that the rest may grow by
 
 Record = Mapping[str, Any]
+"""What a store remembers beside its arrays.
 
-
-def first_record(before: Record, contents: Mapping[str, Any], scalars: Mapping[str, float]) -> dict[str, Any]:
-    """Of version 0, where there were no weights.
-
-    Args:
-        before: that says of workers alone.
-        contents: what the weights are of.
-        scalars: of the optimizer's state.
-    """
-    return {
-        **before, "version": 0, "bank": 0, "scalars": dict(scalars), "contents": dict(contents), "means": (0.0, 0) * 2,
-        "lags": {"counts": {}, "dropped": 0}, "gathered": 0, "buffer": 0, "incarnation": secrets.token_hex(8),
-    }  # fmt: skip
-
-
-def restored(snapshot: Record) -> dict[str, Any]:
-    """What differs from the snapshot where a store begins with that; ``restored`` grows each time, also where two begin
-    with the same one."""
-    when = max(snapshot.get("restored", 0) + 1, int(time.time()))
-    return {"incarnation": secrets.token_hex(8), "lives": snapshot["lives"] + LOST_LIVES, "restored": when}
-
-
-def with_pushes(
-    workers: Mapping[str, Mapping[str, Any]], pushes: Mapping[str, int], changes: Mapping[str, Any]
-) -> dict[str, Mapping[str, Any]]:
-    """The workers once these pushes are applied; those that are forgotten stay so.
-
-    >>> with_pushes({"a": {"push": 1, "clock": 3}}, {"a": 2}, {"lag": 0})
-    {'a': {'push': 2, 'clock': 4, 'lag': 0}}
-    """
-    pushed = {
-        name: {**workers[name], **changes, "push": number, "clock": workers[name]["clock"] + 1}
-        for name, number in pushes.items()
-        if name in workers
-    }
-    return {**workers, **pushed}
-
-
-def said(told: Mapping[str, Any]) -> int:
-    """The worker's last push that it has heard is applied, also where that was lost since; or a later one that is.
-
-    >>> said({"push": 3}), said({"push": 3, "said": 5}), said({"push": 6, "said": 5})
-    (3, 5, 6)
-    """
-    return max(told["push"], told.get("said", 0))
-
-
-def slots_of(record: Record) -> dict[int, int]:
-    """The slots that are some worker's, and the bank of each that counts."""
-    return {told["slot"]: told["bank"] & ~BOTH for told in record["workers"].values() if "slot" in told}
-
-
-def free_slot(record: Record) -> int:
-    """The first one that is nobody's.
-
-    >>> free_slot({"workers": {"a": {"slot": 0, "bank": 1}, "b": {}, "c": {"slot": 2, "bank": 0}}})
-    1
-    """
-    used = slots_of(record)
-    return next(slot for slot in range(len(used) + 1) if slot not in used)
-
-
-def check_room(record: Record, names: Mapping[str, Any]) -> None:
-    """Raise ValueError where these workers might not fit into the journal, whatever becomes of them."""
-    rest = len(json.dumps({**record, "workers": {}}))
-    if len(json.dumps([*names])) + _TOLD * len(names) + rest + _SPARE > ROOM:
-        raise ValueError(f"a server remembers {len(names) - 1} workers, and has no room for one more.")
-
-
-# What a server has, in memory that outlives it: a record, and the arrays that it is of.
-#
-# Whatever is updated has two places, and a record says which of them count: what is new is there with it,
-# whole. The weights that a worker has pulled have one place. They are written before the worker is answered,
-# and a worker that was not answered asks again before it pushes: none is ever weighed by what is there in part.
-# A worker that pulls while it computes a gradient at what it had before has two of them, and says which one it
-# means.
-
-
-class ShardArrays:
-    """Of one server.
-
-    Args:
-        descriptor: of an anonymous file, empty or as another one has left it; this one's from now on.
-        threads: that work on large arrays. Default: 1.
-
-    Raises:
-        OSError: there is no memory.
-    """
-
-    def __init__(self, descriptor: int, threads: int = 1) -> None:
-        self._descriptor = descriptor
-        self._threads = threads
-        self.journal = Journal(mapped(descriptor, 0, SIZE))
-        self.record: dict[str, Any] = self.journal.record or {"workers": {}, "lives": 0}
-        """What the journal has; only in memory, before there are weights."""
-        self._shard: SharedArrays | None = None
-        self._own: tuple[str, ...] = ()
-        self._kept: tuple[str, ...] = ()
-
-    @property
-    def shard(self) -> SharedArrays:
-        """The arrays."""
-        assert self._shard is not None, "the store has no weights"
-        return self._shard
-
-    @property
-    def bank(self) -> Arrays:
-        """The shared ones that count."""
-        return self.shard.banks[self.record["bank"]]
-
-    @property
-    def visible(self) -> Tensor:
-        """What workers pull."""
-        bank = self.bank
-        return bank[AHEAD if AHEAD in bank else "params"]
-
-    @property
-    def parts(self) -> dict[str, Tensor]:
-        """All arrays that count, by name; with `record`, all that there is."""
-        parts = dict(self.before().old)
-        for slot, bank in slots_of(self.record).items():
-            parts |= {f"{name} {slot}": array for name, array in self.shard.slot(slot)[bank].items()}
-        for slot in (told["slot"] for told in self.record["workers"].values() if told.get("bank", 0) & BOTH):
-            parts |= {f"{name} {slot}, spare": array for name, array in self.shard.spare(slot).items()}
-        return parts
-
-    def map(self, numel: int, policy: StalenessPolicy, optimizer: ServerOptimizer) -> None:
-        """Have the arrays that these two need, as they are in the file."""
-        self._own = own_arrays(policy)
-        self._kept = kept_arrays(policy)
-        shared = shared_arrays(policy, optimizer)
-        self._shard = SharedArrays(self._descriptor, numel, shared, self._own, self._kept, self._threads)
-
-    @property
-    def personal(self) -> bool:
-        """Whether anything is kept of each worker."""
-        return bool(self._own or self._kept)
-
-    def fill(self, params: Tensor, state: Mapping[str, Tensor]) -> None:
-        """The first of the shared ones: the weights, and fields of the optimizer's state; zeros for all others."""
-        for name, field in self.shard.banks[0].items():
-            if name in ("params", AHEAD):
-                field.copy_(params)
-            elif name in state:
-                field.copy_(state[name])
-            else:
-                field.zero_()
-
-    def clear(self) -> None:
-        """There are no weights from now on, and nothing that is a worker's own."""
-        kept = {name: self.record[name] for name in ("workers", "lives")}
-        own = ("slot", "bank")
-        kept["workers"] = {n: {k: v for k, v in told.items() if k not in own} for n, told in kept["workers"].items()}
-        self.commit(kept)
-        self.shard.close()
-        self._shard = None
-
-    def commit(self, record: dict[str, Any]) -> None:
-        """From when this returns, and not before, the record is this one."""
-        self.journal.write(record)
-        self.record = record
-
-    def before(self, own: tuple[Arrays, Arrays] = ({}, {}), bank: int = 0) -> StateBeforePush:
-        """What an update finds.
-
-        Args:
-            own: of its worker, see `own`.
-            bank: of that, which counts.
-        """
-        # Fields are in the banks with the first step: one that makes its own then has nothing to begin with.
-        banks = self.shard.banks
-        here = self.record["bank"]
-        buffer = self.record["buffer"]
-        old = {**banks[here], **own[bank]}
-        new = {**banks[1 - here], **own[1 - bank]}
-        if BUFFER in old:
-            old[BUFFER] = banks[buffer][BUFFER]
-            new[BUFFER] = banks[1 - buffer][BUFFER]
-        scalars = dict(self.record["scalars"])
-        means = Means(*self.record["means"])
-        return StateBeforePush(old, new, scalars, means, self.record["gathered"])
-
-    def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
-        """What a worker has of its own, in memory from now on until it is not remembered any more.
-
-        Args:
-            spare: with the other one of the two places of what it has pulled. Default: with the first one.
-
-        Raises:
-            OSError: there is no memory.
-        """
-        if not self.personal:
-            return {}, {}
-        told = self.record["workers"][worker]
-        if "slot" not in told:
-            told = {**told, "slot": free_slot(self.record), "bank": 0}
-            first, _ = self.shard.slot(told["slot"])
-            if MOMENTUM in first:
-                first[MOMENTUM].zero_()
-            if PULLED in first:
-                first[PULLED].copy_(self.visible)
-            self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
-        old, new = self.shard.slot(told["slot"])
-        if not (spare and self._kept):
-            return old, new
-        other = self.shard.spare(told["slot"])
-        if not told["bank"] & BOTH:
-            other[PULLED].copy_(old[PULLED])
-            told = {**told, "bank": told["bank"] | BOTH}
-            self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
-        return {**old, **other}, {**new, **other}
-
-    def free(self) -> None:
-        """Give back what is nobody's."""
-        self.shard.keep_only(slots_of(self.record))
-
-    def close(self) -> None:
-        """Give the memory back; whoever else has the file keeps it."""
-        if self._shard is not None:
-            self._shard.close()
-        self._shard = None
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = -1
+``workers`` holds for each name its ``life``; its ``client``'s own name; the ``push`` that was applied last, its
+``lag``, whether it was ``dropped``, and whether all were ``called`` with it; its ``clock``; whether it is ``live``,
+waited for by others, and at which sync point it ``rests``; the ``slot`` of memory that it has of its own, and which
+``bank`` of that counts, with `BOTH` added where it has both places of what it has pulled. Where the server's memory
+was lost, the push that it had ``said`` was applied. Beside them ``lives``: the highest that one has had.
+"""
 
 
 class Store:
@@ -403,7 +126,7 @@ class Store:
 
     @property
     def lags(self) -> Mapping[str, Any]:
-        """How late pushes were, see `lags`: ``counts``, the ``mean`` of recent ones, and how many were ``dropped``."""
+        """How late pushes were: ``counts``, see `counted`; the ``mean`` of recent ones; how many were ``dropped``."""
         return {**self.record["lags"], "mean": Means(*self.record["means"]).lag}
 
     @property
@@ -426,7 +149,7 @@ class Store:
         state: Mapping[str, Tensor] | None = None,
         scalars: Mapping[str, float] | None = None,
     ) -> None:
-        """The first weights, version 0: fp32, flat.
+        """Begin with these weights, version 0: fp32, flat.
 
         Args:
             optimizer, arguments: see `make_optimizer`.
@@ -449,12 +172,12 @@ class Store:
         self._held.commit(record)
 
     def clear(self) -> None:
-        """There are no weights any more; workers are remembered."""
+        """Drop the weights; workers are remembered."""
         self._optimizer = None
         self._held.clear()
 
     def restore(self, record: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
-        """What was in `record` and `parts` once.
+        """Go on with what was in `record` and `parts` once.
 
         Raises:
             ValueError: there are weights, or there is no such optimizer.
@@ -467,14 +190,14 @@ class Store:
         self.note(**restored(record))
 
     def note(self, **told: Any) -> None:
-        """Have this in the record."""
+        """Put this into the record."""
         self._held.commit({**self.record, **told})
 
     def push(
         self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None,
         reply: Tensor | None = None, spare: bool = False,
     ) -> bool:  # fmt: skip
-        """One worker's push, as the policy will have it; whether `reply` has what its worker is to pull now.
+        """Apply one worker's push, as the policy will have it; return whether ``reply`` has what it is to pull now.
 
         Args:
             number: of the push.
@@ -513,7 +236,8 @@ class Store:
         return weight is not None and reply is not None
 
     def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
-        """The next version, of what several workers have made together, and that their pushes are in it; the version.
+        """Make the next version of what several workers have made together, with their pushes; return the version.
+
         What is not finite changes nothing, and the pushes count as come.
 
         Args:
@@ -532,17 +256,17 @@ class Store:
         return self.version
 
     def count(self, pushes: Mapping[str, int], called: bool = False) -> None:
-        """These pushes have come, with nothing in them."""
+        """Count pushes that have come with nothing in them."""
         self.remember(with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called}))
 
     def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
-        """What a worker computes its next gradient at, or ``plain`` weights, to memory of their size; as of `push`."""
+        """Copy what a worker computes its next gradient at, or ``plain`` weights, to memory of their size."""
         kept = self._held.own(worker, spare)[0].get(PULLED)
         seen = self.params if plain else self._held.visible
         self._held.shard.copy(*((each, seen) for each in (target, kept) if each is not None))
 
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
-        """What is to be remembered of workers from now on; what those had of their own is given back that are gone.
+        """Remember this of workers from now on; the memory of those that are gone is given back.
 
         Raises:
             ValueError: there is no room for so many.
@@ -566,11 +290,11 @@ class Store:
             self._held.free()
 
     def copy_(self, target: Tensor, field: str = "params") -> None:
-        """What `params` or one of the `state` holds, to memory of its size."""
+        """Copy what `params` or one of the `state` holds to memory of its size."""
         self._held.shard.copy((target, self._held.bank[field]))
 
     def copy_parts(self, targets: Mapping[str, Tensor]) -> None:
-        """What all `parts` hold."""
+        """Copy what all `parts` hold."""
         parts = self.parts
         self._held.shard.copy(*((target, parts[name]) for name, target in targets.items()))
 
@@ -598,3 +322,272 @@ class Store:
         self._held.map(contents["numel"], policy, optimizer)
         self._optimizer = optimizer
         self._policy = policy
+
+
+class ShardArrays:
+    """The record and the arrays of one server.
+
+    Whatever is updated has two places, and the record says which of them count. The weights that a worker has pulled
+    have one. They are written before the worker is answered, and a worker that was not answered asks again before it
+    pushes: none is ever weighed by what is there in part. A worker that pulls while it computes a gradient at what it
+    had before has two of them, and says which one it means.
+
+    Args:
+        descriptor: of an anonymous file, empty or as another one has left it; this one's from now on.
+        threads: that work on large arrays. Default: 1.
+
+    Raises:
+        OSError: there is no memory.
+    """
+
+    def __init__(self, descriptor: int, threads: int = 1) -> None:
+        self._descriptor = descriptor
+        self._threads = threads
+        self.journal = Journal(mapped(descriptor, 0, SIZE))
+        self.record: dict[str, Any] = self.journal.record or {"workers": {}, "lives": 0}
+        """What the journal has; only in memory, before there are weights."""
+        self._shard: SharedArrays | None = None
+        self._own: tuple[str, ...] = ()
+        self._kept: tuple[str, ...] = ()
+
+    @property
+    def shard(self) -> SharedArrays:
+        """The arrays."""
+        assert self._shard is not None, "the store has no weights"
+        return self._shard
+
+    @property
+    def bank(self) -> Arrays:
+        """The shared ones that count."""
+        return self.shard.banks[self.record["bank"]]
+
+    @property
+    def visible(self) -> Tensor:
+        """What workers pull."""
+        bank = self.bank
+        return bank[AHEAD if AHEAD in bank else "params"]
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        """All arrays that count, by name; with `record`, all that there is."""
+        parts = dict(self.before().old)
+        for slot, bank in slots_of(self.record).items():
+            parts |= {f"{name} {slot}": array for name, array in self.shard.slot(slot)[bank].items()}
+        for slot in (told["slot"] for told in self.record["workers"].values() if told.get("bank", 0) & BOTH):
+            parts |= {f"{name} {slot}, spare": array for name, array in self.shard.spare(slot).items()}
+        return parts
+
+    def map(self, numel: int, policy: StalenessPolicy, optimizer: ServerOptimizer) -> None:
+        """Have the arrays that these two need, as they are in the file."""
+        self._own = own_arrays(policy)
+        self._kept = kept_arrays(policy)
+        shared = shared_arrays(policy, optimizer)
+        self._shard = SharedArrays(self._descriptor, numel, shared, self._own, self._kept, self._threads)
+
+    @property
+    def personal(self) -> bool:
+        """Whether anything is kept of each worker."""
+        return bool(self._own or self._kept)
+
+    def fill(self, params: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Fill the first shared bank: the weights, and fields of the optimizer's state; zeros for all others."""
+        for name, field in self.shard.banks[0].items():
+            if name in ("params", AHEAD):
+                field.copy_(params)
+            elif name in state:
+                field.copy_(state[name])
+            else:
+                field.zero_()
+
+    def clear(self) -> None:
+        """Drop the weights, and all that is a worker's own."""
+        kept = {name: self.record[name] for name in ("workers", "lives")}
+        own = ("slot", "bank")
+        kept["workers"] = {n: {k: v for k, v in told.items() if k not in own} for n, told in kept["workers"].items()}
+        self.commit(kept)
+        self.shard.close()
+        self._shard = None
+
+    def commit(self, record: dict[str, Any]) -> None:
+        """Make this the record, from when this returns, and not before."""
+        self.journal.write(record)
+        self.record = record
+
+    def before(self, own: tuple[Arrays, Arrays] = ({}, {}), bank: int = 0) -> StateBeforePush:
+        """Return what an update finds.
+
+        Args:
+            own: of its worker, see `own`.
+            bank: of that, which counts.
+        """
+        # Fields are in the banks with the first step: one that makes its own then has nothing to begin with.
+        banks = self.shard.banks
+        here = self.record["bank"]
+        buffer = self.record["buffer"]
+        old = {**banks[here], **own[bank]}
+        new = {**banks[1 - here], **own[1 - bank]}
+        if BUFFER in old:
+            old[BUFFER] = banks[buffer][BUFFER]
+            new[BUFFER] = banks[1 - buffer][BUFFER]
+        scalars = dict(self.record["scalars"])
+        means = Means(*self.record["means"])
+        return StateBeforePush(old, new, scalars, means, self.record["gathered"])
+
+    def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
+        """Return what a worker has of its own, in memory from now on until it is not remembered any more.
+
+        Args:
+            spare: with the other one of the two places of what it has pulled. Default: with the first one.
+
+        Raises:
+            OSError: there is no memory.
+        """
+        if not self.personal:
+            return {}, {}
+        told = self.record["workers"][worker]
+        if "slot" not in told:
+            told = {**told, "slot": free_slot(self.record), "bank": 0}
+            first, _ = self.shard.slot(told["slot"])
+            if MOMENTUM in first:
+                first[MOMENTUM].zero_()
+            if PULLED in first:
+                first[PULLED].copy_(self.visible)
+            self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
+        old, new = self.shard.slot(told["slot"])
+        if not (spare and self._kept):
+            return old, new
+        other = self.shard.spare(told["slot"])
+        if not told["bank"] & BOTH:
+            other[PULLED].copy_(old[PULLED])
+            told = {**told, "bank": told["bank"] | BOTH}
+            self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
+        return {**old, **other}, {**new, **other}
+
+    def free(self) -> None:
+        """Give back what is nobody's."""
+        self.shard.keep_only(slots_of(self.record))
+
+    def close(self) -> None:
+        """Give the memory back; whoever else has the file keeps it."""
+        if self._shard is not None:
+            self._shard.close()
+        self._shard = None
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = -1
+
+
+def least(lag: int) -> int:
+    """Return the smallest lag that is counted with this one: small lags alone, others by powers of two.
+
+    >>> [least(lag) for lag in (0, 5, 31, 32, 63, 64, 100)]
+    [0, 5, 31, 32, 32, 64, 64]
+    """
+    return lag if lag < _SINGLE else 1 << (lag.bit_length() - 1)
+
+
+def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[str, Any]:
+    """Return the histogram with one push more; its keys are strings, as JSON's are.
+
+    >>> counted(counted({"counts": {}, "dropped": 0}, 3), 40, dropped=True)
+    {'counts': {'3': 1, '32': 1}, 'dropped': 1}
+    """
+    counts = lags["counts"]
+    key = str(least(lag))
+    return {"counts": {**counts, key: counts.get(key, 0) + 1}, "dropped": lags["dropped"] + dropped}
+
+
+def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Say how late pushes were, over several servers, how many were dropped, what is in snapshots, and what was lost.
+
+    Args:
+        lags: of each server: its ``counts``, by numbers, and ``dropped``; the ``durable`` version, and how many
+            acknowledged pushes of all workers it has ``lost``, if it takes snapshots.
+
+    >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
+    {'lag, in updates': '0: 38%, 1: 62%', 'dropped': '1'}
+    >>> in_words([{"counts": {0: 9}, "dropped": 0, "durable": 7, "lost": 2}])["versions in snapshots"]
+    '7'
+    """
+    counts: Counter[int] = Counter()
+    for each in lags:
+        counts.update(each["counts"])
+    pushes = sum(counts.values()) // len(lags)
+    dropped = sum(each["dropped"] for each in lags)
+    shares = ", ".join(f"{lag}: {100 * count / counts.total():.0f}%" for lag, count in sorted(counts.items()))
+    kept = [each for each in lags if "durable" in each]
+    durable = ["none" if each["durable"] < 0 else str(each["durable"]) for each in kept]
+    return {
+        "lag, in updates": (shares or "none") if pushes else "none, in step",
+        "dropped": f"{dropped}",
+        **({"versions in snapshots": ", ".join(durable)} if kept else {}),
+        **({"acknowledged pushes lost": ", ".join(str(each["lost"]) for each in kept)} if kept else {}),
+    }
+
+
+def first_record(before: Record, contents: Mapping[str, Any], scalars: Mapping[str, float]) -> dict[str, Any]:
+    """Return the record of version 0, where there were no weights.
+
+    Args:
+        before: that says of workers alone.
+        contents: what the weights are of.
+        scalars: of the optimizer's state.
+    """
+    return {
+        **before, "version": 0, "bank": 0, "scalars": dict(scalars), "contents": dict(contents), "means": (0.0, 0) * 2,
+        "lags": {"counts": {}, "dropped": 0}, "gathered": 0, "buffer": 0, "incarnation": secrets.token_hex(8),
+    }  # fmt: skip
+
+
+def restored(snapshot: Record) -> dict[str, Any]:
+    """Return what differs from a snapshot where a store begins with it; ``restored`` grows each time, also where two
+    begin with the same one."""
+    when = max(snapshot.get("restored", 0) + 1, int(time.time()))
+    return {"incarnation": secrets.token_hex(8), "lives": snapshot["lives"] + LOST_LIVES, "restored": when}
+
+
+def with_pushes(
+    workers: Mapping[str, Mapping[str, Any]], pushes: Mapping[str, int], changes: Mapping[str, Any]
+) -> dict[str, Mapping[str, Any]]:
+    """Return the workers once these pushes are applied; those that are forgotten stay so.
+
+    >>> with_pushes({"a": {"push": 1, "clock": 3}}, {"a": 2}, {"lag": 0})
+    {'a': {'push': 2, 'clock': 4, 'lag': 0}}
+    """
+    pushed = {
+        name: {**workers[name], **changes, "push": number, "clock": workers[name]["clock"] + 1}
+        for name, number in pushes.items()
+        if name in workers
+    }
+    return {**workers, **pushed}
+
+
+def said(told: Mapping[str, Any]) -> int:
+    """Return the last push that the worker has heard is applied, also where it was lost since; or a later one that is.
+
+    >>> said({"push": 3}), said({"push": 3, "said": 5}), said({"push": 6, "said": 5})
+    (3, 5, 6)
+    """
+    return max(told["push"], told.get("said", 0))
+
+
+def slots_of(record: Record) -> dict[int, int]:
+    """Return the slots that are some worker's, and the bank of each that counts."""
+    return {told["slot"]: told["bank"] & ~BOTH for told in record["workers"].values() if "slot" in told}
+
+
+def free_slot(record: Record) -> int:
+    """Return the first slot that is nobody's.
+
+    >>> free_slot({"workers": {"a": {"slot": 0, "bank": 1}, "b": {}, "c": {"slot": 2, "bank": 0}}})
+    1
+    """
+    used = slots_of(record)
+    return next(slot for slot in range(len(used) + 1) if slot not in used)
+
+
+def check_room(record: Record, names: Mapping[str, Any]) -> None:
+    """Raise ValueError where these workers might not fit into the journal, whatever becomes of them."""
+    rest = len(json.dumps({**record, "workers": {}}))
+    if len(json.dumps([*names])) + _TOLD * len(names) + rest + _SPARE > ROOM:
+        raise ValueError(f"a server remembers {len(names) - 1} workers, and has no room for one more.")

@@ -5,6 +5,7 @@
 
 It does nothing that could fail: no torch, no memory to speak of. The memory is an anonymous file, so it lives as long
 as somebody has it open; the listening sockets take calls while there is no server, and the next one answers them.
+Orders are a byte each: a starter's to its supervisor, and that one's to the server.
 """
 
 from __future__ import annotations
@@ -21,8 +22,6 @@ from typing import Any
 
 from lightning_async._subprocess import bare_command
 
-# What a server's starter says to its supervisor, and that one to the server: a byte each. How it has ended.
-
 STOP = b"s"
 """End now."""
 END = b"e"
@@ -33,8 +32,6 @@ ORPHANED = b"o"
 """Who started it is gone: the same once nobody has been connected for a while."""
 UNSAVED = 74
 """The exit code of a server that has ended as it was to, without the last snapshot: another one would have no more."""
-
-
 _QUICK_S = 20.0
 _QUICK_DEATHS = 5  # one after the other: what kills a server so soon would kill the next one, too
 
@@ -43,7 +40,7 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
     """Keep a server running, until told to stop, or it ends by itself.
 
     Args:
-        control: a connected socket. An order to end, see `orders`; its end, and the server is to end when nobody is
+        control: a connected socket. A byte: an order to end; its end, and the server is to end when nobody is
             connected with it any more.
         handed: descriptors, handed on: of the memory, and of listening sockets.
         settings: handed on.
@@ -74,7 +71,7 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
 
 
 def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, orphaned: bool) -> tuple[str, bool]:
-    """Until the server has ended; whether it was to, and whether nobody is there any more who could say so."""
+    """Wait until the server has ended; return whether it was to, and whether nobody can say so any more."""
     death = os.pidfd_open(server.pid)
     stop = ""
     try:

@@ -1,4 +1,8 @@
-"""All that one worker has on servers: a table for each group of parameters with settings of its own."""
+"""All that one worker has on servers: a table for each group of parameters with settings of its own.
+
+`ParameterGroups` holds a `Worker` for each table. The functions after it describe a training's optimizers to servers,
+and move their state.
+"""
 
 from __future__ import annotations
 
@@ -18,185 +22,12 @@ from lightning_async.parameter_server.optimizers import make_optimizer
 from lightning_async.parameter_server.partition import TABLES
 from lightning_async.parameter_server.worker import Send, Worker
 
-# The optimizer of a training and that of its servers: how the one is described to the others, and its state
-# moved.
-
 _HOW = {"foreach", "fused", "capturable", "differentiable"}  # how it is computed, not what
 _OF_SERVERS = {"begun", "reach"}  # scalars that torch does not know
 
 
-class ParameterGroup(NamedTuple):
-    """Parameters that have settings of their own, and with them a table on servers.
-
-    Args:
-        optimizer: its number in the training.
-        group: its number there.
-        name, arguments: see `make_optimizer`.
-    """
-
-    optimizer: int
-    group: int
-    name: str
-    arguments: dict[str, Any]
-
-
-def tables_of(groups: Sequence[ParameterGroup], optimizer: int) -> list[int]:
-    """The tables of an optimizer, by their numbers.
-
-    >>> sgd, adam = ParameterGroup(0, 0, "SGD", {}), ParameterGroup(1, 0, "Adam", {})
-    >>> tables_of([sgd, adam, ParameterGroup(0, 1, "SGD", {})], 0)
-    [0, 2]
-    """
-    return [table for table, group in enumerate(groups) if group.optimizer == optimizer]
-
-
-def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGroup]:
-    """The names and arguments by which servers make the same optimizers; the rate comes with every push.
-
-    Args:
-        owner: for messages.
-        optimizers: of the training.
-
-    Raises:
-        ValueError: servers cannot have it.
-
-    >>> described("Strategy", [torch.optim.Adagrad([torch.zeros(1)], lr=0.1)])[0].arguments
-    {'eps': 1e-10, 'initial_accumulator_value': 0, 'lr': 0.1, 'lr_decay': 0, 'maximize': False, 'weight_decay': 0}
-    """
-    rest = f"Pass `{owner}(update_on_server=False)`: the optimizer is the worker's then."
-    found = [group for number, optimizer in enumerate(optimizers) for group in _groups(number, optimizer, rest)]
-    if len(found) > TABLES:
-        raise ValueError(f"{len(found)} groups of parameters: servers have {TABLES} at most, each with its own. {rest}")
-    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    if twice := len(params) - len({id(p) for p in params}):
-        raise ValueError(
-            f"{twice} parameters are in two optimizers, and servers of one do not hear of the other's steps. {rest}"
-        )
-    return found
-
-
-def described_again(
-    owner: str, optimizers: Sequence[Optimizer], before: Sequence[ParameterGroup]
-) -> list[ParameterGroup]:
-    """The same, of optimizers that have taken up a checkpoint's settings since; the first rates stay."""
-    found = described(owner, optimizers)
-    rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
-    return [now._replace(arguments={**now.arguments, **rate}) for now, rate in zip(found, rates, strict=True)]
-
-
-def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Sequence[int]) -> dict[int, float | None]:
-    """The learning rates of these tables, which go with a push.
-
-    Raises:
-        ValueError: another setting is not what servers were told; names it.
-    """
-    rates: dict[int, float | None] = {}
-    for table in tables:
-        now = optimizer.param_groups[groups[table].group]
-        told = groups[table].arguments
-        for name in told.keys() - {"lr"}:
-            if (value := _plain(now[name])) != told[name]:
-                raise ValueError(
-                    f"{groups[table].name}'s `{name}` was {told[name]!r} as training began, and is {value!r} now: of "
-                    "all settings servers hear of new learning rates only. Leave it as it is (of a `OneCycleLR` or "
-                    "`CyclicLR`, `cycle_momentum=False`), or pass `update_on_server=False`."
-                )
-        rates[table] = float(now["lr"])
-    return rates
-
-
-def refuse_groups(original: Any) -> Any:
-    """In place of an optimizer's ``add_param_group``, while servers have its parameters."""
-
-    def add_param_group(param_group: Mapping[str, Any]) -> None:
-        raise ValueError(
-            "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
-            "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
-        )
-
-    return add_param_group
-
-
-def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup]:
-    kind = type(optimizer)
-    name = type(optimizer).__name__
-    if getattr(torch.optim, name, None) is not kind:
-        raise ValueError(
-            f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim, and servers run no code of others. "
-            f"{rest}"
-        )
-    known = set(inspect.signature(kind).parameters) - _HOW - {"params"}
-    found = []
-    for i, group in enumerate(optimizer.param_groups):
-        arguments = {key: _plain(group[key]) for key in sorted(known & group.keys())}
-        try:
-            json.dumps(arguments)
-        except TypeError as error:
-            raise ValueError(f"{name}'s arguments cannot be sent to servers ({error}). {rest}") from error
-        try:
-            make_optimizer(name, arguments, known=True)
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{error} {rest}") from error
-        found.append(ParameterGroup(number, i, name, arguments))
-    return found
-
-
-def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
-    """The parameters of these groups of optimizers, by name, in the module's order.
-
-    Raises:
-        ValueError: some are not the module's.
-    """
-    theirs = {id(p) for group in groups for p in group["params"]}
-    found = {name: p for name, p in module.named_parameters() if id(p) in theirs}
-    if len(found) < len(theirs):
-        raise ValueError(
-            f"An optimizer has {len(theirs) - len(found)} parameters that are not the module's, and servers have no "
-            "others. Make what they belong to an attribute of the module."
-        )
-    return found
-
-
-def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, list[Tensor | None]], dict[str, float]]:
-    """What servers are to begin with, from a checkpoint's state: tensors for each parameter by field, and scalars."""
-    states = [optimizer.state.get(p, {}) for p in params]
-    fields: dict[str, list[Tensor | None]] = {}
-    scalars: dict[str, float] = {}
-    for name in {key for state in states for key in state}:
-        values = [state.get(name) for state in states]
-        first = next(value for value in values if value is not None)
-        if isinstance(first, Tensor) and (first.dim() or first.numel() != 1):
-            fields[name] = values
-        else:
-            scalars[name] = max(float(value) for value in values if value is not None)
-    return dict(sorted(fields.items())), dict(sorted(scalars.items()))
-
-
-def fill_state(optimizer: Optimizer, worker: Worker) -> None:
-    """Put what the servers' optimizer holds of a worker's parameters where torch has its own."""
-    told, _ = worker.read("params")
-    begun = told["version"] or told["scalars"]
-    scalars = {key: torch.tensor(float(value)) for key, value in told["scalars"].items() if key not in _OF_SERVERS}
-    fields = {name: worker.read(name)[1] for name in told["fields"] if name != "params"} if begun else {}
-    for number, p in enumerate(worker.params):
-        found = {name: _as(p, tensors[number].to(p.device)) for name, tensors in fields.items()}
-        if found or scalars:
-            optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}
-
-
-def _as(p: Tensor, state: Tensor) -> Tensor:
-    """Servers have both parts of complex numbers, torch has such numbers in the state, too."""
-    return torch.view_as_complex(state) if p.is_complex() else state
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
 class ParameterGroups:
-    """Each has servers of its own. Used by one thread at a time, but for `give_up`.
+    """The tables of one worker; each has servers' memory of its own. Used by one thread at a time, but for `give_up`.
 
     Args:
         workers: one for each table.
@@ -217,7 +48,7 @@ class ParameterGroups:
 
     @property
     def restored(self) -> int:
-        """See `ServerAnswer`; of these versions."""
+        """`ServerAnswer.restored` of these versions."""
         return sum(worker.restored for worker in self.workers)
 
     def updates(self, groups: Sequence[ParameterGroup]) -> int:
@@ -254,12 +85,11 @@ class ParameterGroups:
                 self.workers[table].take_()
 
     def written(self, coming: bool, every: bool) -> list[str]:
-        """See `Worker`."""
         return [name for worker in self.workers for name in worker.written(coming, every)]
 
     @contextmanager
     def backward(self, send: Send | None) -> Iterator[None]:
-        """A backward pass, see `Ahead`; without ``send`` gradients leave after it."""
+        """Run a backward pass, see `StreamingPush`; without ``send`` gradients leave after it."""
         for worker in self.workers:
             worker.begin_gradients()
             if send is not None:
@@ -272,7 +102,6 @@ class ParameterGroups:
             raise
 
     def fill_gradients(self, tables: Sequence[int]) -> None:
-        """See `Worker`."""
         for table in tables:
             self.workers[table].fill_gradients()
 
@@ -285,12 +114,11 @@ class ParameterGroups:
         return all(self.workers[table].is_finite for table in tables)
 
     def push(self, rates: Mapping[int, float | None], **how: Any) -> None:
-        """Gradients of these tables, with their learning rates."""
+        """Push the gradients of these tables, with their learning rates."""
         self._asked = list(rates)
         self._heard([self.workers[table].push(lr=lr, **how) for table, lr in rates.items()], how["weight"] > 0.0)
 
     def fill_change(self) -> None:
-        """See `Worker`."""
         for worker in self.workers:
             worker.fill_change()
 
@@ -300,30 +128,28 @@ class ParameterGroups:
         return any(worker.has_change for worker in self.workers)
 
     def push_change(self, **how: Any) -> None:
-        """Changes of all tables."""
+        """Push the changes of all tables."""
         self._asked = range(len(self.workers))
         self._heard([worker.push_change(**how) for worker in self.workers], how["weight"] > 0.0)
 
     def meet(self) -> None:
-        """See `Worker`."""
         self._asked = range(len(self.workers))
         for worker in self.workers:
             worker.meet()
             self._totals.moved(0, worker.traffic[1])
 
     def rest(self, sync_point: int) -> None:
-        """See `Client.rest`."""
         for worker in self.workers:
             worker.rest(sync_point)
 
     def lags(self) -> list[dict[str, Any]]:
-        """See `Client.lags`; of all tables' servers."""
+        """Return `Client.lags` of all tables' servers."""
         self._asked = ()
         return [told for worker in self.workers for told in worker.lags()]
 
     def state(self, first: bool) -> dict[str, Any] | None:
-        """For a checkpoint: what compression has yet to deliver, see `Worker`; of the ``first`` worker the plans, too,
-        by which servers have what it holds, see `Plan.from_plain`."""
+        """Return, for a checkpoint, the residual of compression, see `Worker`; of the ``first`` worker the plans, too,
+        by which servers have what it holds, see `ServerPartition.from_plain`."""
         carried_residual = {
             name: tensor for worker in self.workers for name, tensor in worker.carried_residual().items()
         }
@@ -334,18 +160,17 @@ class ParameterGroups:
         } or None
 
     def load_residual(self, saved: Mapping[str, Any]) -> None:
-        """Go on with what was owed in that `state`."""
+        """Go on with the residual in that `state`."""
         for worker in self.workers:
             worker.load_residual(saved.get("carried_residual", {}))
 
     def fill_state(self, optimizer: Optimizer, tables: Sequence[int]) -> None:
-        """See `optimizer_state.fill_state`."""
         self._asked = ()
         for table in tables:
             fill_state(optimizer, self.workers[table])
 
     def _heard(self, answers: Sequence[ServerAnswer], filled: bool) -> None:
-        """A push was answered, of all tables that were asked."""
+        """Note the answers to a push, of all tables that were asked."""
         self.called = any(answer.called for answer in answers)
         for table in self._asked:
             pushed, pulled = self.workers[table].traffic
@@ -354,11 +179,179 @@ class ParameterGroups:
             self._totals.late(max(lag for answer in answers for lag in answer.lags))
 
     def give_up(self) -> None:
-        """See `Client.give_up`."""
         for worker in self.workers:
             worker.give_up()
 
     def close(self) -> None:
-        """See `Client.close`."""
         for worker in self.workers:
             worker.close()
+
+
+class ParameterGroup(NamedTuple):
+    """Parameters that have settings of their own, and with them a table on servers.
+
+    Args:
+        optimizer: its number in the training.
+        group: its number there.
+        name, arguments: see `make_optimizer`.
+    """
+
+    optimizer: int
+    group: int
+    name: str
+    arguments: dict[str, Any]
+
+
+def tables_of(groups: Sequence[ParameterGroup], optimizer: int) -> list[int]:
+    """Return the tables of an optimizer, by their numbers.
+
+    >>> sgd, adam = ParameterGroup(0, 0, "SGD", {}), ParameterGroup(1, 0, "Adam", {})
+    >>> tables_of([sgd, adam, ParameterGroup(0, 1, "SGD", {})], 0)
+    [0, 2]
+    """
+    return [table for table, group in enumerate(groups) if group.optimizer == optimizer]
+
+
+def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGroup]:
+    """Return the names and arguments by which servers make the same optimizers; the rate comes with every push.
+
+    Args:
+        owner: for messages.
+        optimizers: of the training.
+
+    Raises:
+        ValueError: servers cannot have it.
+
+    >>> described("Strategy", [torch.optim.Adagrad([torch.zeros(1)], lr=0.1)])[0].arguments
+    {'eps': 1e-10, 'initial_accumulator_value': 0, 'lr': 0.1, 'lr_decay': 0, 'maximize': False, 'weight_decay': 0}
+    """
+    rest = f"Pass `{owner}(update_on_server=False)`: the optimizer is the worker's then."
+    found = [group for number, optimizer in enumerate(optimizers) for group in _groups(number, optimizer, rest)]
+    if len(found) > TABLES:
+        raise ValueError(f"{len(found)} groups of parameters: servers have {TABLES} at most, each with its own. {rest}")
+    params = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    if twice := len(params) - len({id(p) for p in params}):
+        raise ValueError(
+            f"{twice} parameters are in two optimizers, and servers of one do not hear of the other's steps. {rest}"
+        )
+    return found
+
+
+def described_again(
+    owner: str, optimizers: Sequence[Optimizer], before: Sequence[ParameterGroup]
+) -> list[ParameterGroup]:
+    """Describe optimizers that have taken up a checkpoint's settings since; the first rates stay."""
+    found = described(owner, optimizers)
+    rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
+    return [now._replace(arguments={**now.arguments, **rate}) for now, rate in zip(found, rates, strict=True)]
+
+
+def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Sequence[int]) -> dict[int, float | None]:
+    """Return the learning rates of these tables, which go with a push.
+
+    Raises:
+        ValueError: another setting is not what servers were told; names it.
+    """
+    rates: dict[int, float | None] = {}
+    for table in tables:
+        now = optimizer.param_groups[groups[table].group]
+        told = groups[table].arguments
+        for name in told.keys() - {"lr"}:
+            if (value := _plain(now[name])) != told[name]:
+                raise ValueError(
+                    f"{groups[table].name}'s `{name}` was {told[name]!r} as training began, and is {value!r} now: of "
+                    "all settings servers hear of new learning rates only. Leave it as it is (of a `OneCycleLR` or "
+                    "`CyclicLR`, `cycle_momentum=False`), or pass `update_on_server=False`."
+                )
+        rates[table] = float(now["lr"])
+    return rates
+
+
+def refuse_groups(original: Any) -> Any:
+    """Make what replaces an optimizer's ``add_param_group``, while servers have its parameters."""
+
+    def add_param_group(param_group: Mapping[str, Any]) -> None:
+        raise ValueError(
+            "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
+            "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
+        )
+
+    return add_param_group
+
+
+def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup]:
+    kind = type(optimizer)
+    name = type(optimizer).__name__
+    if getattr(torch.optim, name, None) is not kind:
+        raise ValueError(
+            f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim, and servers run no code of others. "
+            f"{rest}"
+        )
+    known = set(inspect.signature(kind).parameters) - _HOW - {"params"}
+    found = []
+    for i, group in enumerate(optimizer.param_groups):
+        arguments = {key: _plain(group[key]) for key in sorted(known & group.keys())}
+        try:
+            json.dumps(arguments)
+        except TypeError as error:
+            raise ValueError(f"{name}'s arguments cannot be sent to servers ({error}). {rest}") from error
+        try:
+            make_optimizer(name, arguments, known=True)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{error} {rest}") from error
+        found.append(ParameterGroup(number, i, name, arguments))
+    return found
+
+
+def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
+    """Return the parameters of these groups of optimizers, by name, in the module's order.
+
+    Raises:
+        ValueError: some are not the module's.
+    """
+    theirs = {id(p) for group in groups for p in group["params"]}
+    found = {name: p for name, p in module.named_parameters() if id(p) in theirs}
+    if len(found) < len(theirs):
+        raise ValueError(
+            f"An optimizer has {len(theirs) - len(found)} parameters that are not the module's, and servers have no "
+            "others. Make what they belong to an attribute of the module."
+        )
+    return found
+
+
+def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, list[Tensor | None]], dict[str, float]]:
+    """Return what servers are to begin with, of a checkpoint: tensors for each parameter by field, and scalars."""
+    states = [optimizer.state.get(p, {}) for p in params]
+    fields: dict[str, list[Tensor | None]] = {}
+    scalars: dict[str, float] = {}
+    for name in {key for state in states for key in state}:
+        values = [state.get(name) for state in states]
+        first = next(value for value in values if value is not None)
+        if isinstance(first, Tensor) and (first.dim() or first.numel() != 1):
+            fields[name] = values
+        else:
+            scalars[name] = max(float(value) for value in values if value is not None)
+    return dict(sorted(fields.items())), dict(sorted(scalars.items()))
+
+
+def fill_state(optimizer: Optimizer, worker: Worker) -> None:
+    """Put what the servers' optimizer holds of a worker's parameters where torch has its own."""
+    told, _ = worker.read("params")
+    begun = told["version"] or told["scalars"]
+    scalars = {key: torch.tensor(float(value)) for key, value in told["scalars"].items() if key not in _OF_SERVERS}
+    fields = {name: worker.read(name)[1] for name in told["fields"] if name != "params"} if begun else {}
+    for number, p in enumerate(worker.params):
+        found = {name: _as(p, tensors[number].to(p.device)) for name, tensors in fields.items()}
+        if found or scalars:
+            optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}
+
+
+def _as(p: Tensor, state: Tensor) -> Tensor:
+    """Servers have both parts of complex numbers, torch has such numbers in the state, too."""
+    return torch.view_as_complex(state) if p.is_complex() else state
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

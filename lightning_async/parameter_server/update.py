@@ -1,5 +1,4 @@
-"""What a policy of staleness makes of a push: it is measured, weighed, corrected, and taken a step with, piece by
-piece.
+"""What a policy of staleness makes of a push: `ShardUpdates` takes it through these steps, piece by piece.
 
 measured     how far the weights have moved since its worker pulled them; the gradient's norm
 weighed      the policy says how much it counts, or that it does not
@@ -31,7 +30,7 @@ MOMENTUM = "momentum"
 PULLED = "pulled"
 
 Pieces = Callable[[Callable[[slice], Any]], list[Any]]
-"""Calls a function with all pieces of a shard; what it makes of them, in no order."""
+"""Calls a function with all pieces of a shard; returns what it makes of them, in no order."""
 
 
 class Means(NamedTuple):
@@ -50,7 +49,7 @@ class Means(NamedTuple):
     pushes: int = 0
 
     def with_step(self, norm: float, decay: float) -> Means:
-        """Plain means at first, so that the first one is not the mean for long."""
+        """Count one update more: plain means at first, so that the first one is not the mean for long."""
         part = max(1 - decay, 1 / (self.steps + 1))
         return self._replace(step=self.step + (norm - self.step) * part, steps=self.steps + 1)
 
@@ -60,7 +59,7 @@ class Means(NamedTuple):
 
 
 class StateBeforePush(NamedTuple):
-    """What a push finds.
+    """The state that a push finds.
 
     Args:
         old: the bank that counts, with the worker's own arrays.
@@ -83,7 +82,7 @@ class ShardUpdates:
 
     Args:
         policy, optimizer: of the server.
-        pieces: see there.
+        pieces: of the shard, see `Pieces`.
     """
 
     policy: StalenessPolicy
@@ -91,7 +90,7 @@ class ShardUpdates:
     pieces: Pieces
 
     def is_finite(self, gradient: Tensor) -> bool:
-        """Whether no element is infinite or NaN."""
+        """Return whether no element is infinite or NaN."""
         return all(self.pieces(lambda here: ops.all_finite(piece_of(gradient, here))))
 
     def weigh(self, before: StateBeforePush, gradient: Tensor, lag: int) -> Weight | None:
@@ -101,7 +100,6 @@ class ShardUpdates:
         """
         if not self.is_finite(gradient):
             return None
-        policy = self.policy
         measures = self.policy.measures
         old = before.old
         moved = norm = 0.0
@@ -111,7 +109,7 @@ class ShardUpdates:
             )
         if "norm" in measures:
             norm = _norm(self.pieces(lambda here: _square(piece_of(gradient, here).float())))
-        return policy.weigh(PushFacts(lag, moved, before.means.step, norm))
+        return self.policy.weigh(PushFacts(lag, moved, before.means.step, norm))
 
     def gather(self, before: StateBeforePush, gradient: Tensor, weight: Weight) -> None:
         """Put a push with those in the buffer."""
@@ -134,7 +132,7 @@ class ShardUpdates:
         late: bool = True,
         reply: Tensor | None = None,
     ) -> tuple[Scalars, Means]:
-        """Fill the new bank; the optimizer's scalars, and the means.
+        """Fill the new bank; return the optimizer's scalars, and the means.
 
         Args:
             gradient: fp32, bf16 or fp16.
@@ -193,19 +191,19 @@ class ShardUpdates:
 
 
 def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[str, ...]:
-    """Names of a shard's arrays that updates change together."""
+    """Return the names of a shard's arrays that updates change together."""
     ahead = (AHEAD,) if policy.predicts else ()
     buffer = (BUFFER,) if policy.buffer_size > 1 else ()
     return ("params", *optimizer.fields, *policy.fields, *ahead, *buffer)
 
 
 def own_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Names of the arrays that updates change for each worker."""
+    """Return the names of the arrays that updates change for each worker."""
     return (MOMENTUM,) if policy.momentum_by_worker else ()
 
 
 def kept_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Names of the arrays that are kept of each worker's last pull."""
+    """Return the names of the arrays that are kept of each worker's last pull."""
     return (PULLED,) if policy.adjusts or "moved" in policy.measures else ()
 
 
@@ -218,5 +216,5 @@ def _square(piece: Tensor) -> float:
 
 
 def _norm(squares: list[float]) -> float:
-    """Of all pieces; equal in whatever order they come."""
+    """Return the norm of all pieces; equal in whatever order they come."""
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan

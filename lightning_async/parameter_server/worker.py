@@ -1,4 +1,16 @@
-"""A model as its servers' keys: gradients or changes go to them, weights come back into the parameters."""
+"""A model as its servers' keys: gradients or changes go to them, weights come back into the parameters.
+
+`Worker` does this for one table. With a `StreamingPush` gradients leave while the backward pass still makes others:
+
+    the training thread                         the thread that pushes                   a server
+    a hook: the last parameters' are there
+    put where they leave -------------------->  sent, where memory is not shared -->     kept in the channel's memory
+    a hook: those before them --------------->  ...
+    a step: the rest, and what has changed
+    since, and a push ----------------------->  a push, as any other
+
+`Written` notices what others write to parameters.
+"""
 
 from __future__ import annotations
 
@@ -19,157 +31,14 @@ from lightning_async.flat import FlatLayout
 from lightning_async.parameter_server.client import Client, ServerAnswer
 from lightning_async.parameter_server.partition import ServerPartition
 
-# Gradients that are on their way to servers while the backward pass still makes others.
-#
-# the training thread the thread that pushes a server a hook: the last parameters' are there put where they
-# leave --------------------> sent, where memory is not shared -> kept in the channel's memory a hook: those
-# before them -------------------> ... a step: the rest, and what has changed since -> push
-# -------------------------> a push, as any other
-
 Send = Callable[[Callable[[], Any]], Any]
 """Has another thread do something, one after the other."""
-
-
-class StreamingPush:
-    """Of one worker's model; on the training thread. On GPUs gradients leave after the backward pass.
-
-    Where most of what has left changes behind the backward pass (it is clipped), nothing leaves within it any more.
-
-    Args:
-        params: of the model, in the plan's order.
-        plan: which server has what.
-        client: by which it leaves.
-        put: puts the gradients of these parameters, by number, where they leave.
-    """
-
-    def __init__(
-        self, params: Sequence[Any], plan: ServerPartition, client: Client, put: Callable[[Sequence[int]], None]
-    ) -> None:
-        self._params = list(params)
-        self._plan = plan
-        self._client = client
-        self._put = put
-        self._backward: Backward | None = None
-        self._send: Send = lambda do: do()
-        self._wasted = False
-
-    @property
-    def under_way(self) -> bool:
-        """`begin` was called, and not `finish`."""
-        return self._backward is not None and self._backward.under_way
-
-    def begin(self, send: Send) -> None:
-        """A backward pass begins, with no push under way: `finish` follows."""
-        if self._wasted or any(p.device.type != "cpu" for p in self._params):
-            return
-        if self._backward is None:
-            self._backward = Backward(self._params, FlatLayout(self._params), self._take)
-        self._send = send
-        send(self._client.begin_parts)
-        self._backward.begin()
-
-    def finish(self) -> None:
-        """The gradients are those that are pushed."""
-        assert self._backward is not None
-        if changed := self._backward.finish():
-            self._put(changed)
-            sizes = [p.numel() for p in self._params]
-            self._wasted = 2 * sum(sizes[i] for i in changed) > sum(sizes)
-            for i in () if self._wasted else changed:
-                self._send(partial(self._client.leave, self._parts(i, i + 1)))
-            if self._wasted:
-                self._send(self._client.begin_parts)
-
-    def give_up(self) -> None:
-        """The backward pass has failed."""
-        if self._backward is not None:
-            self._backward.give_up()
-
-    def close(self) -> None:
-        """Leave the parameters alone from now on."""
-        if self._backward is not None:
-            self._backward.close()
-
-    def _take(self, whole: Sequence[LayoutSpan]) -> None:
-        first = whole[-1].first
-        last = whole[0].last
-        self._put(range(first, last))
-        self._send(partial(self._client.leave, self._parts(first, last)))
-
-    def _parts(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Of each server, where in its shard these parameters lie."""
-        found = []
-        for pieces, size in zip(self._plan.pieces, self._plan.sizes, strict=True):
-            offsets = [next((p.offset for p in pieces if p.key >= key), size) for key in (first, last)]
-            found.append((offsets[0], offsets[1]))
-        return found
-
-
-# Parameters that somebody writes to beside the optimizer (a callback, the module): servers do not hear of it.
-
-
-class Written:
-    """What has become of one worker's parameters since weights were pulled into them.
-
-    Args:
-        names: of the parameters.
-        params: themselves.
-    """
-
-    def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
-        self._names = names
-        self._params = params
-        self._seen = self._versions()
-        self._overwritten: set[int] = set()
-        self.base: Literal["pulled", "pushed", "gone"] = "gone"
-        """What the parameters held last, and what is where it came: something else, where it is ``"gone"``."""
-
-    def begin(self) -> None:
-        """Weights are about to be written to the parameters: what others wrote is lost by that."""
-        self._overwritten |= self._changed()
-
-    def end(self, base: Literal["pulled", "pushed"]) -> None:
-        """The parameters hold what was pulled, or pushed."""
-        self._seen = self._versions()
-        self.base = base
-
-    def since(self, pulled: Sequence[Sequence[tuple[slice, Tensor]]] | None, every: bool) -> list[str]:
-        """The names of parameters that hold something else than was pulled, or did, and were overwritten since.
-
-        Args:
-            pulled: the pieces of each parameter, where they came; None while newer ones are coming. A parameter that
-                was written to, and back again, counts as one that was not; where nothing can be compared, too.
-            every: look at all, and not only at those that autograd has seen a change of: ``.data`` hides it.
-        """
-        found = self._changed()
-        if pulled is not None and self.base != "pushed":
-            looked_at = set(range(len(self._params))) if every else found
-            found = {i for i in looked_at if self.base == "pulled" and not _same(self._params[i], pulled[i])}
-            self._seen = self._versions()
-        found |= self._overwritten
-        self._overwritten = set()
-        return [self._names[i] for i in sorted(found)]
-
-    def _changed(self) -> set[int]:
-        pairs = zip(self._versions(), self._seen, strict=True)
-        return {i for i, (now, seen) in enumerate(pairs) if now != seen}
-
-    def _versions(self) -> list[int]:
-        return [p._version for p in self._params]
-
-
-def _same(param: Tensor, pieces: Sequence[tuple[slice, Tensor]]) -> bool:
-    """To the bit: what is not a number is equal to itself."""
-    flat = real(param.detach()).reshape(-1).to("cpu", torch.float32)
-    return all(torch.equal(flat[part].view(torch.int32), piece.view(torch.int32)) for part, piece in pieces)
-
-
 Parts = list[tuple[slice, Tensor]]
 """Of a parameter: which of its elements, and the part of a shard that has them."""
 
 
 class Worker:
-    """One worker's model. Used by one thread at a time, but for `give_up`.
+    """The model of one worker, as a table of its servers. Used by one thread at a time, but for `give_up`.
 
     Args:
         name: this worker's.
@@ -204,7 +73,7 @@ class Worker:
         self.versions: tuple[int, ...] = (0,) * plan.num_servers
         """Of the weights that were pulled last."""
         self.restored = 0
-        """See `ServerAnswer`; of these."""
+        """`ServerAnswer.restored` of these."""
         self._laid_out: dict[str, tuple[list[int], list[Parts]]] = {}
         self.pulled = False
         """The last request has brought weights."""
@@ -251,25 +120,23 @@ class Worker:
         return sum(pushed), sum(each.nbytes for each in self._client.weights)
 
     def rest(self, sync_point: int) -> None:
-        """See `Client.rest`."""
         self._client.rest(sync_point)
 
     def lags(self) -> tuple[dict[str, Any], ...]:
-        """See `Client.lags`."""
         return self._client.lags()
 
     def give_up(self) -> None:
-        """From any thread: a request that is under way fails now."""
+        """Fail the request that is under way; callable from any thread."""
         self._client.give_up()
 
     # ---- what goes ----
 
     def begin_gradients(self) -> None:
-        """A backward pass begins: the versions that are in the parameters are those that it is at."""
+        """Begin a backward pass: it is at the versions that are in the parameters."""
         self._at = self._taken
 
     def fill_gradients(self) -> None:
-        """The gradients leave with the next push; zeros for a parameter that has none."""
+        """Have the gradients leave with the next push; zeros for a parameter that has none."""
         self._bases = self._at
         self._at = None
         if self.ahead.under_way:
@@ -283,7 +150,7 @@ class Worker:
         return all(ops.all_finite(outgoing) for outgoing in self._client.gradients)
 
     def fill_change(self) -> None:
-        """What has become of the parameters since `take_` leaves with the next push."""
+        """Have the change of the parameters since `take_` leave with the next push."""
         self._bases = None
         self._fill([p.detach() for p in self.params])
         for outgoing, base in zip(self._client.gradients, self._client.weights, strict=True):
@@ -296,11 +163,10 @@ class Worker:
         return any(bool(outgoing.any()) for outgoing in self._client.gradients)
 
     def written(self, coming: bool, every: bool) -> list[str]:
-        """Names of parameters that hold other values than were pulled, see `Written`; ``coming``: more is under way."""
+        """Return parameters that hold other values than were pulled, see `Written`; ``coming``: more is under way."""
         return self._written.since(None if coming else self._incoming, every)
 
     def push(self, **how: Any) -> ServerAnswer:
-        """See `Client.push`."""
         answer = self._client.push(**how, bases=self._bases)
         self.pulled = how.get("pull", True)
         if self.pulled:
@@ -308,7 +174,7 @@ class Worker:
         return answer
 
     def push_change(self, **how: Any) -> ServerAnswer:
-        """The same for what `fill_change` has put there."""
+        """Push what `fill_change` has put there."""
         answer = self.push(**how)
         if not self.pulled:  # the next change begins where this one has ended
             for outgoing, base in zip(self._client.gradients, self._client.weights, strict=True):
@@ -316,7 +182,6 @@ class Worker:
         return answer
 
     def pull(self, field: str | None = None) -> ServerAnswer:
-        """See `Client.pull`."""
         answer = self._client.pull(field)
         self._took(answer)
         return answer
@@ -348,21 +213,21 @@ class Worker:
         self._written.end("pulled")
 
     def read(self, field: str) -> tuple[dict[str, Any], list[Tensor]]:
-        """What the servers' optimizer holds: what they say of it, and a tensor for each parameter, fp32."""
+        """Read what the servers' optimizer holds: what they say of it, and a tensor for each parameter, fp32."""
         self._written.base = "gone"  # it comes where weights do
         told, *_ = self._client.read(field)
         return told, self._whole(self._client.weights)
 
-    # ---- what compression has yet to deliver ----
+    # ---- the residual of compression ----
 
     def carried_residual(self) -> dict[str, Tensor]:
-        """What pushes have lacked so far, fp32, copied, by the parameters' names; empty without compression."""
+        """Return what pushes have lacked so far, fp32, copied, by the parameters' names; empty without compression."""
         feedback = self._client.feedback
         whole = self._whole([each.residual for each in feedback]) if feedback else ()
         return dict(zip(self.plan.names, whole, strict=bool(feedback)))
 
     def load_residual(self, carried_residual: Mapping[str, Tensor]) -> None:
-        """The next push is to bring this, too, as far as it is of parameters that are here, in their size."""
+        """Have the next push bring this, too, as far as it is of parameters that are here, in their size."""
         if not (feedback := self._client.feedback):
             return
         shards = [each.residual for each in feedback]
@@ -383,7 +248,7 @@ class Worker:
         return self._known_parts("weights", self._client.weights)
 
     def _known_parts(self, what: str, shards: Sequence[Tensor]) -> list[Parts]:
-        """They lie elsewhere once another server has a shard."""
+        """Return where shards lie: elsewhere, once another server has one."""
         at = [shard.data_ptr() for shard in shards]
         if self._laid_out.get(what, ([], []))[0] != at:
             self._laid_out[what] = at, self._parts(shards)
@@ -397,7 +262,7 @@ class Worker:
         _put([self.params[i].grad for i in numbers], [outgoing[i] for i in numbers])
 
     def _whole(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """A tensor for each parameter, fp32, of what shards hold."""
+        """Return a tensor for each parameter, fp32, of what shards hold."""
         found = [torch.empty(shape) for shape in self.plan.shapes]
         for tensor, parts in zip(found, self._parts(shards), strict=True):
             for part, piece in parts:
@@ -419,9 +284,157 @@ class Worker:
         self.restored = answer.restored
 
 
+def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) -> ServerPartition:
+    """Return the plan of a model's parameters; complex ones are pairs of real numbers.
+
+    Raises:
+        ValueError: one has more than 32 bits, which servers do not hold; names it.
+    """
+    found = {name: real(p.detach()) for name, p in named.items()}
+    if wide := [name for name, t in found.items() if t.dtype.itemsize > torch.float32.itemsize]:
+        raise ValueError(
+            f"{wide} have 64 bits, and parameter servers hold fp32: convert them, or use another strategy."
+        )
+    return ServerPartition.of(found, num_servers, bigarray_bound)
+
+
+class StreamingPush:
+    """The gradients of one worker's model that leave within the backward pass; on the training thread. On GPUs they
+    leave after it.
+
+    Where most of what has left changes behind the backward pass (it is clipped), nothing leaves within it any more.
+
+    Args:
+        params: of the model, in the plan's order.
+        plan: which server has what.
+        client: by which it leaves.
+        put: puts the gradients of these parameters, by number, where they leave.
+    """
+
+    def __init__(
+        self, params: Sequence[Any], plan: ServerPartition, client: Client, put: Callable[[Sequence[int]], None]
+    ) -> None:
+        self._params = list(params)
+        self._plan = plan
+        self._client = client
+        self._put = put
+        self._backward: Backward | None = None
+        self._send: Send = lambda do: do()
+        self._wasted = False
+
+    @property
+    def under_way(self) -> bool:
+        """`begin` was called, and not `finish`."""
+        return self._backward is not None and self._backward.under_way
+
+    def begin(self, send: Send) -> None:
+        """Begin a backward pass, with no push under way: `finish` follows."""
+        if self._wasted or any(p.device.type != "cpu" for p in self._params):
+            return
+        if self._backward is None:
+            self._backward = Backward(self._params, FlatLayout(self._params), self._take)
+        self._send = send
+        send(self._client.begin_parts)
+        self._backward.begin()
+
+    def finish(self) -> None:
+        """Put the gradients that are pushed."""
+        assert self._backward is not None
+        if changed := self._backward.finish():
+            self._put(changed)
+            sizes = [p.numel() for p in self._params]
+            self._wasted = 2 * sum(sizes[i] for i in changed) > sum(sizes)
+            for i in () if self._wasted else changed:
+                self._send(partial(self._client.leave, self._parts(i, i + 1)))
+            if self._wasted:
+                self._send(self._client.begin_parts)
+
+    def give_up(self) -> None:
+        """Take back a backward pass that has failed."""
+        if self._backward is not None:
+            self._backward.give_up()
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        if self._backward is not None:
+            self._backward.close()
+
+    def _take(self, whole: Sequence[LayoutSpan]) -> None:
+        first = whole[-1].first
+        last = whole[0].last
+        self._put(range(first, last))
+        self._send(partial(self._client.leave, self._parts(first, last)))
+
+    def _parts(self, first: int, last: int) -> list[tuple[int, int]]:
+        """Return, of each server, where in its shard these parameters lie."""
+        found = []
+        for pieces, size in zip(self._plan.pieces, self._plan.sizes, strict=True):
+            offsets = [next((p.offset for p in pieces if p.key >= key), size) for key in (first, last)]
+            found.append((offsets[0], offsets[1]))
+        return found
+
+
+class Written:
+    """The writes to one worker's parameters, since weights were pulled, that others make: a callback, say.
+
+    Servers do not hear of these.
+
+    Args:
+        names: of the parameters.
+        params: themselves.
+    """
+
+    def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
+        self._names = names
+        self._params = params
+        self._seen = self._versions()
+        self._overwritten: set[int] = set()
+        self.base: Literal["pulled", "pushed", "gone"] = "gone"
+        """What the parameters held last, and what is where it came: something else, where it is ``"gone"``."""
+
+    def begin(self) -> None:
+        """Note that weights are about to be written to the parameters: what others wrote is lost by that."""
+        self._overwritten |= self._changed()
+
+    def end(self, base: Literal["pulled", "pushed"]) -> None:
+        """Note that the parameters hold what was pulled, or pushed."""
+        self._seen = self._versions()
+        self.base = base
+
+    def since(self, pulled: Sequence[Sequence[tuple[slice, Tensor]]] | None, every: bool) -> list[str]:
+        """Return the names of parameters that hold something else than was pulled, or did, and were overwritten since.
+
+        Args:
+            pulled: the pieces of each parameter, where they came; None while newer ones are coming. A parameter that
+                was written to, and back again, counts as one that was not; where nothing can be compared, too.
+            every: look at all, and not only at those that autograd has seen a change of: ``.data`` hides it.
+        """
+        found = self._changed()
+        if pulled is not None and self.base != "pushed":
+            looked_at = set(range(len(self._params))) if every else found
+            found = {i for i in looked_at if self.base == "pulled" and not _same(self._params[i], pulled[i])}
+            self._seen = self._versions()
+        found |= self._overwritten
+        self._overwritten = set()
+        return [self._names[i] for i in sorted(found)]
+
+    def _changed(self) -> set[int]:
+        pairs = zip(self._versions(), self._seen, strict=True)
+        return {i for i, (now, seen) in enumerate(pairs) if now != seen}
+
+    def _versions(self) -> list[int]:
+        return [p._version for p in self._params]
+
+
+def _same(param: Tensor, pieces: Sequence[tuple[slice, Tensor]]) -> bool:
+    """Compare to the bit: what is not a number is equal to itself."""
+    flat = real(param.detach()).reshape(-1).to("cpu", torch.float32)
+    return all(torch.equal(flat[part].view(torch.int32), piece.view(torch.int32)) for part, piece in pieces)
+
+
 @torch.no_grad()
 def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
-    """The elements of parameters where they belong; zeros for none."""
+    """Put the elements of parameters where they belong; zeros for none."""
     given = [(t, parts) for t, parts in zip(tensors, places, strict=True) if t is not None]
     flat = [real(strided(t)).reshape(-1) for t, _ in given]
     elements, pieces = _paired(flat, [parts for _, parts in given])
@@ -433,24 +446,10 @@ def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
 
 
 def _paired(flat: Sequence[Tensor], places: Sequence[Parts]) -> tuple[list[Tensor], list[Tensor]]:
-    """What belongs together: views of the elements, and of shards."""
+    """Return what belongs together: views of the elements, and of shards."""
     elements = []
     pieces = []
     for tensor, parts in zip(flat, places, strict=True):
         elements += [tensor] if len(parts) == 1 else [tensor[part] for part, _ in parts]
         pieces += [piece for _, piece in parts]
     return elements, pieces
-
-
-def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) -> ServerPartition:
-    """Of a model's parameters; complex ones are pairs of real numbers.
-
-    Raises:
-        ValueError: one has more than 32 bits, which servers do not hold; names it.
-    """
-    found = {name: real(p.detach()) for name, p in named.items()}
-    if wide := [name for name, t in found.items() if t.dtype.itemsize > torch.float32.itemsize]:
-        raise ValueError(
-            f"{wide} have 64 bits, and parameter servers hold fp32: convert them, or use another strategy."
-        )
-    return ServerPartition.of(found, num_servers, bigarray_bound)
