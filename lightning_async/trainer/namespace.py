@@ -332,7 +332,7 @@ def validation_interval(trainer: Any) -> int | float | timedelta:
 
 
 def sync_metrics_through(world: Callable[[], LightningCollectives | None], module: Any) -> list[Undo]:
-    """Torchmetrics' own collectives go through ``world()``, and wait for nobody while replicas drift."""
+    """Torchmetrics' own collectives go through ``world()``, and wait for nobody while replicas are asynchronous."""
     from torchmetrics import Metric
 
     def available() -> bool:
