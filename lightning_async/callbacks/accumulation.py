@@ -422,9 +422,9 @@ class AdaptiveGradientAccumulation(Callback):
 
     :math:`g_j` is the gradient of batch :math:`j` and :math:`n_j` its samples; :math:`n_0` are those of a step without
     accumulation, for which the learning rate :math:`\eta_0` is right. Where ranks average their gradients (DDP,
-    Horovod, `Synchronous()`, windows in the background) the sums are over all of them; where replicas drift, over each
-    one's own, which step by themselves. So the last window of an epoch, which has fewer batches or a smaller one, has
-    the mean of what it has; Lightning divides it by the length of a full one.
+    Horovod, `Synchronous()`, windows in the background) the sums are over all of them; where replicas are asynchronous,
+    over each one's own, which step by themselves. So the last window of an epoch, which has fewer batches or a smaller
+    one, has the mean of what it has; Lightning divides it by the length of a full one.
 
     A window begins when the last one has ended: whatever changes, no gradient is lost, counted twice, or late. All
     that counts optimizer steps (``max_steps``, `EveryNSteps`, schedulers by step) counts windows.

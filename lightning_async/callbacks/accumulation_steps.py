@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 def ranks_of(strategy: Any) -> int:
-    """How many ranks' gradients become one before a step; of replicas that drift each steps by itself."""
+    """How many ranks' gradients become one before a step; of asynchronous replicas each steps by itself."""
     if _averages_models(strategy):
         served = strategy.served and not (strategy.mode == "sync" and strategy.update_on_server)
         together = isinstance(strategy.schedule, Synchronous) and not served

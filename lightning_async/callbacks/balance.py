@@ -89,8 +89,8 @@ class BalancedBatchSizes(Callback):
     ranks take their steps together, each step has the samples that it has without this callback.
 
     The first epoch begins with equal batches. Sizes change where all ranks are together: as an epoch begins, and within
-    it at a gate, when a step would become at least 5% shorter; what is left of the epoch is then dealt out anew. It is
-    for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, `Synchronous()` included, with one DataLoader of a
+    it at a sync point, when a step would become at least 5% shorter; what is left of the epoch is then dealt out anew.
+    It is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, `Synchronous()` included, with one DataLoader of a
     map-style dataset, whose sampler Lightning makes; the loader's ``batch_size`` is what the first epoch begins with.
 
     A rank that runs out of memory trains on the batch in pieces, and has smaller ones from then on (not with manual
@@ -254,8 +254,8 @@ class BalancedBatchSizes(Callback):
             self.call_together()
 
     def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
-        """Whether this rank comes to a gate. Ranks that step together all do, after as many batches: so no step is
-        without one of them. Of those that drift one calls the others, where that pays."""
+        """Whether this rank comes to a sync point. Ranks that step together all do, after as many batches: so no step
+        is without one of them. Of those that drift one calls the others, where that pays."""
         if steps_together(trainer.strategy):
             return self._since >= every * self._patience or balancing.is_off
         if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_namespace:

@@ -152,8 +152,8 @@ def sync_more(averager: Any) -> Callable[[], None]:
 
 
 def call_unfit(replica: Any) -> Callable[[], None]:
-    """This replica holds nothing that others may take over: at the next gate it takes over theirs, and its optimizers
-    begin anew. Returns what takes it back."""
+    """This replica holds nothing that others may take over: at the next sync point it takes over theirs, and its
+    optimizers begin anew. Returns what takes it back."""
     watched = replica.watched
     round_decision = torch.tensor(math.nan)
     replica.watched = lambda: [*watched(), round_decision]
@@ -171,7 +171,7 @@ else:
 
 RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
 _OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}
-"""Of use only where replicas drift."""
+"""Of use only where replicas are asynchronous."""
 
 
 class DivergenceMonitor(Callback):
@@ -183,12 +183,12 @@ class DivergenceMonitor(Callback):
     often), "sync" (one model now), "cut_lr", "skip" (drop the gradients of batches), "reset" (a replica takes over the
     others' model, and its optimizers begin anew), "roll_back" (all go back to the last good state, the data goes on),
     "stop" (`TrainingDiverged` on all ranks). A gradient that is not finite begins with "skip", a model that is not with
-    "reset". "sync_more", "sync" and "reset" exist where replicas drift, "roll_back" where something can.
+    "reset". "sync_more", "sync" and "reset" exist where replicas are asynchronous, "roll_back" where something can.
 
     All ranks do the same at the same step, and none waits for another: ranks in lockstep gather a few numbers beside
-    the training and read them a step later; where replicas drift, the one in need calls all to a gate. Looks at
-    gradients and parameters take less than 1% of the time, so on small batches not every step is looked at. On a
-    GPU numbers are looked at one step later. A gradient scaler goes on skipping steps by itself.
+    the training and read them a step later; where replicas are asynchronous, the one in need calls all to a sync point.
+    Looks at gradients and parameters take less than 1% of the time, so on small batches not every step is looked at. On
+    a GPU numbers are looked at one step later. A gradient scaler goes on skipping steps by itself.
 
     Args:
         signals: what is watched; default all: "loss", "gradient_norm", "parameters", "optimizer_state",
@@ -263,7 +263,7 @@ class DivergenceMonitor(Callback):
     @property
     def clean_steps(self) -> int:
         """Batches since something was out of bounds: a state is good after some of them, at least 3. Of ranks in
-        lockstep it is the same on all; of replicas that drift each has its own."""
+        lockstep it is the same on all; of asynchronous replicas each has its own."""
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 
     # ---- life ----

@@ -19,7 +19,7 @@ from lightning_async.trainer.checkpoint.save_timing import DelayedGather, lagged
 # How all ranks come to do the same at the same step: each says what it asks for, and the severest is done.
 #
 # Where ranks step together they say so with every step, in a gather that is read one step later, so that none
-# waits for it. Where replicas drift, the rank that needs the others calls them to a gate.
+# waits for it. Where replicas are asynchronous, the rank that needs the others calls them to a sync point.
 
 
 class Row(NamedTuple):
@@ -76,11 +76,11 @@ class SingleRank:
 
 
 class SyncPointAgreement:
-    """Replicas run at their own pace: what is more than a word is decided at a gate.
+    """Replicas run at their own pace: what is more than a word is decided at a sync point.
 
     Args:
-        callback: is shown the gate, see `CollectiveCallback`.
-        strategy: has the gates, in whose headers losses travel.
+        callback: is shown the sync point, see `CollectiveCallback`.
+        strategy: has the sync points, in whose headers losses travel.
     """
 
     def __init__(self, callback: Any, strategy: Any) -> None:

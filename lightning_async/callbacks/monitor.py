@@ -27,9 +27,9 @@ class AveragingMonitor(Callback):
     (local steps between snapshot and merge, on average), ``/bytes`` (sent by this replica), ``/hidden_share`` (of
     communication), ``/spread`` (root of the work-weighted mean squared distance from the mean, at the last round),
     ``/samples/own`` (of this replica; ``/samples/rank_0`` and so on: of each, at the last header; beside servers one
-    comes at gates only), ``/round_s``, ``/idle_s`` (waiting at gates), ``/failed_rounds``, ``/dropped_gradients`` (of
-    this replica, not finite); what is of rounds, from the first one on. They are rank 0's; the summary at the end of
-    training names all replicas' samples.
+    comes at sync points only), ``/round_s``, ``/idle_s`` (waiting at sync points), ``/failed_rounds``,
+    ``/dropped_gradients`` (of this replica, not finite); what is of rounds, from the first one on. They are rank 0's;
+    the summary at the end of training names all replicas' samples.
 
     Between rounds it costs nothing: `LightningModule.log` would compute each name again at every step.
     """

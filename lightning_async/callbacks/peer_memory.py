@@ -1,4 +1,4 @@
-"""What is a replica's own outlives it in the memory of another rank."""
+"""Peer memory: what is a replica's own outlives it in the memory of another rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from lightning_async.trainer.namespace import check_object, pytorch, rank_zero_i
 
 log = logging.getLogger(__name__)
 
-
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
 else:
@@ -23,12 +22,12 @@ class PeerMemory(Callback):
     r"""Keeps each rank's own state in the memory of the next one: a rank that died comes back with it, without a disk.
 
     A rank that joins those who train takes over rank 0's state, see docs/failure-semantics.md. What was its own is
-    put over that: the optimizers' state of each parameter where replicas drift, random states, the scale of fp16's
-    gradients, buffers that are kept apart. It is that of its last copy, at step :math:`k` of its own; the weights are
-    the run's. Rank :math:`r` leaves its copies with rank :math:`(r + 1) \bmod n` of those that are there; where there
-    are several hosts, with the rank at the same place on the next host. Training stands still while the state is
-    copied into memory, no longer: a thread sends it, over TCP, with a checksum. What has not arrived whole counts as
-    not sent, and the copy before serves.
+    put over that: the optimizers' state of each parameter where replicas are asynchronous, random states, the scale of
+    fp16's gradients, buffers that are kept apart. It is that of its last copy, at step :math:`k` of its own; the
+    weights are the run's. Rank :math:`r` leaves its copies with rank :math:`(r + 1) \bmod n` of those that are there;
+    where there are several hosts, with the rank at the same place on the next host. Training stands still while the
+    state is copied into memory, no longer: a thread sends it, over TCP, with a checksum. What has not arrived whole
+    counts as not sent, and the copy before serves.
 
     Costs memory of the host: one copy of this rank's own state, and two of another one's; two more for each rank that
     is lost. Where the ranks step together no optimizer state is copied: all have the same.
@@ -64,7 +63,7 @@ class PeerMemory(Callback):
         self._now: Peers | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The ranks have met, and nothing is restored yet."""
+        """Make the copies ready; the ranks have met, and nothing is restored yet."""
         check_object(self, trainer)
         self._now = None
         strategy = trainer.strategy
@@ -85,26 +84,25 @@ class PeerMemory(Callback):
             self._now = Peers(trainer, self.policy)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before replicas drift, and before one that comes back asks to be taken in."""
+        """Listen, before replicas become asynchronous, and before one that comes back asks to join."""
         if self._now is not None and not searches_lr(trainer):
             self._now.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """A safe point."""
+        """Copy this rank's own state, if that is due at this safe point."""
         if self._now is not None and not searches_lr(trainer):
             self._now.boundary(bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Training has ended well."""
+        """Tell what the copies cost."""
         if self._now is not None:
             self._now.summarise()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """See `Welcoming`: nothing, each has its own."""
+        """Return nothing: each rank has its own."""
         return {}
 
     def come(self, told: dict[str, Any]) -> None:
-        """See `Welcoming`."""
         if self._now is not None:
             self._now.come()
 

@@ -53,9 +53,9 @@ class HangWatchdog(Callback):
     stacks to stderr after twice the limit, and the exit code is 1.
 
     The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given; waiting
-    at a gate has none. Time in which the whole process was stopped does not count, but one that was stopped for more
-    than twice the limit may end by that timer when it goes on. Where every step waits for all ranks, all end, each with
-    its own stacks: the one that hangs is where the others do not wait.
+    at a sync point has none. Time in which the whole process was stopped does not count, but one that was stopped for
+    more than twice the limit may end by that timer when it goes on. Where every step waits for all ranks, all end, each
+    with its own stacks: the one that hangs is where the others do not wait.
 
     Args:
         k: steps as long as usual. Default 20.
@@ -129,7 +129,7 @@ class HangWatchdog(Callback):
         self._see(f"a step, number {trainer.global_step}", self.limit_s)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.is_last_batch:  # where replicas drift, ranks may wait there for others
+        if trainer.is_last_batch:  # where replicas are asynchronous, ranks may wait there for others
             self._elsewhere("the end of an epoch")
         else:
             self._see(f"waiting for a batch after step {trainer.global_step}", self.limit_s)

@@ -1,4 +1,4 @@
-"""What cannot work while replicas drift is refused before training, by name and with the numbers."""
+"""What cannot work while replicas are asynchronous is refused before training, by name and with the numbers."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
     """Before the model is set up.
 
     Raises:
-        ValueError: something that waits for all ranks at every step, or between two gates; or statistics that are to
-            be recomputed of a model that passes nothing on.
+        ValueError: something that waits for all ranks at every step, or between two sync points; or statistics that are
+            to be recomputed of a model that passes nothing on.
     """
     module = trainer.lightning_module
     batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
@@ -180,7 +180,7 @@ def _check_length(trainer: Any, world: LightningCollectives) -> None:
 
 
 def _check_watched(trainer: Any) -> None:
-    """Of schedulers that watch a metric: at a step it is that of this rank's batch, and at gates there is none."""
+    """Refuse schedulers that watch a metric at steps: it is that of this rank's batch; sync points have none."""
     if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
         return
     for each in trainer.lr_scheduler_configs:

@@ -44,9 +44,9 @@ class Validation:
     """Patches when to validate, the validation itself, and the end of an epoch.
 
     Args:
-        strategy: whose gates these are.
+        strategy: whose sync points these are.
         trainer: its loops.
-        meeting: opens the gates.
+        meeting: opens the sync points.
         lost_rank_data: what is left of an epoch where ranks were lost.
     """
 
@@ -331,7 +331,7 @@ class DriftPatches:
     """The patches on one Trainer.
 
     Args:
-        strategy: has the gates and hears the votes.
+        strategy: has the sync points and hears the votes.
         trainer: its loops, its signal connector, and some of its callbacks are patched.
     """
 
@@ -390,7 +390,7 @@ class DriftPatches:
         self._meeting.on_met(world)
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """What a newcomer must know of this fit, see `go_on`."""
+        """What a joining rank must know of this fit, see `go_on`."""
         return {
             "sync_points_epochs": self._validation.sync_points_epochs,
             "epoch": self._joiner_data.told(),
@@ -408,7 +408,7 @@ class DriftPatches:
     def go_on(
         self, world: LightningCollectives, name: str, places: list[list[Any]], told: dict[str, Any] | None = None
     ) -> None:
-        """The same training goes on in a world of all, with a newcomer: this rank, if it has been ``told``."""
+        """The same training goes on in a world of all, with a joining rank: this rank, if it has been ``told``."""
         if told is not None:
             self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
             self._logging_failover.take(told["succession"])

@@ -1,4 +1,4 @@
-"""What a strategy whose replicas drift offers to the changes in Lightning's loops, whatever its replicas exchange."""
+"""What a strategy of asynchronous replicas offers to the changes in Lightning's loops, whatever replicas exchange."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_async.engine.sync_points import SyncPoints
 
 
 class AsyncStrategyView(Protocol):
-    """A strategy whose replicas run at their own pace between gates."""
+    """A strategy whose replicas run at their own pace between sync points."""
 
     failed: bool
     """This rank has ended with an exception: it waits for nobody."""
@@ -33,7 +33,7 @@ class AsyncStrategyView(Protocol):
         ...
 
     host: Any
-    """Takes newcomers in, see `CollectiveCallback`; None where nobody can come."""
+    """Takes joining ranks in, see `CollectiveCallback`; None where nobody can come."""
 
     @property
     def sync_points(self) -> SyncPoints | None:
@@ -84,18 +84,18 @@ class AsyncStrategyView(Protocol):
         ...
 
     def begin_again(self) -> None:
-        """Before a gate: if a checkpoint was restored during training, drift from there."""
+        """Before a sync point: if a checkpoint was restored during training, be asynchronous from there."""
         ...
 
     def finish_batch(self) -> None:
-        """Before a gate: the last batch is done with."""
+        """Before a sync point: the last batch is done with."""
         ...
 
     missed_steps: int | None
     """Synchronous steps of the others that this replica's optimizers have not taken; None where it takes none."""
 
     def on_model_changed(self) -> None:
-        """A gate has given all replicas another model."""
+        """A sync point has given all replicas another model."""
         ...
 
     def end_epoch(self) -> None:
@@ -103,5 +103,5 @@ class AsyncStrategyView(Protocol):
         ...
 
     def summarise(self) -> None:
-        """All replicas are at the last gate."""
+        """All replicas are at the last sync point."""
         ...

@@ -1,4 +1,9 @@
-"""The checkpoint that a fit goes on from: found, verified, agreed on by all ranks, and put in place for this one."""
+"""The checkpoint that a fit goes on from: found, verified, agreed on by all ranks, and put in place for this one.
+
+`CheckpointRecovery` does so for one fit. Lightning reads checkpoints through a plugin of its strategy: `DirectoryIO`
+knows the directories of this package, too, and `MemoryIO` a checkpoint that is no file. With `CheckpointReader`
+``torch.distributed.checkpoint`` reads our checkpoints into states that are divided in other ways.
+"""
 
 from __future__ import annotations
 
@@ -40,14 +45,154 @@ from lightning_async.trainer.namespace import fabric
 log = logging.getLogger(__name__)
 
 
-# Lightning reads checkpoints through a plugin of its strategy: this one knows the directories of this package,
-# too.
+class CheckpointRecovery:
+    """What one fit goes on from.
+
+    Args:
+        trainer: whose fit it is.
+        settings: what the user has asked for.
+        store: the checkpoints.
+        resume: puts the fit where the checkpoint was made.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings, store: CheckpointStore, resume: Resume) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._store = store
+        self._resume = resume
+        self.entry: CheckpointEntry | None = None
+        """The checkpoint; None where training began anew."""
+        self.got_on = False
+        """A safe point was reached in this fit."""
+        self._verified: str | None = None
+
+    def choose(self) -> str | None:
+        """Return the path of the one to go on from, on which all ranks agree; None where training begins."""
+        if self._settings.recover is None:
+            return None
+        entry = self.find(self._settings.recover)
+        self._verified = None if entry is None else entry.path
+        return self._verified
+
+    def find(self, strategy: str) -> CheckpointEntry | None:
+        """Return the checkpoint that ``strategy`` asks for, whole on all ranks, which call this together."""
+        found = recover(self._store, strategy, self._settings.best, partial(gather, self._trainer))
+        for path, what in (found.damaged | found.unreadable).items():
+            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._trainer.global_rank, path, what)
+        return found.entry
+
+    def load(self, store: CheckpointStore, entry: CheckpointEntry) -> dict[str, Any]:
+        """Return this rank's Lightning checkpoint out of one of ours; in a fit, it goes on from there."""
+        if entry.path != self._verified:
+            store.verify(entry)
+        pickles = self._settings.objects == "pickle"
+        checkpoint, resume = whole(store, entry, names_of(self._trainer), pickles=pickles)
+        if self._trainer.state.fn == "fit":
+            reopens = self._reopens(checkpoint, resume, entry)
+            if reopens:
+                _reopen(checkpoint)
+            self._go_on(resume, store, entry, _reopened if reopens else lambda state: state)
+            self.entry = entry
+        return checkpoint
+
+    def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
+        """Return whether training had ended within an epoch, and goes on with its rest, as its limits are others now.
+
+        All ranks call this together.
+        """
+        if entry.manifest is None or entry.manifest.reason != "the end":
+            return False
+        limit = self._trainer.max_steps
+        goes_on = limit == -1 or checkpoint["global_step"] < limit
+        goes_on &= not was_stopped(self._trainer, entry.manifest.notes)
+        told = gather(self._trainer, [goes_on, bool(resume and resume.get("rest"))])
+        return all(goes for goes, _ in told) and any(rest for _, rest in told)
+
+    def _go_on(self, resume: Any, store: CheckpointStore, entry: CheckpointEntry, opened: Callable[[Any], Any]) -> None:
+        """Go on from this rank's own state, or where there is none, from those of others, each as ``opened``."""
+        assert entry.manifest is not None
+        resume = opened(resume)
+        rank = self._trainer.global_rank
+        ranks = self._trainer.world_size
+        trained = entry.manifest.world_size
+        if resume is not None and among(resume, trained) == ranks:
+            self._resume.restore(resume)
+            return
+        saved = _all_of(store, entry, self._settings.objects == "pickle")
+        states = {name: opened(state) for name, state in saved.items()}
+        alike = trained == names_of(self._trainer).started
+        if not states or (alike and resume is None):
+            resume = beside(states, rank, entry.path)
+        if not states or (alike and among(states[min(states)], trained) == ranks):
+            self._resume.restore(resume)
+        else:
+            self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
+
+    def end(self, original: Any) -> Any:
+        """Wrap Lightning's `resume_end`, with a warning where nothing is left to train."""
+
+        def resume_end() -> None:
+            original()
+            entry = self.entry
+            if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
+                self._trainer.should_stop |= was_stopped(self._trainer, entry.manifest.notes)
+            if entry is not None and is_last(self._trainer):
+                log.warning(
+                    "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
+                    "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
+                    self._trainer.global_rank, self._store.dirpath, entry.name,
+                )  # fmt: skip
+
+        return resume_end
+
+    def explain(self, exception: BaseException) -> None:
+        """Log what may be wrong where a fit fails before it got on."""
+        if self.entry is not None and not self.got_on and isinstance(exception, Exception):
+            log.error(
+                "Rank %d failed at its first batch after going on from %s, or before. If this program's model, "
+                "optimizers or data are not those of that training, give it a directory of its own, or `recover=None`.",
+                self._trainer.global_rank, self.entry.path,
+            )  # fmt: skip
+
+
+def _reopen(checkpoint: dict[str, Any]) -> None:
+    """Count the last epoch as one that is under way."""
+    for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
+        count["processed"] -= 1
+        count["completed"] -= 1
+    if (averaging := checkpoint.get("lightning_async")) is not None:
+        replicas = averaging["replicas"]
+        averaging["replicas"] = [{**clocks, "epoch": clocks["epoch"] - 1} for clocks in replicas]
+
+
+def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a state at the end of an epoch as one behind the epoch's last batch so far."""
+    if state is None:
+        return None
+    return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
+
+
+def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> dict[int, dict[str, Any]]:
+    """Return `Resume`'s state of every rank that has one of its own and a part of the epoch, by stable id."""
+    assert entry.manifest is not None
+    ranks = entry.manifest.ranks
+    states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", pickles=pickles) for rank in ranks}
+    return {rank: state for rank, state in states.items() if state is not None and not has_none(state)}
+
+
+def gather(trainer: Any, value: Any) -> list[Any]:
+    """Return one plain value of every rank; all ranks call this together."""
+    world = getattr(trainer.strategy, "world", None)
+    if isinstance(world, LightningCollectives):
+        return world.gather_objects(value)
+    return [trainer.strategy.broadcast(value, src) for src in range(trainer.world_size)]
+
 
 _CheckpointIO: Any = fabric("plugins.io.checkpoint_io").CheckpointIO
 
 
 def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
-    """The committed checkpoint of this package at a path; None where there is something else."""
+    """Return the committed checkpoint of this package at a path; None where there is something else."""
     try:
         dirpath, _, name = os.fspath(path).rstrip("/").rpartition("/")
     except TypeError:
@@ -120,14 +265,11 @@ class MemoryIO(_Wrapping):
         return copy.deepcopy(self._checkpoint) if path == self._path else super().load_checkpoint(path, *args, **kwargs)
 
 
-# torch.distributed.checkpoint reads checkpoints of this package into states that are divided in other ways.
-
-
 class CheckpointReader(StorageReader):
     """Has ``torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(path))`` read a checkpoint.
 
     The keys are those of Lightning's checkpoint: ``{"state_dict": model.state_dict()}`` and
-    ``{"optimizer_states": [optimizer.state_dict()]}``. Of replicas that drift it is what all had agreed on, with the
+    ``{"optimizer_states": [optimizer.state_dict()]}``. Of asynchronous replicas it is what all had agreed on, with the
     first rank's optimizer. Targets may be whole tensors or `DTensor`, on any number of ranks: each reads the parts that
     it needs, out of files that are mapped into memory. The coordinating rank verifies every byte before.
     Nothing in a checkpoint is executed, unless ``objects="pickle"``.
@@ -157,7 +299,7 @@ class CheckpointReader(StorageReader):
         self._values = {}
 
     def read_metadata(self) -> Metadata:
-        """What there is, by key."""
+        """Return what there is, by key."""
         manifest = self._entry.manifest
         if self._pickles and manifest is not None and manifest.pickles:
             self._store.verify(self._entry)  # on every rank: each loads them, and verification by one comes later
@@ -166,7 +308,7 @@ class CheckpointReader(StorageReader):
         return Metadata({key: _described(value) for key, value in self._values.items()}, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """One rank verifies, and all hear of it.
+        """Verify the checkpoint on one rank; all hear of it.
 
         Raises:
             DamagedCheckpoint: names the file and what is wrong.
@@ -175,11 +317,9 @@ class CheckpointReader(StorageReader):
             self._store.verify(self._entry)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -202,7 +342,7 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether there is a checkpoint of this package."""
+        """Return whether there is a checkpoint of this package."""
         return entry_at(checkpoint_id) is not None
 
 
@@ -226,144 +366,3 @@ def _part(tensor: Tensor, item: ReadItem) -> Tensor:
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, start, length)
     return tensor
-
-
-def gather(trainer: Any, value: Any) -> list[Any]:
-    """One plain value of every rank; all ranks call this together."""
-    world = getattr(trainer.strategy, "world", None)
-    if isinstance(world, LightningCollectives):
-        return world.gather_objects(value)
-    return [trainer.strategy.broadcast(value, src) for src in range(trainer.world_size)]
-
-
-class CheckpointRecovery:
-    """What one fit goes on from.
-
-    Args:
-        trainer: whose fit it is.
-        settings: what the user has asked for.
-        store: the checkpoints.
-        resume: puts the fit where the checkpoint was made.
-    """
-
-    def __init__(self, trainer: Any, settings: Settings, store: CheckpointStore, resume: Resume) -> None:
-        self._trainer = trainer
-        self._settings = settings
-        self._store = store
-        self._resume = resume
-        self.entry: CheckpointEntry | None = None
-        """The checkpoint; None where training began anew."""
-        self.got_on = False
-        """A safe point was reached in this fit."""
-        self._verified: str | None = None
-
-    def choose(self) -> str | None:
-        """The path of the one to go on from, on which all ranks agree; None where training begins."""
-        if self._settings.recover is None:
-            return None
-        entry = self.find(self._settings.recover)
-        self._verified = None if entry is None else entry.path
-        return self._verified
-
-    def find(self, strategy: str) -> CheckpointEntry | None:
-        """The checkpoint that ``strategy`` asks for, whole on all ranks, which call this together."""
-        found = recover(self._store, strategy, self._settings.best, partial(gather, self._trainer))
-        for path, what in (found.damaged | found.unreadable).items():
-            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._trainer.global_rank, path, what)
-        return found.entry
-
-    def load(self, store: CheckpointStore, entry: CheckpointEntry) -> dict[str, Any]:
-        """This rank's Lightning checkpoint out of one of ours; in a fit, it goes on from there."""
-        if entry.path != self._verified:
-            store.verify(entry)
-        pickles = self._settings.objects == "pickle"
-        checkpoint, resume = whole(store, entry, names_of(self._trainer), pickles=pickles)
-        if self._trainer.state.fn == "fit":
-            reopens = self._reopens(checkpoint, resume, entry)
-            if reopens:
-                _reopen(checkpoint)
-            self._go_on(resume, store, entry, _reopened if reopens else lambda state: state)
-            self.entry = entry
-        return checkpoint
-
-    def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
-        """Whether training had ended within an epoch, and goes on now, as its limits are others: with the rest of that
-        epoch. All ranks call this together."""
-        if entry.manifest is None or entry.manifest.reason != "the end":
-            return False
-        limit = self._trainer.max_steps
-        goes_on = limit == -1 or checkpoint["global_step"] < limit
-        goes_on &= not was_stopped(self._trainer, entry.manifest.notes)
-        told = gather(self._trainer, [goes_on, bool(resume and resume.get("rest"))])
-        return all(goes for goes, _ in told) and any(rest for _, rest in told)
-
-    def _go_on(self, resume: Any, store: CheckpointStore, entry: CheckpointEntry, opened: Callable[[Any], Any]) -> None:
-        """From this rank's own state, or where there is none, from those of others, each as ``opened``."""
-        assert entry.manifest is not None
-        resume = opened(resume)
-        rank = self._trainer.global_rank
-        ranks = self._trainer.world_size
-        trained = entry.manifest.world_size
-        if resume is not None and among(resume, trained) == ranks:
-            self._resume.restore(resume)
-            return
-        saved = _all_of(store, entry, self._settings.objects == "pickle")
-        states = {name: opened(state) for name, state in saved.items()}
-        alike = trained == names_of(self._trainer).started
-        if not states or (alike and resume is None):
-            resume = beside(states, rank, entry.path)
-        if not states or (alike and among(states[min(states)], trained) == ranks):
-            self._resume.restore(resume)
-        else:
-            self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
-
-    def end(self, original: Any) -> Any:
-        """Of Lightning's `resume_end`, with a word where nothing is left to train."""
-
-        def resume_end() -> None:
-            original()
-            entry = self.entry
-            if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
-                self._trainer.should_stop |= was_stopped(self._trainer, entry.manifest.notes)
-            if entry is not None and is_last(self._trainer):
-                log.warning(
-                    "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
-                    "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
-                    self._trainer.global_rank, self._store.dirpath, entry.name,
-                )  # fmt: skip
-
-        return resume_end
-
-    def explain(self, exception: BaseException) -> None:
-        """What may be wrong where a fit fails before it got on."""
-        if self.entry is not None and not self.got_on and isinstance(exception, Exception):
-            log.error(
-                "Rank %d failed at its first batch after going on from %s, or before. If this program's model, "
-                "optimizers or data are not those of that training, give it a directory of its own, or `recover=None`.",
-                self._trainer.global_rank, self.entry.path,
-            )  # fmt: skip
-
-
-def _reopen(checkpoint: dict[str, Any]) -> None:
-    """The last epoch counts as one that is under way."""
-    for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
-        count["processed"] -= 1
-        count["completed"] -= 1
-    if (averaging := checkpoint.get("lightning_async")) is not None:
-        replicas = averaging["replicas"]
-        averaging["replicas"] = [{**clocks, "epoch": clocks["epoch"] - 1} for clocks in replicas]
-
-
-def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A state at the end of an epoch as one behind the epoch's last batch so far."""
-    if state is None:
-        return None
-    return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
-
-
-def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> dict[int, dict[str, Any]]:
-    """What `Resume` has of every rank that has a state of its own, and a part of the epoch, by its name."""
-    assert entry.manifest is not None
-    ranks = entry.manifest.ranks
-    states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", pickles=pickles) for rank in ranks}
-    return {rank: state for rank, state in states.items() if state is not None and not has_none(state)}

@@ -2,6 +2,9 @@
 
 A Lightning checkpoint is one dict, written by rank 0: of the other ranks it holds nothing. Here every rank keeps its
 part of it, and what is equal everywhere is there once.
+
+`collect` takes a Trainer's state apart, `joined` and `whole` put it together, `put_back` has a Trainer go on from it.
+`take` and `put` are for one replica's own state alone, which other ranks keep in their memory.
 """
 
 from __future__ import annotations
@@ -23,121 +26,8 @@ from lightning_async.trainer.loops.averaged_models import averaged_models_of
 from lightning_async.trainer.loops.loop_state import has_none, without_own
 from lightning_async.trainer.namespace import callbacks_of
 
-# What is a replica's own, and not the run's: taken while it trains, and put back over what another rank has
-# given it.
-#
-# | a replica's own | where | | --- | --- | | random states of Python, NumPy, torch and its devices | always | |
-# the optimizers' state of each parameter | replicas drift, and the policy is ``optimizer_state="keep"`` | | the
-# scale of gradients in fp16 | replicas drift | | floating-point buffers | replicas drift, and the policy is
-# ``buffers="keep"`` |
-#
-# Of workers of servers it is, too, where optimizers are not the servers'.
-#
-# The run's are weights, rule, options of optimizers (learning rates among them), schedulers, callbacks and
-# loops.
-
-
-def take(trainer: Any) -> dict[str, Any]:
-    """Behind a step: plain values, and tensors by reference."""
-    strategy = trainer.strategy
-    own: dict[str, Any] = {"random": _generators(trainer).take()}
-    if strategy.served and strategy.update_on_server:
-        return own
-    if strategy.averager.ledger.synchronous and not strategy.served:
-        return own
-    module = trainer.lightning_module
-    if strategy.optimizer_state_policy == "keep":
-        own["optimizers"] = [_by_name(optimizer, _names(module)) for optimizer in strategy.optimizers]
-    if strategy.buffers == "keep":
-        own["buffers"] = _buffers(module)
-    if scaler := trainer.precision_plugin.state_dict():
-        own["scaler"] = scaler
-    return own
-
-
-def put(trainer: Any, own: dict[str, Any]) -> list[str]:
-    """Put it in the place of another rank's; in words, what there was of it. What does not fit is left as it is."""
-    strategy = trainer.strategy
-    module = trainer.lightning_module
-    done: list[str] = []
-    if "optimizers" in own and strategy.optimizer_state_policy == "keep":
-        count = _put_optimizers(strategy.optimizers, own["optimizers"], _names(module))
-        done.append(f"optimizer state of {count} parameters")
-    if "buffers" in own and strategy.buffers == "keep":
-        mine = _buffers(module)
-        count = 0
-        with torch.no_grad():
-            for name, value in own["buffers"].items():
-                if name in mine and _alike(mine[name], value):
-                    mine[name].copy_(value)
-                    count += 1
-        done.append(f"{count} buffers")
-    if "scaler" in own:
-        trainer.precision_plugin.load_state_dict(own["scaler"])
-        done.append("the scale of gradients")
-    _generators(trainer).put(own["random"])
-    return [*done, "random states"]
-
-
-def _generators(trainer: Any) -> Generators:
-    return Generators(devices=trainer.strategy.root_device.type == "cuda")
-
-
-def _names(module: Any) -> dict[int, str]:
-    return {id(parameter): name for name, parameter in module.named_parameters()}
-
-
-def _buffers(module: Any) -> dict[str, Tensor]:
-    return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() or b.is_complex()}
-
-
-def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:
-    """What the parameters are called that a state numbers; those that are not the module's are left out."""
-    found = {}
-    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
-        for parameter, number in zip(group["params"], saved["params"], strict=True):
-            if id(parameter) in names:
-                found[number] = names[id(parameter)]
-    return found
-
-
-def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    """An optimizer's state of each parameter, by its name: groups may come and go."""
-    state = optimizer.state_dict()
-    called = _numbered(optimizer, state, names)
-    return {called[number]: each for number, each in state["state"].items() if number in called}
-
-
-def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
-    """For how many parameters; all optimizers, or none."""
-    count = 0
-    before = [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
-    try:
-        for optimizer, state, mine in zip(optimizers, before, own, strict=True):
-            called = _numbered(optimizer, state, names)
-            fits = {n: mine[name] for n, name in called.items() if _fits(state["state"].get(n), mine.get(name))}
-            optimizer.load_state_dict({**state, "state": {**state["state"], **fits}})
-            count += len(fits)
-    except BaseException:
-        for optimizer, state in zip(optimizers, before, strict=True):
-            optimizer.load_state_dict(state)
-        raise
-    return count
-
-
-def _fits(theirs: Any, mine: Any) -> bool:
-    """Whether this state is one of the same parameter, of the same optimizer."""
-    if mine is None or theirs is None or not isinstance(mine, dict) or mine.keys() != theirs.keys():
-        return False
-    return all(_alike(theirs[name], value) for name, value in mine.items() if isinstance(value, Tensor))
-
-
-def _alike(one: Any, other: Any) -> bool:
-    return isinstance(one, Tensor) and one.shape == other.shape and one.dtype == other.dtype
-
-
 REPLICAS = frozenset({"parameters"})
-"""What is equal where replicas have met, each with an optimizer state of its own."""
+"""What is equal on all ranks at a sync point, where each has an optimizer state of its own."""
 ALIKE = frozenset({"parameters", "optimizer_states"})
 """What is equal on all ranks where every step is taken together."""
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
@@ -146,7 +36,7 @@ _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "
 def collect(
     trainer: Any, alike: frozenset[str], callbacks: dict[str, Any] | None = None, pickles: bool = False
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """``(shared, own)`` of a Trainer's state; tensors by reference.
+    """Return ``(shared, own)`` of a Trainer's state; tensors by reference.
 
     Args:
         trainer: in a fit.
@@ -175,7 +65,7 @@ def collect(
 
 
 def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """The Lightning checkpoint that `collect` took apart."""
+    """Return the Lightning checkpoint that `collect` took apart."""
     checkpoint = dict(own)
     if "optimizer_states" in shared:
         checkpoint["optimizer_states"] = shared["optimizer_states"]
@@ -186,14 +76,14 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_in(checkpoint: dict[str, Any]) -> str:
-    """Where the model's own values are: `WeightAveraging` puts its averages, which are each rank's, in their place."""
+    """Return the key of the model's own values: `WeightAveraging` puts its averages in their usual place."""
     return "current_model_state" if "current_model_state" in checkpoint else "state_dict"
 
 
 def whole(
     store: CheckpointStore, entry: CheckpointEntry, names: StableIds, mapped: bool = False, pickles: bool = False
 ) -> tuple[dict[str, Any], Any]:
-    """``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
+    """Return ``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
 
     A rank that took no part in the save, or has none of the epoch, begins from what all agreed on, with the first one's
     progress; so do all where another number of ranks was started. With ``mapped``, tensors are read when they are used;
@@ -235,7 +125,7 @@ def whole(
 
 
 def put_back(trainer: Any, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
-    """Model, optimizers, schedulers and scaler of a checkpoint; loops and data go on where they are.
+    """Put model, optimizers, schedulers and scaler of a checkpoint in place; loops and data go on where they are.
 
     Args:
         trainer: in a fit.
@@ -258,7 +148,7 @@ def put_back(trainer: Any, checkpoint: dict[str, Any], resume: dict[str, Any] | 
 
 
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The state of averaging and the agreed parameters, of every rank's `RuleState.share`."""
+    """Return the state of averaging and the agreed parameters, of every rank's `RuleState.share`."""
     first = shares[0]
     flat = {
         name: torch.cat([share["flat"][name] for share in shares]).view(shape)
@@ -271,7 +161,7 @@ def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[s
 
 
 def left_out(module: nn.Module, datamodule: Any) -> list[str]:
-    """Names of hyper-parameters that no checkpoint of ours holds: to read them would execute code."""
+    """Return the names of hyper-parameters that no checkpoint of ours holds: to read them would execute code."""
     return [
         name
         for each in (module, datamodule)
@@ -281,7 +171,7 @@ def left_out(module: nn.Module, datamodule: Any) -> list[str]:
 
 
 def _like(state: Any, values: dict[str, Any]) -> Any:
-    """``values`` as a module's state of the same kind; `load_state_dict` looks at the versions in ``_metadata``."""
+    """Return ``values`` as a module's state of this kind; `load_state_dict` reads the versions in ``_metadata``."""
     new = type(state)(values)
     if hasattr(state, "_metadata"):
         new._metadata = state._metadata
@@ -298,3 +188,107 @@ def _travels(value: object) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def take(trainer: Any) -> dict[str, Any]:
+    """Return, behind a step, what is a replica's own and not the run's: plain values, and tensors by reference.
+
+    These are random states; for asynchronous replicas also the scale of gradients in fp16, and what the policies
+    ``optimizer_state="keep"`` and ``buffers="keep"`` leave to each. The run's are weights, rule, options of optimizers,
+    schedulers, callbacks and loops. Workers of servers own the optimizers' state where optimizers are not the servers'.
+    """
+    strategy = trainer.strategy
+    own: dict[str, Any] = {"random": _generators(trainer).take()}
+    if strategy.served and strategy.update_on_server:
+        return own
+    if strategy.averager.ledger.synchronous and not strategy.served:
+        return own
+    module = trainer.lightning_module
+    if strategy.optimizer_state_policy == "keep":
+        own["optimizers"] = [_by_name(optimizer, _names(module)) for optimizer in strategy.optimizers]
+    if strategy.buffers == "keep":
+        own["buffers"] = _buffers(module)
+    if scaler := trainer.precision_plugin.state_dict():
+        own["scaler"] = scaler
+    return own
+
+
+def put(trainer: Any, own: dict[str, Any]) -> list[str]:
+    """Put it in the place of another rank's, and tell in words what there was; leave what does not fit."""
+    strategy = trainer.strategy
+    module = trainer.lightning_module
+    done: list[str] = []
+    if "optimizers" in own and strategy.optimizer_state_policy == "keep":
+        count = _put_optimizers(strategy.optimizers, own["optimizers"], _names(module))
+        done.append(f"optimizer state of {count} parameters")
+    if "buffers" in own and strategy.buffers == "keep":
+        mine = _buffers(module)
+        count = 0
+        with torch.no_grad():
+            for name, value in own["buffers"].items():
+                if name in mine and _alike(mine[name], value):
+                    mine[name].copy_(value)
+                    count += 1
+        done.append(f"{count} buffers")
+    if "scaler" in own:
+        trainer.precision_plugin.load_state_dict(own["scaler"])
+        done.append("the scale of gradients")
+    _generators(trainer).put(own["random"])
+    return [*done, "random states"]
+
+
+def _generators(trainer: Any) -> Generators:
+    return Generators(devices=trainer.strategy.root_device.type == "cuda")
+
+
+def _names(module: Any) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in module.named_parameters()}
+
+
+def _buffers(module: Any) -> dict[str, Tensor]:
+    return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() or b.is_complex()}
+
+
+def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:
+    """Return the names of the module's parameters, by the numbers that a state has for them."""
+    found = {}
+    for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], saved["params"], strict=True):
+            if id(parameter) in names:
+                found[number] = names[id(parameter)]
+    return found
+
+
+def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """Return an optimizer's state of each parameter, by its name: groups may come and go."""
+    state = optimizer.state_dict()
+    called = _numbered(optimizer, state, names)
+    return {called[number]: each for number, each in state["state"].items() if number in called}
+
+
+def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
+    """Put the state of all optimizers in place, or of none, and return for how many parameters."""
+    count = 0
+    before = [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
+    try:
+        for optimizer, state, mine in zip(optimizers, before, own, strict=True):
+            called = _numbered(optimizer, state, names)
+            fits = {n: mine[name] for n, name in called.items() if _fits(state["state"].get(n), mine.get(name))}
+            optimizer.load_state_dict({**state, "state": {**state["state"], **fits}})
+            count += len(fits)
+    except BaseException:
+        for optimizer, state in zip(optimizers, before, strict=True):
+            optimizer.load_state_dict(state)
+        raise
+    return count
+
+
+def _fits(theirs: Any, mine: Any) -> bool:
+    """Return whether this state is one of the same parameter, of the same optimizer."""
+    if mine is None or theirs is None or not isinstance(mine, dict) or mine.keys() != theirs.keys():
+        return False
+    return all(_alike(theirs[name], value) for name, value in mine.items() if isinstance(value, Tensor))
+
+
+def _alike(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and one.shape == other.shape and one.dtype == other.dtype

@@ -1,7 +1,8 @@
 """The checkpoints of one fit: found and verified before it, saved during it, complete after it.
 
-Which one to go on from is for `trainer.recovery`; when to save, and how ranks agree on it, for `trainer.saves`; what
-there is to save, for `checkpoint_state` and `resume`; how it comes to the disk, for `checkpoint`.
+`Checkpointing` patches a Trainer and leads its parts: `CheckpointDirectory`, which makes sure that the directory is
+this training's alone; `CheckpointRecovery`, which finds what to go on from; one of the classes in `saves`, which knows
+when to save; `Resume`, which takes a fit's state and puts it back; `Saver`, which brings it to the disk.
 """
 
 from __future__ import annotations
@@ -41,13 +42,324 @@ from lightning_async.trainer.namespace import Undo, in_words, pytorch, replace, 
 log = logging.getLogger(__name__)
 
 
-# The directory that the ranks of one fit save into: theirs alone, and who of them sees it.
+T = TypeVar("T")
+
+
+class Checkpointing:
+    """Checkpoints of one fit. All ranks do the same in the same order; closed by `close`.
+
+    Args:
+        trainer: in `setup`, when its ranks have met.
+        settings: what the user has asked for.
+        call: has all ranks come together, for `save_together`.
+    """
+
+    def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._call = call
+        self.store = CheckpointStore(settings.dirpath)
+        self.resume = Resume(trainer)
+        self._recovery = CheckpointRecovery(trainer, settings, self.store, self.resume)
+        self.saver: Saver | None = None
+        self._pace: LockstepSaves | AsyncSaves | ServerSaves | None = None
+        self._preempted = Preemption(trainer)
+        self.resume.told = self._preempted.is_told
+        self._left_alone = False
+        """This rank was told to go, and could not meet the others any more."""
+        self._undo: list[Undo] = []
+        self._number = 0
+        self._first_step = 0
+        self._expected = False
+        """Whether there is memory for the state that optimizers have when they have stepped."""
+        self._directory = CheckpointDirectory(trainer, self.store, settings.compared())
+        self._patience_s = PATIENCE_S
+        self._watcher: Any = None
+        """Knows for how many steps nothing was out of bounds."""
+
+    # ---- before training ----
+
+    def install(self) -> None:
+        """Have checkpoints read, and in a fit found and written; called before anything is restored."""
+        trainer = self._trainer
+        strategy = self._trainer.strategy
+        self._undo.append(replace(strategy, "teardown", self._tear_down))
+        self._undo.append(
+            set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._recovery.load))
+        )
+        if trainer.state.fn != "fit" or trainer.fast_dev_run:
+            return
+        self._undo += self.resume.install()
+        self.resume.on_boundary = self._boundary
+        self._undo += [
+            replace(trainer.fit_loop, "run", self._run_fit),
+            replace(trainer, "_run_sanity_check", self._run_fit),
+            replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
+            replace(trainer._checkpoint_connector, "resume_end", self._recovery.end),
+            replace(strategy, "load_optimizer_state_dict", self._load_optimizers),
+            replace(strategy, "on_train_start", self._begin),
+            *self._preempted.install(),
+        ]
+
+    def _resume_start(self, original: Any) -> Any:
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            self._directory.take()
+            if self._directory.joining:
+                original(checkpoint_path, *args, **kwargs)  # what it goes on from, the others tell it
+                return
+            original(checkpoint_path or self._recovery.choose(), *args, **kwargs)
+
+        return resume_start
+
+    def _load_optimizers(self, original: Any) -> Any:
+        def load_optimizer_state_dict(checkpoint: Any) -> None:
+            check_saved(self._trainer.optimizers, checkpoint["optimizer_states"])
+            original(checkpoint)
+
+        return load_optimizer_state_dict
+
+    def start(self) -> None:
+        """Agree on numbers, start the writer, and have its memory, as training begins.
+
+        Raises:
+            OSError: nothing can be written into the directory.
+        """
+        trainer = self._trainer
+        if trainer.fast_dev_run or searches_lr(trainer) or self._directory.joining:
+            return
+        self._number = max(gather(trainer, self.store.next_number())) - 1
+        self._directory.meet()
+        self._start_saver()
+
+    def _start_saver(self) -> None:
+        trainer = self._trainer
+        settings = self._settings
+        rank = self._names.mine
+        for problem in self.resume.problems():
+            log.warning("Rank %d: this training cannot be resumed exactly: %s", rank, problem)
+        pickles = settings.objects == "pickle"
+        if not pickles and (names := left_out(trainer.lightning_module, trainer.datamodule)):
+            log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
+        resumed = self._recovery.entry
+        self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
+        self.saver = Saver(
+            self.store, rank, self._directory.program, settings.keep, resumed_from=resumed and resumed.number,
+            good_after=settings.good_after if self._watcher else None,
+            buffers=settings.buffers, max_failures=settings.max_failures, pickles=pickles,
+            lost=lambda: self._names.lost,
+        )  # fmt: skip
+        self.saver.start()
+
+    def for_joining_ranks(self) -> dict[str, Any]:
+        """Return what a joining rank must know; this training is at a sync point."""
+        known = self._pace.known if isinstance(self._pace, AsyncSaves | ServerSaves) else self._number
+        return {**self._directory.for_joining_ranks(), "number": known}
+
+    def come(self, told: dict[str, Any]) -> None:
+        """Save with those who train, who have told this in `for_joining_ranks`.
+
+        Raises:
+            SettingsMismatch, CheckpointError: see `CheckpointDirectory.join`.
+        """
+        self._directory.join(told)
+        self._number = told["number"]
+        self._start_saver()
+
+    def _begin(self, original: Any) -> Any:
+        def on_train_start() -> None:
+            """Begin the saves; replicas are asynchronous from here on. Called after the callbacks' hook."""
+            original()
+            trainer = self._trainer
+            if self.saver is not None:
+                apart = getattr(trainer.strategy, "averager", None) is not None
+                # What cannot be saved is named now, and memory is there.
+                shared, own = collect(trainer, ALIKE, pickles=self.saver.pickles)
+                self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
+                self._first_step = trainer.global_step
+                common = trainer, self.saver, self._settings, self._number, self._directory.group
+                if apart and trainer.strategy.served:
+                    self._pace = ServerSaves(*common, self.resume, self._call)
+                else:
+                    self._pace = AsyncSaves(*common, self.resume) if apart else LockstepSaves(*common)
+                self._undo.append(self.resume.points.follow())
+                self.resume.points.keeps = apart or self._settings.on_exception
+
+        return on_train_start
+
+    # ---- during training ----
+
+    def _boundary(self) -> None:
+        """Do what is due at a safe point of this rank's, see `Resume`."""
+        self._recovery.got_on = True
+        if self.saver is None or self._pace is None:
+            return
+        if self.resume.where == "batch":
+            self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
+            if not self._expected and self._trainer.global_step > self._first_step:
+                self._expected = True
+                self._pace.expect(self.resume)
+        self.saver.poll()
+        self._directory.follow()
+        self._pace.boundary(self.resume, self._preempted)
+
+    def save_together(self) -> None:
+        """Save what is on servers, if that is due; all ranks are at a sync point, with one model, which stays."""
+        if isinstance(self._pace, ServerSaves) and self.saver is not None:
+            self._pace.save()
+
+    def roll_back(self) -> int | None:
+        """Put the newest good checkpoint's model, optimizers and schedulers in place, on all ranks, which call this
+        together; the data goes on. Its step; None where there is none."""
+        if self.saver is None:
+            return None
+        self.saver.flush(PATIENCE_S)
+        self._trainer.strategy.barrier("what was asked for is marked and deleted")
+        try:
+            entry = self._in_one_generation(lambda: self._recovery.find("last_good"))
+        except CheckpointError as error:
+            log.warning("Rank %d cannot go back: %s", self._names.mine, error)
+            return None
+        if entry is None:
+            return None
+        checkpoint, resume = whole(self.store, entry, self._names, pickles=self._settings.objects == "pickle")
+        put_back(self._trainer, checkpoint, resume)
+        return entry.step
+
+    def end(self) -> None:
+        """Make the last save; training is over on all ranks."""
+        if self._pace is not None:
+            self._pace.end()
+
+    def _run_fit(self, original: Any) -> Any:
+        def run() -> None:
+            try:
+                original()
+            except BaseException as exception:
+                if self._is_preempted(exception):
+                    self._leave_preempted(exception)
+                self._save_what_was(exception)
+                raise
+
+        return run
+
+    def _is_preempted(self, exception: BaseException) -> bool:
+        """Return whether this rank was told to go: what fails from then on may be what the same signal has ended, of
+        the user's processes and of other ranks."""
+        if isinstance(exception, AsyncTrainingError):  # who says so knows what it is
+            return self._preempted.told and isinstance(exception, PeerLost | CollectiveError)
+        if not isinstance(exception, Exception) or _is_hosts_updated(exception):
+            return False
+        return self._preempted.is_told()
+
+    def _leave_preempted(self, exception: BaseException) -> NoReturn:
+        """Save with the others, where this rank can meet them, else alone, and end.
+
+        Raises:
+            SystemExit: with `TRY_AGAIN`.
+        """
+        log.warning(
+            "Rank %d was told to stop, and something that it needs has ended: %s", self._names.mine, in_words(exception)
+        )
+        self._left_alone = not self._meets(exception)
+        if self._left_alone:
+            self._save_what_was(exception, "preemption")
+        self._trainer._signal_connector.received_sigterm = True
+        raise pytorch("utilities.exceptions").SIGTERMException(TRY_AGAIN) from exception
+
+    def _meets(self, exception: BaseException) -> bool:
+        """Stand where all ranks leave, if this rank's model is whole, and the others are between sync points, too."""
+        strategy = self._trainer.strategy
+        within = self.resume.points.step_position.within
+        sync_points = getattr(strategy, "sync_points", None)
+        world = getattr(strategy, "world", None)
+        lost = isinstance(exception, AsyncTrainingError)
+        if sync_points is None or world is None or not world.asynchronous or lost or within is StepPhase.STEP:
+            return False
+        try:
+            sync_points.request_stop()
+            sync_points.rendezvous(SyncPointKind.STOP)
+        except AsyncTrainingError as error:
+            log.error("Rank %d cannot meet the others any more: %s", self._names.mine, error)
+            return False
+        world.asynchronous = False
+        return True
+
+    def _save_what_was(self, exception: BaseException, reason: str = "exception") -> None:
+        """Save alone after an exception, which the user shall see, whatever becomes of this; wait for nobody."""
+        in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
+        if isinstance(exception, Evicted):  # the others train on, and save
+            self._pace = None
+        if self._pace is None or _is_hosts_updated(exception) or isinstance(exception, in_order):
+            return
+        if not self._settings.on_exception and reason == "exception":
+            return
+        try:
+            if self._pace.fail(self.resume, exception, reason):
+                log.warning("Rank %d saves what was trained until this: %s", self._names.mine, in_words(exception))
+        except Exception as error:
+            rank = self._names.mine
+            log.error("Rank %d: what was trained until this exception cannot be saved: %r", rank, error)
+
+    def fail(self, exception: BaseException) -> None:
+        """Save what an exception has left; asynchronous replicas have met if that is a signal's."""
+        preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
+        self._patience_s = PATIENCE_S if preempted else FAILED_S
+        self._recovery.explain(exception)
+        if preempted and isinstance(self._pace, AsyncSaves | ServerSaves) and not self._left_alone:
+            try:
+                self._pace.end("preemption")
+            except AsyncTrainingError as error:  # the signal's own exception goes on
+                log.error("Rank %d: there is no checkpoint of this moment: %s", self._names.mine, error)
+
+    def _tear_down(self, original: Any) -> Any:
+        def teardown() -> None:
+            """Close, however training has ended; what the strategy has patched since is taken back first."""
+            try:
+                original()
+            finally:
+                self.close()
+
+        return teardown
+
+    def close(self) -> None:
+        """Wait for what is being written. Idempotent."""
+        take_back(self._undo)
+        if self._pace is not None:
+            self._pace.give_up()
+        saver = self.saver
+        self.saver = None
+        pace = self._pace
+        self._pace = None
+        try:
+            if saver is not None:
+                saver.close(self._patience_s)
+            if pace is not None:
+                pace.close()
+        finally:
+            self._directory.close()
+
+    # ---- ranks ----
+
+    @property
+    def _names(self) -> StableIds:
+        return names_of(self._trainer)
+
+    def _in_one_generation(self, operation: Callable[[], T]) -> T:
+        """Return what the same ranks have answered, where some may be lost meanwhile."""
+        world = getattr(self._trainer.strategy, "world", None)
+        return world.in_one_generation(operation) if isinstance(world, LightningCollectives) else operation()
+
+
+def _is_hosts_updated(exception: BaseException) -> bool:
+    """Return whether it is Horovod Elastic's: all leave, for a world with others."""
+    return type(exception).__name__ == "HostsUpdatedInterrupt"
+
 
 _MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
 
 class CheckpointDirectory:
-    """What one rank has of it, from before anything in it is chosen until `close`.
+    """The directory that the ranks of one fit save into: theirs alone, until `close`; and the ranks that see it.
 
     Args:
         trainer: in a fit, when its ranks have met.
@@ -70,7 +382,7 @@ class CheckpointDirectory:
         self._left = names_of(trainer).left
 
     def take(self) -> None:
-        """Before anything in it is chosen or put into quarantine: it is ours, and what was handed over is there.
+        """Make it ours, before anything in it is chosen or put into quarantine, and wait for what was handed over.
 
         Where others train into it already, this rank only waits for what its earlier life still writes. Idempotent.
 
@@ -120,11 +432,11 @@ class CheckpointDirectory:
             log.warning("Rank %d: what was left unfinished cannot be deleted: %s", rank, error)
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """What a rank must know that comes to this training."""
+        """Return what a joining rank must know."""
         return {"program": self.program, "group": self.group, "settings": self._settings}
 
     def join(self, told: dict[str, Any]) -> None:
-        """Have it with those who train, who have told this in `for_joining_ranks`.
+        """Share it with those who train, who have told this in `for_joining_ranks`.
 
         Raises:
             SettingsMismatch: they were given other settings.
@@ -135,12 +447,13 @@ class CheckpointDirectory:
                 f"This rank comes to a training of others, and has other settings for checkpoints: {self._settings}; "
                 f"theirs are {told['settings']}."
             )
-        self.program, self.group = told["program"], sorted({*told["group"], names_of(self._trainer).mine})
+        self.program = told["program"]
+        self.group = sorted({*told["group"], names_of(self._trainer).mine})
         self._claim = DirectoryLock(self._store, self.program)
         self._claim.join()
 
     def follow(self) -> None:
-        """Ranks may be lost: where the one is among them that said who trains here, this one does."""
+        """Keep the claim: where the rank that said who trains here is lost, this one does."""
         left = names_of(self._trainer).left
         if self._claim is not None and left != self._left:
             self._left = left
@@ -150,316 +463,3 @@ class CheckpointDirectory:
         """Let go. Idempotent."""
         if self._claim is not None:
             self._claim.release()
-
-
-T = TypeVar("T")
-
-
-class Checkpointing:
-    """Checkpoints of one fit. All ranks do the same in the same order; closed by `close`.
-
-    Args:
-        trainer: in `setup`, when its ranks have met.
-        settings: what the user has asked for.
-        call: has all ranks come together, for `save_together`.
-    """
-
-    def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
-        self._trainer = trainer
-        self._settings = settings
-        self._call = call
-        self.store = CheckpointStore(settings.dirpath)
-        self.resume = Resume(trainer)
-        self._recovery = CheckpointRecovery(trainer, settings, self.store, self.resume)
-        self.saver: Saver | None = None
-        self._pace: LockstepSaves | AsyncSaves | ServerSaves | None = None
-        self._preempted = Preemption(trainer)
-        self.resume.told = self._preempted.is_told
-        self._left_alone = False
-        """This rank was told to go, and could not meet the others any more."""
-        self._undo: list[Undo] = []
-        self._number = 0
-        self._first_step = 0
-        self._expected = False
-        """Whether there is memory for the state that optimizers have when they have stepped."""
-        self._directory = CheckpointDirectory(trainer, self.store, settings.compared())
-        self._patience_s = PATIENCE_S
-        self._watcher: Any = None
-        """Knows for how many steps nothing was out of bounds."""
-
-    # ---- before training ----
-
-    def install(self) -> None:
-        """Before anything is restored: have checkpoints read, and in a fit found and, at batch boundaries, written."""
-        trainer = self._trainer
-        strategy = self._trainer.strategy
-        self._undo.append(replace(strategy, "teardown", self._tear_down))
-        self._undo.append(
-            set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._recovery.load))
-        )
-        if trainer.state.fn != "fit" or trainer.fast_dev_run:
-            return
-        self._undo += self.resume.install()
-        self.resume.on_boundary = self._boundary
-        self._undo += [
-            replace(trainer.fit_loop, "run", self._run_fit),
-            replace(trainer, "_run_sanity_check", self._run_fit),
-            replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
-            replace(trainer._checkpoint_connector, "resume_end", self._recovery.end),
-            replace(strategy, "load_optimizer_state_dict", self._load_optimizers),
-            replace(strategy, "on_train_start", self._begin),
-            *self._preempted.install(),
-        ]
-
-    def _resume_start(self, original: Any) -> Any:
-        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            self._directory.take()
-            if self._directory.joining:
-                original(checkpoint_path, *args, **kwargs)  # what it goes on from, the others tell it
-                return
-            original(checkpoint_path or self._recovery.choose(), *args, **kwargs)
-
-        return resume_start
-
-    def _load_optimizers(self, original: Any) -> Any:
-        def load_optimizer_state_dict(checkpoint: Any) -> None:
-            check_saved(self._trainer.optimizers, checkpoint["optimizer_states"])
-            original(checkpoint)
-
-        return load_optimizer_state_dict
-
-    def start(self) -> None:
-        """Training begins: agree on numbers, start the writer, and have its memory.
-
-        Raises:
-            OSError: nothing can be written into the directory.
-        """
-        trainer = self._trainer
-        if trainer.fast_dev_run or searches_lr(trainer) or self._directory.joining:
-            return
-        self._number = max(gather(trainer, self.store.next_number())) - 1
-        self._directory.meet()
-        self._start_saver()
-
-    def _start_saver(self) -> None:
-        trainer = self._trainer
-        settings = self._settings
-        rank = self._names.mine
-        for problem in self.resume.problems():
-            log.warning("Rank %d: this training cannot be resumed exactly: %s", rank, problem)
-        pickles = settings.objects == "pickle"
-        if not pickles and (names := left_out(trainer.lightning_module, trainer.datamodule)):
-            log.warning("Hyper-parameters that checkpoints do not hold, as reading them would execute code: %s.", names)
-        resumed = self._recovery.entry
-        self._watcher = next((c for c in trainer.callbacks if hasattr(c, "clean_steps")), None)
-        self.saver = Saver(
-            self.store, rank, self._directory.program, settings.keep, resumed_from=resumed and resumed.number,
-            good_after=settings.good_after if self._watcher else None,
-            buffers=settings.buffers, max_failures=settings.max_failures, pickles=pickles,
-            lost=lambda: self._names.lost,
-        )  # fmt: skip
-        self.saver.start()
-
-    def for_joining_ranks(self) -> dict[str, Any]:
-        """What a rank must know that comes to this training, which is at a gate."""
-        known = self._pace.known if isinstance(self._pace, AsyncSaves | ServerSaves) else self._number
-        return {**self._directory.for_joining_ranks(), "number": known}
-
-    def come(self, told: dict[str, Any]) -> None:
-        """Save with those who train, who have told this in `for_joining_ranks`.
-
-        Raises:
-            SettingsMismatch, CheckpointError: see `CheckpointDirectory.join`.
-        """
-        self._directory.join(told)
-        self._number = told["number"]
-        self._start_saver()
-
-    def _begin(self, original: Any) -> Any:
-        def on_train_start() -> None:
-            """Of the strategy, which lets replicas drift from here on; called after the callbacks'."""
-            original()
-            trainer = self._trainer
-            if self.saver is not None:
-                apart = getattr(trainer.strategy, "averager", None) is not None
-                # What cannot be saved is named now, and memory is there.
-                shared, own = collect(trainer, ALIKE, pickles=self.saver.pickles)
-                self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
-                self._first_step = trainer.global_step
-                common = trainer, self.saver, self._settings, self._number, self._directory.group
-                if apart and trainer.strategy.served:
-                    self._pace = ServerSaves(*common, self.resume, self._call)
-                else:
-                    self._pace = AsyncSaves(*common, self.resume) if apart else LockstepSaves(*common)
-                self._undo.append(self.resume.points.follow())
-                self.resume.points.keeps = apart or self._settings.on_exception
-
-        return on_train_start
-
-    # ---- during training ----
-
-    def _boundary(self) -> None:
-        """A safe point of this rank's, see `Resume`."""
-        self._recovery.got_on = True
-        if self.saver is None or self._pace is None:
-            return
-        if self.resume.where == "batch":
-            self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
-            if not self._expected and self._trainer.global_step > self._first_step:
-                self._expected = True
-                self._pace.expect(self.resume)
-        self.saver.poll()
-        self._directory.follow()
-        self._pace.boundary(self.resume, self._preempted)
-
-    def save_together(self) -> None:
-        """All ranks are at a gate, and hold one model, which stays as it is."""
-        if isinstance(self._pace, ServerSaves) and self.saver is not None:
-            self._pace.save()
-
-    def roll_back(self) -> int | None:
-        """Put the newest good checkpoint's model, optimizers and schedulers in place, on all ranks, which call this
-        together; the data goes on. Its step; None where there is none."""
-        if self.saver is None:
-            return None
-        self.saver.flush(PATIENCE_S)
-        self._trainer.strategy.barrier("what was asked for is marked and deleted")
-        try:
-            entry = self._in_one_generation(lambda: self._recovery.find("last_good"))
-        except CheckpointError as error:
-            log.warning("Rank %d cannot go back: %s", self._names.mine, error)
-            return None
-        if entry is None:
-            return None
-        checkpoint, resume = whole(self.store, entry, self._names, pickles=self._settings.objects == "pickle")
-        put_back(self._trainer, checkpoint, resume)
-        return entry.step
-
-    def end(self) -> None:
-        """Training is over, on all ranks."""
-        if self._pace is not None:
-            self._pace.end()
-
-    def _run_fit(self, original: Any) -> Any:
-        def run() -> None:
-            try:
-                original()
-            except BaseException as exception:
-                if self._is_preempted(exception):
-                    self._leave_preempted(exception)
-                self._save_what_was(exception)
-                raise
-
-        return run
-
-    def _is_preempted(self, exception: BaseException) -> bool:
-        """Return whether this rank was told to go: what fails from then on may be what the same signal has ended, of
-        the user's processes and of other ranks."""
-        if isinstance(exception, AsyncTrainingError):  # who says so knows what it is
-            return self._preempted.told and isinstance(exception, PeerLost | CollectiveError)
-        if not isinstance(exception, Exception) or _is_hosts_updated(exception):
-            return False
-        return self._preempted.is_told()
-
-    def _leave_preempted(self, exception: BaseException) -> NoReturn:
-        """Save with the others, where this rank can meet them, else alone, and end.
-
-        Raises:
-            SystemExit: with `TRY_AGAIN`.
-        """
-        log.warning(
-            "Rank %d was told to stop, and something that it needs has ended: %s", self._names.mine, in_words(exception)
-        )
-        self._left_alone = not self._meets(exception)
-        if self._left_alone:
-            self._save_what_was(exception, "preemption")
-        self._trainer._signal_connector.received_sigterm = True
-        raise pytorch("utilities.exceptions").SIGTERMException(TRY_AGAIN) from exception
-
-    def _meets(self, exception: BaseException) -> bool:
-        """Stand where all ranks leave, if this rank's model is whole, and the others are between gates, too."""
-        strategy = self._trainer.strategy
-        within = self.resume.points.step_position.within
-        sync_points = getattr(strategy, "sync_points", None)
-        world = getattr(strategy, "world", None)
-        lost = isinstance(exception, AsyncTrainingError)
-        if sync_points is None or world is None or not world.asynchronous or lost or within is StepPhase.STEP:
-            return False
-        try:
-            sync_points.request_stop()
-            sync_points.rendezvous(SyncPointKind.STOP)
-        except AsyncTrainingError as error:
-            log.error("Rank %d cannot meet the others any more: %s", self._names.mine, error)
-            return False
-        world.asynchronous = False
-        return True
-
-    def _save_what_was(self, exception: BaseException, reason: str = "exception") -> None:
-        """Training has ended by an exception, which the user shall see, whatever becomes of this; waits for nobody."""
-        in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
-        if isinstance(exception, Evicted):  # the others train on, and save
-            self._pace = None
-        if self._pace is None or _is_hosts_updated(exception) or isinstance(exception, in_order):
-            return
-        if not self._settings.on_exception and reason == "exception":
-            return
-        try:
-            if self._pace.fail(self.resume, exception, reason):
-                log.warning("Rank %d saves what was trained until this: %s", self._names.mine, in_words(exception))
-        except Exception as error:
-            rank = self._names.mine
-            log.error("Rank %d: what was trained until this exception cannot be saved: %r", rank, error)
-
-    def fail(self, exception: BaseException) -> None:
-        """Training is over, by an exception; replicas that drift have met if that is a signal's."""
-        preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
-        self._patience_s = PATIENCE_S if preempted else FAILED_S
-        self._recovery.explain(exception)
-        if preempted and isinstance(self._pace, AsyncSaves | ServerSaves) and not self._left_alone:
-            try:
-                self._pace.end("preemption")
-            except AsyncTrainingError as error:  # the signal's own exception goes on
-                log.error("Rank %d: there is no checkpoint of this moment: %s", self._names.mine, error)
-
-    def _tear_down(self, original: Any) -> Any:
-        def teardown() -> None:
-            """Of the strategy, however training has ended: what it has patched since is taken back first."""
-            try:
-                original()
-            finally:
-                self.close()
-
-        return teardown
-
-    def close(self) -> None:
-        """Wait for what is being written. Idempotent."""
-        take_back(self._undo)
-        if self._pace is not None:
-            self._pace.give_up()
-        saver = self.saver
-        self.saver = None
-        pace = self._pace
-        self._pace = None
-        try:
-            if saver is not None:
-                saver.close(self._patience_s)
-            if pace is not None:
-                pace.close()
-        finally:
-            self._directory.close()
-
-    # ---- ranks ----
-
-    @property
-    def _names(self) -> StableIds:
-        return names_of(self._trainer)
-
-    def _in_one_generation(self, operation: Callable[[], T]) -> T:
-        """By answers of the same ranks, where some may be lost meanwhile."""
-        world = getattr(self._trainer.strategy, "world", None)
-        return world.in_one_generation(operation) if isinstance(world, LightningCollectives) else operation()
-
-
-def _is_hosts_updated(exception: BaseException) -> bool:
-    """Return whether it is Horovod Elastic's: all leave, for a world with others."""
-    return type(exception).__name__ == "HostsUpdatedInterrupt"

@@ -2,7 +2,7 @@
 
 in training                                   a rank that comes back
 at each batch's end: is a copy due?           before it waits beside the run: asks all who keeps what was its own
-`own_state` is copied, and sent               in `latecomer.take_over`, over rank 0's: puts it in place
+`take` makes its own state, which is sent     in `join.take_over`, over rank 0's: `put` puts it in place
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from lightning_async.trainer.environment.environments import StableIds, is_joini
 from lightning_async.trainer.namespace import in_words, rank_zero_info
 
 log = logging.getLogger(__name__)
-
 
 _PAUSE_S = 1.0  # after a copy that has come to nothing
 _PATIENCE = 3  # such copies in a row, after which it is said
@@ -52,12 +51,12 @@ class Peers:
         self._silent: dict[str, str] = {}
         self._asked = False
         self._known: tuple[Any, ...] = ()
-        """Those who are there, and of which run, as `_after` and `_to` were found."""
+        """The live ranks, and their `RankMap`, for which `_after` and `_to` were found."""
         self._after: tuple[Any, ...] = ()
-        """Who is to keep this rank's copies, and of which run; `_to` is where."""
+        """The rank that is to keep this rank's copies, and its `RankMap`; `_to` is its address."""
         self._to: Address | None = None
         self._sent: tuple[Any, ...] = ()
-        """The same, of the last copy."""
+        """`_after` of the last copy."""
         self._failed = 0
         self._not_before = 0.0
         self._stale = False
@@ -65,7 +64,7 @@ class Peers:
         """There is something in the state that cannot be copied."""
 
     def start(self) -> None:
-        """Callbacks begin training: listen, and let it be known where; a rank that was lost finds what was its own.
+        """Listen, and let it be known where, as training begins; a rank that was lost finds what was its own.
 
         Raises:
             AsyncTrainingError: this rank cannot listen.
@@ -74,16 +73,16 @@ class Peers:
             return
         strategy = self._trainer.strategy
         mine = str(names_of(self._trainer).mine)
-        door = self._door = strategy.transport.door(strategy.cluster_environment)
+        board = self._door = strategy.transport.door(strategy.cluster_environment)
         try:
-            self.keeper = keeper = PeerStore(facing(*door.host), self._seal)
+            self.keeper = keeper = PeerStore(facing(*board.host), self._seal)
         except OSError as error:
             raise AsyncTrainingError(
                 f"Rank {mine}: the others can leave nothing in this rank's memory, as it cannot listen at the address "
-                f"that faces {door.host[0]}: {error}. Leave `PeerMemory` out, or see to this host's addresses."
+                f"that faces {board.host[0]}: {error}. Leave `PeerMemory` out, or see to this host's addresses."
             ) from error
         strategy.fit_sessions.undo.append(self.close)  # however training ends
-        door.keep_at(mine, keeper.address.note())
+        board.keep_at(mine, keeper.address.note())
         if is_joining(strategy):
             self._find()
 
@@ -96,7 +95,7 @@ class Peers:
         self._found, self._silent = find(mine, self._seal, others)
 
     def come(self) -> None:
-        """Rank 0's state is in place: put over it what was this rank's own, which may be older than the run's."""
+        """Put over rank 0's state, which is in place, what was this rank's own: that may be older than the run's."""
         mine = names_of(self._trainer).mine
         self.start()
         if not self._asked:  # it was among those who train
@@ -124,7 +123,7 @@ class Peers:
         tell("own_state", logging.WARNING, words, rank=mine, step=step, now=now)
 
     def boundary(self, epoch_end: bool) -> None:
-        """A batch is done with, on the training thread: copy this rank's own state, if that is due.
+        """Copy this rank's own state, if that is due; a batch is done with, on the training thread.
 
         Args:
             epoch_end: it was the epoch's last.
@@ -138,21 +137,21 @@ class Peers:
             self._clock = SaveClock(self._policy, self._peer_copy_sender.costs, step - 1)
         self._found = None
         self._asked = False
-        peer_copy_sender = self._peer_copy_sender
+        sender = self._peer_copy_sender
         clock = self._clock
-        peer_copy_sender.step()
-        for sent in peer_copy_sender.poll():
+        sender.step()
+        for sent in sender.poll():
             self._hear(sent)
         self._look(names)
         moved = self._sent and self._after != self._sent  # whoever has the last copy is gone, or has come anew
         if not self._after or not (moved or clock.due(step, epoch_end)):
             return
-        if peer_copy_sender.busy or self._to is None or time.monotonic() < self._not_before:
+        if sender.busy or self._to is None or time.monotonic() < self._not_before:
             clock.put_off()
             return
         label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
         try:
-            begun = peer_copy_sender.send(self._to, label, take(self._trainer))
+            begun = sender.send(self._to, label, take(self._trainer))
         except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
             log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
             self._cannot = True
@@ -164,7 +163,7 @@ class Peers:
             clock.put_off()
 
     def _look(self, names: StableIds) -> None:
-        """Find who is to keep this rank's copies, where that may have changed: another `RankMap` has newcomers."""
+        """Find who is to keep this rank's copies, where that may have changed: another `RankMap` has joining ranks."""
         live_ranks = self._trainer.strategy.live_ranks
         if self._known == (names.left, live_ranks) and not (self._stale and time.monotonic() >= self._not_before):
             return
@@ -205,27 +204,27 @@ class Peers:
             )  # fmt: skip
 
     def summarise(self) -> None:
-        """Training has ended well."""
+        """Tell what the copies cost; training has ended well."""
         if self._peer_copy_sender is None or self.keeper is None:
             return
         costs = self._peer_copy_sender.costs
         keeper = self.keeper
         mib = 2**20
+        size = self._peer_copy_sender.size
         stood_ms = 1000 * costs.stalled_s / max(1, costs.saves)
         rank_zero_info(
-            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, "
-            f"{self._peer_copy_sender.size / mib:.1f} MiB "
+            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, {size / mib:.1f} MiB "
             f"each, of which {costs.failed} did not arrive; training stood still for {stood_ms:.1f} ms for each. It "
             f"keeps {keeper.size / mib:.1f} MiB for rank(s) {', '.join(keeper.owners) or 'none'}."
         )
 
     def close(self) -> None:
         """Give up what is under way, and what is kept for others; idempotent."""
-        peer_copy_sender = self._peer_copy_sender
+        sender = self._peer_copy_sender
         self._peer_copy_sender = None
         keeper = self.keeper
         self.keeper = None
-        if peer_copy_sender is not None:
-            peer_copy_sender.close()
+        if sender is not None:
+            sender.close()
         if keeper is not None:
             keeper.close()

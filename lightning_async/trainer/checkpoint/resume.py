@@ -1,4 +1,7 @@
-"""Going on in the middle of an epoch as if nothing had happened: what Lightning's own checkpoint does not hold."""
+"""Going on in the middle of an epoch as if nothing had happened: what Lightning's own checkpoint does not hold.
+
+`Resume` follows a fit, takes its state at safe points, and puts another fit there. `Limits` is of fits at their end.
+"""
 
 from __future__ import annotations
 
@@ -23,80 +26,6 @@ from lightning_async.trainer.namespace import (
     take_back,
     validation_interval,
 )
-
-# A fit that had taken its last step, but had not come to its end: Lightning would take it for one that has
-# ended.
-
-
-class Limits:
-    """Raises a fit's ``max_steps`` and ``max_epochs`` for a moment, so that its loop begins and finds nothing to train.
-
-    What is left are the ends of the epoch and of training. Where replicas drift, the others may still have steps to
-    take, and this rank takes part in all they do together.
-
-    Args:
-        trainer: whose fit it is.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._given: tuple[int, int] | None = None
-        self._expected = False
-
-    def expect(self) -> None:
-        """The next fit begins where a checkpoint was made; all ranks know."""
-        self._expected = True
-
-    def lift(self, epoch_is_open: bool) -> None:
-        """The fit has its data. Where it begins at a checkpoint, all ranks find out together who has steps to take.
-
-        Args:
-            epoch_is_open: the end of this rank's epoch was yet to come.
-        """
-        expected = self._expected
-        self._expected = False
-        fit = self._trainer.fit_loop
-        if not expected:
-            return
-        step = fit.epoch_loop.global_step
-        epoch = fit.epoch_progress.current.processed
-        done = _reached(step, fit.max_steps) or _reached(epoch, fit.max_epochs)
-        others = self._trainer.strategy.reduce_boolean_decision(not done, all=False)
-        if done and (others or (epoch_is_open and step == fit.max_steps)):
-            self._given = fit.max_steps, fit.max_epochs
-            self._raise()
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """As they were given, to whoever looks at them meanwhile."""
-        given = self._given
-        self.put_back()
-        yield
-        if given is not None:
-            self._given = given
-            self._raise()
-
-    def put_back(self) -> None:
-        """As they were given."""
-        if self._given is not None:
-            fit = self._trainer.fit_loop
-            (steps, epochs) = self._given
-            fit.epoch_loop.max_steps = steps
-            fit.max_epochs = epochs
-            self._given = None
-
-    def _raise(self) -> None:
-        assert self._given is not None
-        fit = self._trainer.fit_loop
-        (steps, epochs) = self._given
-        if steps != -1:  # with another -1, Lightning's loops would take the epoch's number for another one
-            fit.epoch_loop.max_steps = max(steps, fit.epoch_loop.global_step + 1)
-        if epochs != -1:
-            fit.max_epochs = max(epochs, fit.epoch_progress.current.processed + 1)
-
-
-def _reached(now: int, limit: int) -> bool:
-    return limit != -1 and now >= limit
 
 
 class Resume:
@@ -127,7 +56,7 @@ class Resume:
         self.where: str | None = None
         """The safe point at which the fit is; None elsewhere."""
         self.told: Callable[[], bool] = lambda: False
-        """See `Source`."""
+        """Whether this rank was told to stop, as each `Source` asks."""
         self.points = SafePoints(trainer)
         self._pending: dict[str, Any] | None = None
         self._longer: list[Undo] = []
@@ -157,7 +86,7 @@ class Resume:
         ]
 
     def problems(self) -> list[str]:
-        """What keeps this fit from being resumed exactly, one line for each, with what to do."""
+        """Return what keeps this fit from being resumed exactly, one line for each, with what to do."""
         found = [problem for source in self.points.sources for problem in source.problems()]
         if type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             found.append(
@@ -167,7 +96,7 @@ class Resume:
         return found
 
     def capture(self) -> dict[str, Any]:
-        """The state at this safe point: plain values, and gradients by reference.
+        """Return the state at this safe point: plain values, and gradients by reference.
 
         Raises:
             RuntimeError: not called from `on_boundary`.
@@ -177,7 +106,7 @@ class Resume:
         return self.points.capture(self.where)
 
     def capture_before_validation(self) -> dict[str, Any] | None:
-        """The same where a batch is done with and its validation has yet to begin; None elsewhere."""
+        """Return the state where a batch is done with and its validation has yet to begin; None elsewhere."""
         if not self._active or not self._in_batch_end:
             return None
         step_position = self.points.step_position
@@ -191,7 +120,7 @@ class Resume:
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[LastSafeState]:
-        """The state to go on from; its `resume` is None where there is none. It may wait for a validation to begin."""
+        """Give the state to go on from; its `resume` is None where there is none."""
         if self.where is not None:
             yield LastSafeState(self.capture(), None)
         elif state := self.capture_before_validation():
@@ -269,7 +198,7 @@ class Resume:
 
         return evaluation_step
 
-    # ------------------------------------------------------------------ what puts it there
+    # ---- what puts it there ----
 
     def _ask_for_loaders(self, loop: Any, of_epoch: str) -> Callable[[Any], Any]:
         """Where ``reload_dataloaders_every_n_epochs`` had loaders made in an earlier epoch than the one under way, the
@@ -339,9 +268,8 @@ class Resume:
     def _start_fit(self, original: Any) -> Any:
         def on_run_start() -> None:
             pending = self._pending if self._active else None
-            self.points.modes.put_trained(
-                pending["modes"] if pending else {}
-            )  # and once more when hooks have set it anew
+            # And once more when hooks have set it anew.
+            self.points.modes.put_trained(pending["modes"] if pending else {})
             with self._limits.shown():
                 original()
             self.points.modes.begin()
@@ -442,3 +370,76 @@ class Resume:
             reseed(state["random"]["seed"])
         else:
             self.points.generators().put(state["random"])
+
+
+class Limits:
+    """The limits of a fit that had taken its last step, but had not come to its end.
+
+    Lightning would take it for one that has ended. Here ``max_steps`` and ``max_epochs`` are raised for a moment, so
+    that its loop begins and finds nothing to train. What is left are the ends of the epoch and of training. Where
+    replicas are asynchronous, the others may still have steps to take, and this rank takes part in what they do
+    together.
+
+    Args:
+        trainer: whose fit it is.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._given: tuple[int, int] | None = None
+        self._expected = False
+
+    def expect(self) -> None:
+        """Note that the next fit begins where a checkpoint was made; all ranks know."""
+        self._expected = True
+
+    def lift(self, epoch_is_open: bool) -> None:
+        """Raise them, if this rank has no step to take; all ranks find out together where a fit goes on.
+
+        Args:
+            epoch_is_open: the end of this rank's epoch was yet to come.
+        """
+        expected = self._expected
+        self._expected = False
+        fit = self._trainer.fit_loop
+        if not expected:
+            return
+        step = fit.epoch_loop.global_step
+        epoch = fit.epoch_progress.current.processed
+        done = _reached(step, fit.max_steps) or _reached(epoch, fit.max_epochs)
+        others = self._trainer.strategy.reduce_boolean_decision(not done, all=False)
+        if done and (others or (epoch_is_open and step == fit.max_steps)):
+            self._given = fit.max_steps, fit.max_epochs
+            self._raise()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Show them as they were given for the time of the block."""
+        given = self._given
+        self.put_back()
+        yield
+        if given is not None:
+            self._given = given
+            self._raise()
+
+    def put_back(self) -> None:
+        """Put them back as they were given."""
+        if self._given is not None:
+            fit = self._trainer.fit_loop
+            (steps, epochs) = self._given
+            fit.epoch_loop.max_steps = steps
+            fit.max_epochs = epochs
+            self._given = None
+
+    def _raise(self) -> None:
+        assert self._given is not None
+        fit = self._trainer.fit_loop
+        (steps, epochs) = self._given
+        if steps != -1:  # with another -1, Lightning's loops would take the epoch's number for another one
+            fit.epoch_loop.max_steps = max(steps, fit.epoch_loop.global_step + 1)
+        if epochs != -1:
+            fit.max_epochs = max(epochs, fit.epoch_progress.current.processed + 1)
+
+
+def _reached(now: int, limit: int) -> bool:
+    return limit != -1 and now >= limit

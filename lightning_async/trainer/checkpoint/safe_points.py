@@ -13,6 +13,8 @@ The state that a fit can go on from, by where it is (`step_position`):
 
 What a batch changes ahead of the optimizer's step is kept at each safe point: counters, random states, the place in the
 data, what was logged, and buffers. Parameters and optimizers need not be.
+
+Read `SafePoints` first, then `StepPosition`, which knows how far a step is, then `KeptBuffers` and `take_unsaved`.
 """
 
 from __future__ import annotations
@@ -40,214 +42,260 @@ from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, repla
 log = logging.getLogger(__name__)
 
 
-# Buffers as they were at a safe point: a forward pass changes them, long before a step does parameters.
+@dataclass(frozen=True)
+class _Kept:
+    """The state at the last safe point."""
 
-SMALL = 1 << 16
-"""Bytes; what is smaller is copied each time, for BatchNorm's kernels do not count what they write."""
+    where: str
+    random: Callable[[], States]
+    loaders: list[Callable[[], Any]]
+    rest: list[Any] | None
+    combined: dict[str, Any]
+    plain: dict[str, Any]
+    logged: dict[str, Any]
+    callbacks: dict[str, Any] | None
+    modes: dict[str, bool] | None
+    counters: list[dict[str, Any]]
 
 
-class KeptBuffers:
-    """Copies of a module's buffers; of large ones, from when they are seen to change.
+class LastSafeState(NamedTuple):
+    """A state to go on from.
 
     Args:
-        module: to be followed.
+        resume: what `Resume.capture` would have given; None: nothing.
+        callbacks: their states, where hooks have run since; None: as they are.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._owners: list[tuple[str, dict[str, Tensor | None]]] = []
-        self._copies: dict[str, Tensor] = {}
-        self._seen: dict[str, tuple[Tensor, int | None]] = {}
-        """Large ones, and how many writes each had counted."""
+    resume: dict[str, Any] | None
+    callbacks: dict[str, Any] | None
 
-        self.look()
 
-    def look(self) -> None:
-        """Look for modules with buffers."""
-        modules = self._module.named_modules()
-        self._owners = [(f"{path}." if path else "", each._buffers) for path, each in modules if each._buffers]
+class SafePoints:
+    """The states of one fit at its safe points.
 
-    @torch.no_grad()
-    def keep(self) -> None:
-        """As they are now."""
-        copies = {}
-        old = []
-        new = []
-        for name, buffer in self._all():
-            if buffer.nbytes > SMALL and not self._moves(name, buffer):
-                if name in self._copies:
-                    copies[name] = self._copies[name]
-                continue
-            copy = self._copies.get(name)
-            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype or copy.device != buffer.device:
-                copies[name] = buffer.detach().clone()
-            else:
-                copies[name] = copy
-                old.append(copy)
-                new.append(buffer)
-        if old:
-            torch._foreach_copy_(old, new)
-        self._copies = copies
+    Args:
+        trainer: whose fit it is.
+    """
 
-    def _moves(self, name: str, buffer: Tensor) -> bool:
-        """Whether it has changed since the last time; not at the first."""
-        version = None if buffer.is_inference() else buffer._version
-        seen = self._seen.get(name)
-        self._seen[name] = buffer, version
-        return seen is not None and (seen[0] is not buffer or version is None or seen[1] != version)
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self.sources: list[Source] = []
+        """Its loaders."""
+        self.dealt = [0, 1]
+        """Of how many parts of the epoch's data this rank has which: ``[part, parts]``."""
+        self.keeps = True
+        """Whether a batch that goes wrong has a state to go on from."""
+        self.step_position = StepPosition(trainer)
+        self.modes = Modes(trainer)
+        self.began: dict[str, Any] | None = None
+        """What `_moving` was before the validation that is under way."""
+        self._kept: _Kept | None = None
+        self._buffers: KeptBuffers | None = None
+        self._generators: Generators | None = None
+        self._known: Known | None = None
+        self._before: dict[str, Any] | None = None
+        """States of callbacks before the validation that is under way."""
+        self._reached = -1
+        """Batches behind the last one."""
+
+    # ---- taken now ----
+
+    def generators(self) -> Generators:
+        """Return the generators of this process and of the loaders."""
+        self._generators = generators_of(self.sources)
+        return self._generators
+
+    def follow(self) -> Undo:
+        """Hear of the optimizers' steps as training begins; return what ends that."""
+        if (updates := updates_of(self._trainer)) is not None:
+            updates.on_gathered = self.step_position.gathered
+            updates.on_step_between = self.stepped_between
+        return self.step_position.follow()
+
+    def begin_validation(self) -> None:
+        """Note that a batch is done with, and its validation begins."""
+        self.step_position.within = StepPhase.VALIDATION
+        self.began = self._moving()
+        self._before = self._callbacks()
+
+    def capture(self, where: str) -> dict[str, Any]:
+        """Return the state now: plain values, and gradients and buffers by reference."""
+        held, ended = self._place(where)
+        return {
+            "where": where,
+            **((self.began if where == "validation" else None) or self._moving()),
+            "loaders": [source.position(held, ended) for source in self.sources],
+            "rest": self._rest(where, held),
+            "combined": self._combined(),
+            "dealt": self._parts(where),
+            "unsaved": take_unsaved(self._trainer),
+        }
+
+    def _parts(self, where: str) -> list[int]:
+        """Return which part of the epoch this rank has, of how many; none where it joined within it and has none."""
+        lost_rank_data = lost_rank_data_of(self._trainer)
+        if lost_rank_data is None:
+            return self.dealt
+        return [] if lost_rank_data.epoch.has_none and where != "epoch" else lost_rank_data.epoch.dealt or self.dealt
+
+    def _moving(self) -> dict[str, Any]:
+        """Return what a validation changes, which begins anew at a resume."""
+        return {
+            "random": self.generators().take(),
+            "logged": take_logged(self._trainer),
+            "modes": self.modes.take(),
+        }
+
+    def _callbacks(self) -> dict[str, Any]:
+        """Return their states, ahead of hooks at the end of a validation or epoch, which count and compare."""
+        return _containers(pytorch("trainer.call")._call_callbacks_state_dict(self._trainer))
+
+    def _place(self, where: str) -> tuple[bool, bool]:
+        """Return whether a batch was fetched and not trained on, and whether no more is read of this iteration."""
+        fit = self._trainer.fit_loop
+        ended = where == "epoch" or fit.epoch_loop._num_ready_batches_reached()
+        return len(getattr(fit._data_fetcher, "batches", ())) > 0, ended
+
+    def _rest(self, where: str, held: bool) -> list[Any] | None:
+        """Return the loaders' positions at the end of an epoch that ended before its data; None for any other."""
+        epoch = self._trainer.fit_loop.epoch_loop
+        if where != "epoch" or not epoch.batch_progress.current.ready or epoch._num_ready_batches_reached():
+            return None
+        return [source.position(held, ended=False) for source in self.sources]
+
+    def _combined(self) -> dict[str, Any]:
+        iterator = self._trainer.fit_loop._combined_loader._iterator
+        return {name: copy.copy(value) for name, value in vars(iterator).items() if name in ("_idx", "_consumed")}
+
+    # ---- kept, for later ----
+
+    def reach(self, where: str) -> None:
+        """Keep, at a safe point, what the next batch changes before it steps."""
+        if not self.keeps or where == "validation":
+            return
+        trainer = self._trainer
+        (held, ended) = self._place(where)
+        if self._known is None or self._buffers is None or self._generators is None or where == "epoch":
+            # To look for them takes longer than to copy them; modules seldom get others within an epoch.
+            self._buffers = self._buffers or KeptBuffers(trainer.lightning_module)
+            self._known = Known(trainer)
+            self._buffers.look()
+            self.generators()
+        assert self._generators is not None
+        self._buffers.keep()
+        self._kept = _Kept(
+            where, self._generators.hold(), [source.keep(held, ended) for source in self.sources],
+            self._rest(where, held), self._combined(),
+            take_plain(trainer), take_logged(trainer, self._known), self._callbacks() if ended else None,
+            self.modes.take() if ended else None,
+            [dict(vars(each)) for each in self._counters()],
+        )  # fmt: skip
+        self.began = None
+        self._reached = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+        self.step_position.begin_batch()
+
+    def stepped_between(self) -> None:
+        """Keep the state anew: the optimizer has stepped outside of a batch, at a sync point."""
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        if progress.total.ready != progress.total.completed or not progress.current.ready:
+            self.step_position.within = StepPhase.STEP
+        elif progress.total.completed == self._reached:  # else the batch has yet to come to its safe point
+            self.reach("batch")
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Inside, the module has the copies in their place."""
-        live = [dict(buffers) for _, buffers in self._owners]
-        for path, buffers in self._owners:
-            buffers.update({name: self._copies.get(path + name, now) for name, now in buffers.items()})
+    def as_it_was(self, ending: bool = False) -> Iterator[LastSafeState | None]:
+        """Give the state to go on from, outside of safe points; None where there is none, and `step_position` says why.
+
+        Inside, counters and buffers are put back, so that Lightning's checkpoint is of the same moment.
+
+        Args:
+            ending: training does not go on: what is left to do of a step can be done. Default: False.
+        """
+        within = self.step_position.within
+        if within in (StepPhase.STEPPED, StepPhase.GATHERED) and ending:
+            self._complete_step()
+            within = self.step_position.within
+        if within is StepPhase.BATCH and self._kept is not None:
+            with self._rewound(self._kept) as state:
+                yield LastSafeState(state, self._kept.callbacks)
+        elif within is StepPhase.VALIDATION:
+            yield LastSafeState(self.capture("validation"), self._before)
+        elif within is StepPhase.LOGGERS:
+            yield LastSafeState(self.capture("batch"), None)
+        elif within is StepPhase.BATCH_END:
+            with self._batch_completed():
+                yield LastSafeState(self.capture("batch end"), None)
+        else:
+            yield None
+
+    @contextlib.contextmanager
+    def _rewound(self, kept: _Kept) -> Iterator[dict[str, Any]]:
+        assert self._buffers is not None
+        # At a sync point only what all have agreed on has changed buffers since, and the engine reads them.
+        at_rest = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._reached
+        counters = self._counters()
+        now = [dict(vars(each)) for each in counters]
+        for each, before in zip(counters, kept.counters, strict=True):
+            vars(each).update(before)
+        try:
+            with contextlib.nullcontext() if at_rest else self._buffers.put_back():
+                yield {
+                    "where": kept.where,
+                    "random": kept.random(),
+                    "loaders": [position() for position in kept.loaders],
+                    "rest": kept.rest,
+                    "combined": kept.combined,
+                    "dealt": self._parts(kept.where),
+                    "unsaved": {**take_unsaved(self._trainer), **kept.plain},
+                    "logged": kept.logged,
+                    "modes": self.modes.take() if kept.modes is None else kept.modes,
+                }
+        finally:
+            for each, values in zip(counters, now, strict=True):
+                vars(each).update(values)
+
+    def _complete_step(self) -> None:
+        """Do what Lightning does when the optimizer has stepped."""
+        epoch = self._trainer.fit_loop.epoch_loop
+        automatic = epoch.automatic_optimization.optim_progress.optimizer.step
+        manual = epoch.manual_optimization
+        for step in (automatic, manual.optim_step_progress):
+            for each in (step.total, step.current):
+                each.completed = each.ready
+        epoch.batch_progress.increment_processed()
+        epoch.update_lr_schedulers("step", update_plateau_schedulers=False)
+        if epoch._num_ready_batches_reached():
+            epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+
+    @contextlib.contextmanager
+    def _batch_completed(self) -> Iterator[None]:
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        before = [(each, each.completed) for each in (progress.total, progress.current)]
+        for each, _ in before:
+            each.completed = each.processed
         try:
             yield
         finally:
-            for (_, buffers), now in zip(self._owners, live, strict=True):
-                buffers.update(now)
+            for each, completed in before:
+                each.completed = completed
 
-    def _all(self) -> list[tuple[str, Tensor]]:
-        return [
-            (path + name, buffer)
-            for path, buffers in self._owners
-            for name, buffer in buffers.items()
-            if buffer is not None
-        ]
-
-
-# What Lightning's checkpoint leaves out of the module and of the loops, besides random states and data.
-
-
-def take_unsaved(trainer: Any) -> dict[str, Any]:
-    """Plain values; gradients and buffers by reference."""
-    return {**take_plain(trainer), "gradients": _gradients(trainer), "buffers": _buffers(trainer)}
+    def _counters(self) -> list[Any]:
+        """Return the objects that Lightning counts a fit in."""
+        fit = self._trainer.fit_loop
+        epoch = self._trainer.fit_loop.epoch_loop
+        optimizer = epoch.automatic_optimization.optim_progress.optimizer
+        progress = [
+            fit.epoch_progress, epoch.batch_progress, epoch.scheduler_progress, optimizer.step, optimizer.zero_grad,
+            epoch.manual_optimization.optim_step_progress, epoch.val_loop.batch_progress,
+        ]  # fmt: skip
+        return [part for each in progress for part in (each, each.total, each.current)]
 
 
-def take_plain(trainer: Any) -> dict[str, Any]:
-    """Of these the plain values."""
-    fit = trainer.fit_loop
-    epoch = trainer.fit_loop.epoch_loop
-    lost_rank_data = lost_rank_data_of(trainer)
-    averages = averaged_models_of(trainer)
-    return {
-        "averaged": averages.updates() if averages is not None else [],
-        "left": lost_rank_data.left() if lost_rank_data is not None else [],  # by ranks that were lost
-        # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever has become of its metric
-        "stopped": limits_of(trainer) if trainer.should_stop else None,
-        "reloaded": fit._last_train_dl_reload_epoch,
-        "stepped": epoch._batches_that_stepped,
-        "window": _window(trainer),
-        "is_last_batch": epoch.batch_progress.is_last_batch,
-        "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
-        "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
-        "since_validation_s": time.monotonic() - (getattr(trainer, "_last_val_time", None) or time.monotonic()),
-        # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
-        "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
-    }
-
-
-@torch.no_grad()
-def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
-    """As it was when ``state`` was taken; after the gradients were zeroed, and DDP has made all ranks alike."""
-    epoch = trainer.fit_loop.epoch_loop
-    module = trainer.lightning_module
-    trainer.should_stop |= state.get("stopped") == limits_of(trainer)  # older checkpoints do not say
-    epoch._batches_that_stepped = state["stepped"]
-    if epoch.val_loop._combined_loader is not None:
-        epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
-        epoch.val_loop._seen_batches_per_dataloader.update(state["val_batches"])
-    if getattr(trainer, "_last_val_time", None) is not None:
-        trainer._last_val_time = time.monotonic() - state["since_validation_s"]
-    if state["syncs_buffers"] is not None and hasattr(trainer.model, "require_forward_param_sync"):
-        trainer.model.require_forward_param_sync = state["syncs_buffers"]
-    if (averages := averaged_models_of(trainer)) is not None:
-        averages.go_on(state["averaged"])
-    parameters = dict(module.named_parameters())
-    for name, gradient in state["gradients"].items():
-        parameters[name].grad = gradient.to(parameters[name].device, copy=True)
-    for name, value in state["buffers"].items():
-        _put_buffer(module, name, value, trainer.strategy.root_device)
-
-
-def keep_weight(trainer: Any, state: dict[str, Any]) -> None:
-    r"""Have gradients in accumulation count as the batches in whose place they stand, where a resume has put the next
-    batch elsewhere in a window of ``accumulate_grad_batches``; what they lose is told.
-
-    .. math:: g \leftarrow \frac{p / k'}{m / k} g
-
-    They are of :math:`m` batches of :math:`k`, and the next batch is number :math:`p` of :math:`k'`, from 0 on.
-    """
-    gradients = state["gradients"]
-    then = state.get("window")
-    now = _window(trainer)
-    if then is None or now is None or list(then) == now or state["is_last_batch"]:
-        return
-    (made, size) = then
-    (place, length) = now
-    if made and place and gradients:
-        factor = (place / length) / (made / size)
-        state["gradients"] = {name: gradient * factor for name, gradient in gradients.items()}
-        outcome = f"count as {place} of the {length} batches of the window that goes on"
-    elif made and gradients:
-        outcome = "are lost, as the next batch begins a window"
-    elif place:
-        outcome = f"are none: the first optimizer step has those of {length - place} batches, divided by {length}"
-    else:
-        return
-    log.warning(
-        "Rank %d: with other batches, or another `accumulate_grad_batches`, than when the checkpoint was made, the "
-        "gradients of %d batches that were in accumulation %s.", trainer.global_rank, made, outcome,
-    )  # fmt: skip
-
-
-def _window(trainer: Any) -> list[int] | None:
-    """Return how many batches of a window are behind, and how many it has; None where Lightning does not accumulate."""
-    loop = trainer.fit_loop.epoch_loop
-    is_led = "_accumulated_batches_reached" in vars(loop)  # by `Windows`, which go on from a state of their own
-    if is_led or updates_of(trainer) is not None or not trainer.lightning_module.automatic_optimization:
-        return None
-    size = trainer.accumulate_grad_batches
-    return [loop.batch_progress.current.ready % size, size]
-
-
-def limits_of(trainer: Any) -> list[float | None]:
-    """What ends training: where it is another one at a resume, training goes on although it was stopped."""
-    timers = [getattr(timer, "_duration", None) for timer in callbacks_of(trainer, "Timer")]
-    return [trainer.max_epochs, trainer.max_steps, *timers]
-
-
-def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """In place where there is one like it; a cache that training has made, or made larger, is assigned anew."""
-    path, _, last = name.rpartition(".")
-    owner = module.get_submodule(path)
-    buffer = getattr(owner, last, None)
-    if isinstance(buffer, torch.Tensor) and buffer.shape == value.shape and buffer.dtype == value.dtype:
-        buffer.copy_(value)
-    elif last in owner._buffers:
-        owner._buffers[last] = value.to(device if buffer is None else buffer.device, copy=True)
-    else:
-        owner.register_buffer(last, value.to(device, copy=True), persistent=False)
-
-
-def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Those that the next backward pass adds to. In automatic optimization the others are zeroed before it."""
-    module = trainer.lightning_module
-    accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
-    if module.automatic_optimization and not accumulates:
-        return {}
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def _buffers(trainer: Any) -> dict[str, torch.Tensor]:
-    """Those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's."""
-    module = trainer.lightning_module
-    saved = set() if trainer.world_size > 1 else module.state_dict().keys()
-    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}
-
-
-# Where a fit is between two safe points: whether a part of a step is written, and which part is done.
+def _containers(value: Any) -> Any:
+    """Copy dicts and lists, but not what they hold."""
+    if isinstance(value, dict):
+        return {name: _containers(entry) for name, entry in value.items()}
+    return [_containers(entry) for entry in value] if isinstance(value, list) else value
 
 
 class StepPhase(enum.Enum):
@@ -266,7 +314,7 @@ class StepPhase(enum.Enum):
 
 
 class StepPosition:
-    """Of one fit, by what it calls.
+    """How far a fit is between two safe points: whether a part of a step is written, and which part is done.
 
     Args:
         trainer: whose fit it is.
@@ -281,7 +329,7 @@ class StepPosition:
         """Steps of optimizers under way, one within another: that of a class calls that of its base."""
 
     def install(self) -> list[Undo]:
-        """Patch what follows the steps of a batch; returns what takes it back."""
+        """Patch what follows the steps of a batch; return what takes it back."""
         trainer = self._trainer
         epoch = self._trainer.fit_loop.epoch_loop
         return [
@@ -294,7 +342,7 @@ class StepPosition:
         ]
 
     def follow(self) -> Undo:
-        """Training begins, and optimizers are there: hear of their steps; returns what ends that."""
+        """Hear of the optimizers' steps as training begins; return what ends that."""
         self.within = StepPhase.NOTHING  # a search for a learning rate may have trained before
         optimizers = self._trainer.strategy.optimizers
         hooks = [each.register_step_pre_hook(self._begin_step) for each in optimizers]
@@ -307,13 +355,13 @@ class StepPosition:
         return remove
 
     def begin_batch(self) -> None:
-        """A safe point, behind which the next batch begins."""
+        """Note a safe point, behind which the next batch begins."""
         self.within = StepPhase.BATCH
         self._accumulates = updates_of(self._trainer) is None and self._trainer.fit_loop._should_accumulate()
         self._steps = 0
 
     def gathered(self) -> None:
-        """The gradients of the batch under way are gathered apart from the parameters: it need not come again."""
+        """Note that the batch under way need not come again: its gradients are gathered apart from the parameters."""
         self.within = StepPhase.GATHERED
 
     def _backward(self, original: Any) -> Any:
@@ -377,256 +425,204 @@ class StepPosition:
         return on_advance_end
 
 
-@dataclass(frozen=True)
-class _Kept:
-    """A safe point that lies behind."""
-
-    where: str
-    random: Callable[[], States]
-    loaders: list[Callable[[], Any]]
-    rest: list[Any] | None
-    combined: dict[str, Any]
-    plain: dict[str, Any]
-    logged: dict[str, Any]
-    callbacks: dict[str, Any] | None
-    modes: dict[str, bool] | None
-    counters: list[dict[str, Any]]
+SMALL = 1 << 16
+"""Bytes; smaller buffers are copied each time, for BatchNorm's kernels do not count what they write."""
 
 
-class LastSafeState(NamedTuple):
-    """A state to go on from.
+class KeptBuffers:
+    """Copies of a module's buffers, which a forward pass changes, long before a step does parameters.
+
+    Large buffers are copied from when they are seen to change.
 
     Args:
-        resume: what `Resume.capture` would have given; None: nothing.
-        callbacks: their states, where hooks have run since; None: as they are.
+        module: to be followed.
     """
 
-    resume: dict[str, Any] | None
-    callbacks: dict[str, Any] | None
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._owners: list[tuple[str, dict[str, Tensor | None]]] = []
+        self._copies: dict[str, Tensor] = {}
+        self._seen: dict[str, tuple[Tensor, int | None]] = {}
+        """Large ones, and how many writes each had counted."""
+        self.look()
 
+    def look(self) -> None:
+        """Look for modules with buffers."""
+        modules = self._module.named_modules()
+        self._owners = [(f"{path}." if path else "", each._buffers) for path, each in modules if each._buffers]
 
-class SafePoints:
-    """The states of one fit.
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the buffers as they are now."""
+        copies = {}
+        old = []
+        new = []
+        for name, buffer in self._all():
+            if buffer.nbytes > SMALL and not self._moves(name, buffer):
+                if name in self._copies:
+                    copies[name] = self._copies[name]
+                continue
+            copy = self._copies.get(name)
+            if copy is None or copy.shape != buffer.shape or copy.dtype != buffer.dtype or copy.device != buffer.device:
+                copies[name] = buffer.detach().clone()
+            else:
+                copies[name] = copy
+                old.append(copy)
+                new.append(buffer)
+        if old:
+            torch._foreach_copy_(old, new)
+        self._copies = copies
 
-    Args:
-        trainer: whose fit it is.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self.sources: list[Source] = []
-        """Its loaders."""
-        self.dealt = [0, 1]
-        """Of how many parts of the epoch's data this rank has which: ``[part, parts]``."""
-        self.keeps = True
-        """Whether a batch that goes wrong has a state to go on from."""
-        self.step_position = StepPosition(trainer)
-        self.modes = Modes(trainer)
-        self.began: dict[str, Any] | None = None
-        """What `_moving` was before the validation that is under way."""
-        self._kept: _Kept | None = None
-        self._buffers: KeptBuffers | None = None
-        self._generators: Generators | None = None
-        self._known: Known | None = None
-        self._before: dict[str, Any] | None = None
-        """States of callbacks before the validation that is under way."""
-        self._reached = -1
-        """Batches behind the last one."""
-
-    # ------------------------------------------------------------------ taken now
-
-    def generators(self) -> Generators:
-        """Of this process and of the loaders."""
-        self._generators = generators_of(self.sources)
-        return self._generators
-
-    def follow(self) -> Undo:
-        """Training begins, and optimizers are there: hear of their steps; returns what ends that."""
-        if (updates := updates_of(self._trainer)) is not None:
-            updates.on_gathered = self.step_position.gathered
-            updates.on_step_between = self.stepped_between
-        return self.step_position.follow()
-
-    def begin_validation(self) -> None:
-        """A batch is done with, and its validation begins."""
-        self.step_position.within = StepPhase.VALIDATION
-        self.began, self._before = self._moving(), self._callbacks()
-
-    def capture(self, where: str) -> dict[str, Any]:
-        """The state now: plain values, and gradients and buffers by reference."""
-        held, ended = self._place(where)
-        return {
-            "where": where,
-            **((self.began if where == "validation" else None) or self._moving()),
-            "loaders": [source.position(held, ended) for source in self.sources],
-            "rest": self._rest(where, held),
-            "combined": self._combined(),
-            "dealt": self._parts(where),
-            "unsaved": take_unsaved(self._trainer),
-        }
-
-    def _parts(self, where: str) -> list[int]:
-        """Of how many parts of the epoch this rank has which; none where it has come within it and has none."""
-        lost_rank_data = lost_rank_data_of(self._trainer)
-        if lost_rank_data is None:
-            return self.dealt
-        return [] if lost_rank_data.epoch.has_none and where != "epoch" else lost_rank_data.epoch.dealt or self.dealt
-
-    def _moving(self) -> dict[str, Any]:
-        """What a validation changes; it is validated from its beginning."""
-        return {
-            "random": self.generators().take(),
-            "logged": take_logged(self._trainer),
-            "modes": self.modes.take(),
-        }
-
-    def _callbacks(self) -> dict[str, Any]:
-        """Their states, ahead of hooks at the end of a validation or of an epoch, which count and compare."""
-        return _containers(pytorch("trainer.call")._call_callbacks_state_dict(self._trainer))
-
-    def _place(self, where: str) -> tuple[bool, bool]:
-        """Whether a batch was fetched that is not trained on, and whether no more is read of this iteration."""
-        fit = self._trainer.fit_loop
-        ended = where == "epoch" or fit.epoch_loop._num_ready_batches_reached()
-        return len(getattr(fit._data_fetcher, "batches", ())) > 0, ended
-
-    def _rest(self, where: str, held: bool) -> list[Any] | None:
-        """Where the loaders stand at the end of an epoch that `max_steps` or a callback has ended before its data."""
-        epoch = self._trainer.fit_loop.epoch_loop
-        if where != "epoch" or not epoch.batch_progress.current.ready or epoch._num_ready_batches_reached():
-            return None
-        return [source.position(held, ended=False) for source in self.sources]
-
-    def _combined(self) -> dict[str, Any]:
-        iterator = self._trainer.fit_loop._combined_loader._iterator
-        return {name: copy.copy(value) for name, value in vars(iterator).items() if name in ("_idx", "_consumed")}
-
-    # ------------------------------------------------------------------ kept, for later
-
-    def reach(self, where: str) -> None:
-        """A safe point: keep what the next batch changes before it steps."""
-        if not self.keeps or where == "validation":
-            return
-        trainer = self._trainer
-        (held, ended) = self._place(where)
-        if self._known is None or self._buffers is None or self._generators is None or where == "epoch":
-            # To look for them takes longer than to copy them; modules seldom get others within an epoch.
-            self._buffers = self._buffers or KeptBuffers(trainer.lightning_module)
-            self._known = Known(trainer)
-            self._buffers.look()
-            self.generators()
-        assert self._generators is not None
-        self._buffers.keep()
-        self._kept = _Kept(
-            where, self._generators.hold(), [source.keep(held, ended) for source in self.sources],
-            self._rest(where, held), self._combined(),
-            take_plain(trainer), take_logged(trainer, self._known), self._callbacks() if ended else None,
-            self.modes.take() if ended else None,
-            [dict(vars(each)) for each in self._counters()],
-        )  # fmt: skip
-        self.began = None
-        self._reached = trainer.fit_loop.epoch_loop.batch_progress.total.completed
-        self.step_position.begin_batch()
-
-    def stepped_between(self) -> None:
-        """The optimizer has stepped outside of a batch, at a gate: what was kept of the safe point is no more so."""
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        if progress.total.ready != progress.total.completed or not progress.current.ready:
-            self.step_position.within = StepPhase.STEP
-        elif progress.total.completed == self._reached:  # else the batch has yet to come to its safe point
-            self.reach("batch")
+    def _moves(self, name: str, buffer: Tensor) -> bool:
+        """Return whether it has changed since the last time; not at the first."""
+        version = None if buffer.is_inference() else buffer._version
+        seen = self._seen.get(name)
+        self._seen[name] = buffer, version
+        return seen is not None and (seen[0] is not buffer or version is None or seen[1] != version)
 
     @contextlib.contextmanager
-    def as_it_was(self, ending: bool = False) -> Iterator[LastSafeState | None]:
-        """The state to go on from, outside of safe points; None where there is none, and `step_position` say why.
-
-        Inside, counters and buffers are put back, so that Lightning's checkpoint is of the same moment.
-
-        Args:
-            ending: training does not go on: what is left to do of a step can be done. Default: False.
-        """
-        within = self.step_position.within
-        if within in (StepPhase.STEPPED, StepPhase.GATHERED) and ending:
-            self._complete_step()
-            within = self.step_position.within
-        if within is StepPhase.BATCH and self._kept is not None:
-            with self._rewound(self._kept) as state:
-                yield LastSafeState(state, self._kept.callbacks)
-        elif within is StepPhase.VALIDATION:
-            yield LastSafeState(self.capture("validation"), self._before)
-        elif within is StepPhase.LOGGERS:
-            yield LastSafeState(self.capture("batch"), None)
-        elif within is StepPhase.BATCH_END:
-            with self._batch_completed():
-                yield LastSafeState(self.capture("batch end"), None)
-        else:
-            yield None
-
-    @contextlib.contextmanager
-    def _rewound(self, kept: _Kept) -> Iterator[dict[str, Any]]:
-        assert self._buffers is not None
-        # At a gate nothing has changed buffers since but what all have agreed on there, and the engine reads them.
-        at_rest = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._reached
-        counters = self._counters()
-        now = [dict(vars(each)) for each in counters]
-        for each, before in zip(counters, kept.counters, strict=True):
-            vars(each).update(before)
-        try:
-            with contextlib.nullcontext() if at_rest else self._buffers.put_back():
-                yield {
-                    "where": kept.where,
-                    "random": kept.random(),
-                    "loaders": [position() for position in kept.loaders],
-                    "rest": kept.rest,
-                    "combined": kept.combined,
-                    "dealt": self._parts(kept.where),
-                    "unsaved": {**take_unsaved(self._trainer), **kept.plain},
-                    "logged": kept.logged,
-                    "modes": self.modes.take() if kept.modes is None else kept.modes,
-                }
-        finally:
-            for each, values in zip(counters, now, strict=True):
-                vars(each).update(values)
-
-    def _complete_step(self) -> None:
-        """What Lightning does when the optimizer has stepped."""
-        epoch = self._trainer.fit_loop.epoch_loop
-        automatic = epoch.automatic_optimization.optim_progress.optimizer.step
-        manual = epoch.manual_optimization
-        for step in (automatic, manual.optim_step_progress):
-            for each in (step.total, step.current):
-                each.completed = each.ready
-        epoch.batch_progress.increment_processed()
-        epoch.update_lr_schedulers("step", update_plateau_schedulers=False)
-        if epoch._num_ready_batches_reached():
-            epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-
-    @contextlib.contextmanager
-    def _batch_completed(self) -> Iterator[None]:
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        before = [(each, each.completed) for each in (progress.total, progress.current)]
-        for each, _ in before:
-            each.completed = each.processed
+    def put_back(self) -> Iterator[None]:
+        """Put the copies into the module for the time of the block."""
+        live = [dict(buffers) for _, buffers in self._owners]
+        for path, buffers in self._owners:
+            buffers.update({name: self._copies.get(path + name, now) for name, now in buffers.items()})
         try:
             yield
         finally:
-            for each, completed in before:
-                each.completed = completed
+            for (_, buffers), now in zip(self._owners, live, strict=True):
+                buffers.update(now)
 
-    def _counters(self) -> list[Any]:
-        """What Lightning counts in, of a fit."""
-        fit = self._trainer.fit_loop
-        epoch = self._trainer.fit_loop.epoch_loop
-        optimizer = epoch.automatic_optimization.optim_progress.optimizer
-        progress = [
-            fit.epoch_progress, epoch.batch_progress, epoch.scheduler_progress, optimizer.step, optimizer.zero_grad,
-            epoch.manual_optimization.optim_step_progress, epoch.val_loop.batch_progress,
-        ]  # fmt: skip
-        return [part for each in progress for part in (each, each.total, each.current)]
+    def _all(self) -> list[tuple[str, Tensor]]:
+        return [
+            (path + name, buffer)
+            for path, buffers in self._owners
+            for name, buffer in buffers.items()
+            if buffer is not None
+        ]
 
 
-def _containers(value: Any) -> Any:
-    """Copied, but for what they hold."""
-    if isinstance(value, dict):
-        return {name: _containers(entry) for name, entry in value.items()}
-    return [_containers(entry) for entry in value] if isinstance(value, list) else value
+def take_unsaved(trainer: Any) -> dict[str, Any]:
+    """Return what Lightning's checkpoint leaves out of module and loops; gradients and buffers by reference."""
+    return {**take_plain(trainer), "gradients": _gradients(trainer), "buffers": _buffers(trainer)}
+
+
+def take_plain(trainer: Any) -> dict[str, Any]:
+    """Return the plain values of `take_unsaved`."""
+    fit = trainer.fit_loop
+    epoch = trainer.fit_loop.epoch_loop
+    lost_rank_data = lost_rank_data_of(trainer)
+    averages = averaged_models_of(trainer)
+    return {
+        "averaged": averages.updates() if averages is not None else [],
+        "left": lost_rank_data.left() if lost_rank_data is not None else [],  # by ranks that were lost
+        # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever has become of its metric
+        "stopped": limits_of(trainer) if trainer.should_stop else None,
+        "reloaded": fit._last_train_dl_reload_epoch,
+        "stepped": epoch._batches_that_stepped,
+        "window": _window(trainer),
+        "is_last_batch": epoch.batch_progress.is_last_batch,
+        "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
+        "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
+        "since_validation_s": time.monotonic() - (getattr(trainer, "_last_val_time", None) or time.monotonic()),
+        # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
+        "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
+    }
+
+
+@torch.no_grad()
+def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
+    """Put ``state`` in place, after the gradients were zeroed, and DDP has made all ranks alike."""
+    epoch = trainer.fit_loop.epoch_loop
+    module = trainer.lightning_module
+    trainer.should_stop |= state.get("stopped") == limits_of(trainer)  # older checkpoints do not say
+    epoch._batches_that_stepped = state["stepped"]
+    if epoch.val_loop._combined_loader is not None:
+        epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
+        epoch.val_loop._seen_batches_per_dataloader.update(state["val_batches"])
+    if getattr(trainer, "_last_val_time", None) is not None:
+        trainer._last_val_time = time.monotonic() - state["since_validation_s"]
+    if state["syncs_buffers"] is not None and hasattr(trainer.model, "require_forward_param_sync"):
+        trainer.model.require_forward_param_sync = state["syncs_buffers"]
+    if (averages := averaged_models_of(trainer)) is not None:
+        averages.go_on(state["averaged"])
+    parameters = dict(module.named_parameters())
+    for name, gradient in state["gradients"].items():
+        parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+    for name, value in state["buffers"].items():
+        _put_buffer(module, name, value, trainer.strategy.root_device)
+
+
+def keep_weight(trainer: Any, state: dict[str, Any]) -> None:
+    r"""Have gradients in accumulation count as the batches in whose place they stand, where a resume has put the next
+    batch elsewhere in a window of ``accumulate_grad_batches``; what they lose is told.
+
+    .. math:: g \leftarrow \frac{p / k'}{m / k} g
+
+    They are of :math:`m` batches of :math:`k`, and the next batch is number :math:`p` of :math:`k'`, from 0 on.
+    """
+    gradients = state["gradients"]
+    then = state.get("window")
+    now = _window(trainer)
+    if then is None or now is None or list(then) == now or state["is_last_batch"]:
+        return
+    (made, size) = then
+    (place, length) = now
+    if made and place and gradients:
+        factor = (place / length) / (made / size)
+        state["gradients"] = {name: gradient * factor for name, gradient in gradients.items()}
+        outcome = f"count as {place} of the {length} batches of the window that goes on"
+    elif made and gradients:
+        outcome = "are lost, as the next batch begins a window"
+    elif place:
+        outcome = f"are none: the first optimizer step has those of {length - place} batches, divided by {length}"
+    else:
+        return
+    log.warning(
+        "Rank %d: with other batches, or another `accumulate_grad_batches`, than when the checkpoint was made, the "
+        "gradients of %d batches that were in accumulation %s.", trainer.global_rank, made, outcome,
+    )  # fmt: skip
+
+
+def _window(trainer: Any) -> list[int] | None:
+    """Return how many batches of a window are behind, and how many it has; None where Lightning does not accumulate."""
+    loop = trainer.fit_loop.epoch_loop
+    is_led = "_accumulated_batches_reached" in vars(loop)  # by `AccumulationWindows`, with a state of its own
+    if is_led or updates_of(trainer) is not None or not trainer.lightning_module.automatic_optimization:
+        return None
+    size = trainer.accumulate_grad_batches
+    return [loop.batch_progress.current.ready % size, size]
+
+
+def limits_of(trainer: Any) -> list[float | None]:
+    """Return what ends training: where it is another one at a resume, training goes on although it was stopped."""
+    timers = [getattr(timer, "_duration", None) for timer in callbacks_of(trainer, "Timer")]
+    return [trainer.max_epochs, trainer.max_steps, *timers]
+
+
+def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
+    """Copy in place where there is one like it; assign a cache that training has made, or made larger."""
+    path, _, last = name.rpartition(".")
+    owner = module.get_submodule(path)
+    buffer = getattr(owner, last, None)
+    if isinstance(buffer, torch.Tensor) and buffer.shape == value.shape and buffer.dtype == value.dtype:
+        buffer.copy_(value)
+    elif last in owner._buffers:
+        owner._buffers[last] = value.to(device if buffer is None else buffer.device, copy=True)
+    else:
+        owner.register_buffer(last, value.to(device, copy=True), persistent=False)
+
+
+def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return those that the next backward pass adds to. In automatic optimization others are zeroed before it."""
+    module = trainer.lightning_module
+    accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
+    if module.automatic_optimization and not accumulates:
+        return {}
+    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
+
+
+def _buffers(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's."""
+    module = trainer.lightning_module
+    saved = set() if trainer.world_size > 1 else module.state_dict().keys()
+    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}

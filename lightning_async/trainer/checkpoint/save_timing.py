@@ -1,4 +1,7 @@
-"""What a user has asked of checkpoints, and whether one is due."""
+"""What a user has asked of checkpoints, whether one is due, and how ranks hear of it.
+
+`Settings` holds the first, `SaveClock` the second; by `DelayedGather` ranks in step tell each other what they ask for.
+"""
 
 from __future__ import annotations
 
@@ -86,17 +89,17 @@ class SaveClock:
         self._put_off = False
 
     def due_by_steps(self, step: int, epoch_end: bool) -> bool:
-        """Whether a save is due on every rank, whatever the time."""
+        """Return whether a save is due on every rank, whatever the time."""
         return self._put_off or self._policy.due(SaveProgress(step, self.saved_step, 0.0, math.inf, epoch_end))
 
     def due(self, step: int, epoch_end: bool) -> bool:
-        """Whether a save is due on this rank."""
+        """Return whether a save is due on this rank."""
         since = time.monotonic() - self._saved_at
         progress = SaveProgress(step, self.saved_step, since, self._costs.of_one, epoch_end)
         return self._put_off or self._policy.due(progress)
 
     def asks(self, settings: Settings, busy: bool, step: int, ahead: int, epoch_end: bool) -> bool:
-        """Whether a save is due and to begin; one that shall not wait for the one before is put off, or left out.
+        """Return whether a save is due and to begin; one that does not wait is put off, or left out.
 
         Args:
             busy: the one before is still being written.
@@ -114,18 +117,18 @@ class SaveClock:
         return False
 
     def put_off(self) -> None:
-        """One is due while another is being written: it stays so, also where the end of an epoch is over by then."""
+        """Keep a save due that is due while another is written, also where the end of an epoch is over by then."""
         self._put_off = True
 
     def saved(self, step: int) -> None:
-        """A save has begun, or one that was due is left out."""
+        """Note that a save has begun, or that one that was due is left out."""
         self.saved_step = step
         self._saved_at = time.monotonic()
         self._put_off = False
 
 
 def manifest_of(trainer: Any, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
-    """What the manifest of a save tells; after an ``exception`` no metric is computed, which may wait for others."""
+    """Return what a save's manifest tells; after an ``exception`` compute no metric, which may wait for others."""
     metrics = {}
     known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
     for name, value in known.items():
@@ -148,19 +151,17 @@ def _notes(trainer: Any, exception: BaseException | None) -> dict[str, Any]:
 
 
 def was_stopped(trainer: Any, notes: Mapping[str, Any]) -> bool:
-    """Whether a callback had stopped the training that has left these notes, and its limits are the same now."""
+    """Return whether a callback had stopped the training that has left these notes, under the limits of now."""
     return notes.get("stopped") == limits_of(trainer)
 
 
 def is_last(trainer: Any) -> bool:
-    """Whether training ends with this epoch."""
+    """Return whether training ends with this epoch."""
     fit = trainer.fit_loop
     epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
     steps = 0 <= fit.max_steps <= trainer.global_step
     return epochs or steps or (trainer.should_stop and fit._can_stop_early)  # else `min_epochs` have yet to come
 
-
-# What each rank says with every step, known to all at the next one: none waits, and all decide alike.
 
 _DEADLINE = timedelta(minutes=30)
 _GOODBYE = timedelta(seconds=2)
@@ -168,7 +169,9 @@ _made = itertools.count(1)
 
 
 class DelayedGather:
-    """Rows of numbers, gathered beside training. All ranks take every step together, and call this alike.
+    """Rows of numbers that each rank says with every step, known to all at the next one: none waits.
+
+    All ranks take every step together, and call this alike.
 
     Args:
         collectives: a communicator of its own, for CPU tensors; closed by `close` if ``owned``.
@@ -181,13 +184,13 @@ class DelayedGather:
         self._pending: Pending[Tensor] | None = None
 
     def hear(self) -> list[list[float]]:
-        """Every rank's row of the last step, by rank; none before the first, and none twice."""
+        """Return every rank's row of the last step, by rank; none before the first, and none twice."""
         pending = self._pending
         self._pending = None
         return [] if pending is None else pending.result().tolist()  # of a step ago: it has long arrived
 
     def say(self, row: Sequence[float]) -> None:
-        """This rank's row; what was said before must have been heard."""
+        """Send this rank's row; what was said before must have been heard."""
         assert self._pending is None
         self._pending = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
 
@@ -208,7 +211,7 @@ class DelayedGather:
             self._pending = None
 
     def close(self) -> None:
-        """Training is over."""
+        """Wait a moment for the last row, and close."""
         if self._pending is not None:
             self._pending.wait(_GOODBYE)
             self._pending = None
@@ -217,7 +220,7 @@ class DelayedGather:
 
 
 def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
-    """Over the ranks of a Trainer; None where there is one. All ranks call it together.
+    """Return a gather over the ranks of a Trainer; None where there is one. All ranks call it together.
 
     Args:
         owner: names who needs it, for messages.

@@ -1,7 +1,9 @@
-"""When to save, and what, of ranks that take every step together.
+"""When the ranks of a fit save, and what each of them writes.
 
-What is due on one rank's clock is heard by all a step later, so that all save after the same batch. What is due by the
-number of steps, as every rank knows it, is saved at once.
+`Checkpointing` has one of three: `LockstepSaves`, where ranks take every step together; `AsyncSaves`, where replicas go
+at their own pace between sync points; `ServerSaves`, where weights are on servers. Each answers the same calls:
+`boundary` at every safe point, `fail` when training ends by an exception, `end` when it ends well. The last save of the
+last two is a `BarrierSave`, which all ranks make together at a sync point.
 """
 
 from __future__ import annotations
@@ -27,19 +29,21 @@ from lightning_async.trainer.loops.preemption import Preemption
 
 log = logging.getLogger(__name__)
 
-
 FAILED_S = 10.0
-"""For what is still being written when training has failed: the writer goes on without its trainer."""
+"""Time for what is still being written when training has failed: the writer goes on without its trainer."""
 _TOGETHER = timedelta(seconds=5)
-"""For all ranks to notice what a signal to all of them has broken; who sends it leaves them little time."""
+"""Time for all ranks to notice what a signal to all of them has broken; who sends it leaves them little time."""
 _PLACES = 2.0
 """The first number that says where a rank has failed; less says whether one was told to stop."""
 _WHERE = ("batch", "batch end", "validation", "epoch")
-"""See `Resume`."""
+"""The safe points, as `Resume.where` names them."""
 
 
 class LockstepSaves:
     """Saves of ranks that take every step together, and of a single one.
+
+    What is due on one rank's clock is heard by all a step later, so that all save after the same batch. What is due by
+    the number of steps, as every rank knows it, is saved at once.
 
     Args:
         trainer: in training.
@@ -65,13 +69,13 @@ class LockstepSaves:
         """That the last save holds."""
 
     def expect(self, resume: Resume) -> None:
-        """Optimizers have stepped, and have their state now: have memory for saves of it."""
+        """Have memory for saves of the state that optimizers have, now that they have stepped."""
         shared, checkpoint = collect(self._trainer, ALIKE, pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
         self._saver.expect(self._trainer.global_step, self._group, shared, own)
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
-        """A safe point, on all ranks; within a validation of a rank alone."""
+        """Save at this safe point if that is due: on all ranks, within a validation on a rank alone."""
         trainer = self._trainer
         saver = self._saver
         clock = self._clock
@@ -105,7 +109,7 @@ class LockstepSaves:
         self._save("the end" if last else "due", resume)
 
     def _asked(self, mine: list[bool]) -> list[bool]:
-        """What any rank asked for a step ago; one rank alone, what it asks for now."""
+        """Return what any rank asked for a step ago; for one rank alone, what it asks for now."""
         if self._lagged is None:
             return mine
         rows = self._lagged.hear() or [[0.0] * len(mine)]
@@ -137,7 +141,7 @@ class LockstepSaves:
 
     def _save(self, reason: str, resume: Resume, alone: bool = False) -> None:
         trainer = self._trainer
-        self._number = self._number + 1
+        self._number += 1
         step = trainer.global_step
         shared, checkpoint = collect(trainer, ALIKE, pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture()}
@@ -151,7 +155,7 @@ class LockstepSaves:
         self._batches = batches(trainer)
 
     def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
-        """Save alone, whatever the others do: what is equal on all ranks is whole on this one. Whether that was done.
+        """Save alone, whatever the others do, and return whether that was done: what all have equal is whole here.
 
         A rank that finds another one's checkpoint of the same step leaves it at that. Where a signal has told all ranks
         to go, and broken the same of all, they save together.
@@ -185,14 +189,14 @@ class LockstepSaves:
         return bool(rows) and all(row[-1] == place for row in rows)
 
     def end(self) -> None:
-        """The last save was made at the end of the last epoch; who looks for it next finds it."""
+        """Wait until the last save, made at the end of the last epoch, is written: who looks for it next finds it."""
         finish(self._trainer, self._saver)
 
     def give_up(self) -> None:
-        """All ranks have handed over their parts, or none."""
+        """Do nothing: all ranks have handed over their parts, or none."""
 
     def close(self) -> None:
-        """Training is over."""
+        """Close the communicator of requests."""
         if self._lagged is not None:
             self._lagged.close()
 
@@ -202,109 +206,36 @@ def _failed(rows: Sequence[Sequence[float]]) -> bool:
     return any(row[-1] >= _PLACES for row in rows)
 
 
-def finish(trainer: Any, saver: Saver) -> None:
-    """All are here until the last one has written: a launcher may end those that are left when one has gone."""
-    saver.wait(PATIENCE_S, settled=True)
-    trainer.strategy.barrier("the checkpoint is written")
+class _SyncPointSaves:
+    """What `AsyncSaves` and `ServerSaves` share; does nothing at sync points, see `SyncPointParticipant`."""
+
+    _known: int
+    _averager: Any
+
+    @property
+    def known(self) -> int:
+        """The last save that all ranks know of."""
+        return max(self._known, self._averager.marks.saved)
+
+    def close(self) -> None:
+        """Do nothing: nothing is held."""
+
+    def come(self) -> None: ...
+
+    def stand(self) -> None: ...
+
+    def go(self, waited_s: float) -> None: ...
+
+    def leave(self) -> None: ...
+
+    def resume(self) -> None: ...
 
 
-def batches(trainer: Any) -> int:
-    """That were trained on, the one included whose hooks may still run."""
-    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+class AsyncSaves(_SyncPointSaves):
+    """Saves of asynchronous replicas.
 
-
-def refuse(trainer: Any, resume: Resume) -> bool:
-    """Say that this moment cannot be saved; False."""
-    log.warning(
-        "Rank %d: this moment is in no checkpoint: %s.", trainer.global_rank, resume.points.step_position.within.value
-    )
-    return False
-
-
-# A save where all replicas stand at a gate, with one model: all that is equal on them is there once.
-
-
-class BarrierSave(NamedTuple):
-    """Who saves.
-
-    Args:
-        trainer: its replica.
-        saver: of this rank.
-        resume: knows this rank's place.
-        group: the ranks that see this rank's directory.
-    """
-
-    trainer: Any
-    saver: Saver
-    resume: Resume
-    group: Sequence[int]
-
-
-def save(met: BarrierSave, reason: str, wanted: bool = True, queue: bool = False) -> tuple[int, int, list[int]] | None:
-    """All ranks call this together; the number, the step and the ranks of the save, where any has ``wanted`` it.
-
-    Args:
-        reason: for the manifest.
-        queue: leave this rank's part out where the saves before it are not written yet, rather than wait for them.
-    """
-    trainer = met.trainer
-    saver = met.saver
-    strategy = trainer.strategy
-    averager = trainer.strategy.averager
-    names = names_of(trainer)
-    mine = [wanted, averager.marks.saved, int(averager.global_step()), names.mine]
-    wishes, known, steps, ranks = zip(*strategy.world.gather_objects(mine), strict=True)
-    if not any(wishes):
-        return None
-    alone = len(ranks) < names.started  # one that is lost may have saved alone, as the next number, at this very step
-    number = max(known) + 1 + alone
-    step = max(steps)
-    averager.marks.begin(number)
-    ranks = [rank for rank in sorted(ranks) if rank in met.group]
-    strategy.world.asynchronous, before = (
-        True,
-        strategy.world.asynchronous,
-    )  # metrics are this rank's: no other computes them
-    try:
-        states = strategy.states_here() if strategy.served else nullcontext()
-        with met.resume.as_it_was() as state, states:
-            alike = strategy.alike if strategy.served else REPLICAS
-            shared, checkpoint = collect(trainer, alike, state.callbacks, saver.pickles)
-            shared["averaging"] = averager.state_dict()
-            own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
-            saver.save(number, step, ranks, shared, own, manifest_of(trainer, reason), queue)
-    except SaveBusy as error:
-        log.warning("Rank %d leaves out its part of save %d: %s", names.mine, number, error)
-    finally:
-        strategy.world.asynchronous = before
-    return number, step, ranks
-
-
-def end(met: BarrierSave, reason: str) -> None:
-    """The last save, by all ranks; one whose ranks are not left is repeated by those that are."""
-    while not _is_whole(met, reason):
-        log.warning("Rank %d: the last save was one with ranks that are lost: those that are left save once more.",
-                    names_of(met.trainer).mine)  # fmt: skip
-
-
-def _is_whole(met: BarrierSave, reason: str) -> bool:
-    """Whether nobody was lost on the way, or what was saved is whole all the same; the answer is that of all."""
-    saved = save(met, reason)
-    assert saved is not None
-    number, _, ranks = saved
-    finish(met.trainer, met.saver)
-    whole = met.saver.is_committed(number) or not names_of(met.trainer).lost.intersection(ranks)
-    return all(met.trainer.strategy.world.gather_objects(whole))
-
-
-# When to save, and what, of replicas that drift.
-#
-# A save belongs to a round. The rank on which one is due has the next round marked; of what that makes, each
-# rank that takes part keeps a share, and with it, at its own next batch boundary, its own state. Nobody waits.
-
-
-class AsyncSaves:
-    """Saves of replicas that drift.
+    A save belongs to a round. The rank on which one is due has the next round marked; of what that makes, each rank
+    that takes part keeps a share, and with it, at its own next batch boundary, its own state. Nobody waits.
 
     Args:
         trainer: in training.
@@ -313,7 +244,7 @@ class AsyncSaves:
         number: of the last save in the directory.
         group: the ranks that see this rank's directory. All must, unless every step is synchronous: then each
             directory has all that is needed.
-        resume: knows this rank's place, from its first batch on: it may wait at a gate before its first boundary.
+        resume: knows this rank's place, from its first batch on: it may wait at a sync point before its first boundary.
 
     Raises:
         ValueError: they do not.
@@ -334,20 +265,15 @@ class AsyncSaves:
         self._group = group
         self._known = number
         self._asked = False
-        self._averager: Any = None
+        self._averager = None
         self._left = left
         self._attach()
         self._clock = SaveClock(settings.save, saver.costs, self._averager.global_step())
         self._resume = resume
         self._began = batches(trainer)
 
-    @property
-    def known(self) -> int:
-        """The last save that all ranks know of."""
-        return max(self._known, self._averager.marks.saved)
-
     def _attach(self) -> None:
-        """Averaging may have begun anew."""
+        """Follow the strategy's averager, which is another one where averaging has begun anew."""
         before = self._averager
         self._averager = self._trainer.strategy.averager
         if before is self._averager:
@@ -365,7 +291,7 @@ class AsyncSaves:
         self._asked = False
 
     def expect(self, resume: Resume) -> None:
-        """Optimizers have stepped, and have their state now: have memory for saves of it, and of what was agreed on."""
+        """Have memory for saves of the state that optimizers have, having stepped, and of what was agreed on."""
         _, checkpoint = collect(self._trainer, frozenset(), pickles=self._saver.pickles)
         own = {"checkpoint": checkpoint, "resume": resume.capture(), "replica": self._averager.marks.replica()}
         rule = sum(
@@ -377,7 +303,7 @@ class AsyncSaves:
         self._saver.expect(self._trainer.global_step, [names_of(self._trainer).mine], {}, own, agreed)
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
-        """A safe point of this rank's; a signal is a vote, by which all leave."""
+        """Ask for a save at this safe point if one is due; a signal is a vote, by which all leave."""
         if resume.where == "validation":
             return
         self._attach()
@@ -391,7 +317,7 @@ class AsyncSaves:
             self._averager.marks.ask()
 
     def _follow(self) -> None:
-        """Hear of saves, and of ranks that are lost: what these had asked for may be lost with them."""
+        """Hear of saves, and of lost ranks: what these had asked for may be lost with them."""
         left = names_of(self._trainer).left
         saved = self._averager.marks.saved
         if left != self._left:
@@ -410,13 +336,13 @@ class AsyncSaves:
         self._clock.saved(self._averager.global_step())
 
     def give_up(self) -> None:
-        """Training is over: nobody waits for this rank's part of a round that was marked meanwhile."""
+        """Tell that this rank's part of a round that was marked meanwhile does not come: training is over."""
         self._give_up(self._averager.marks.lost(all=True), "its training ended before its next batch boundary")
 
     def _give_up(
         self, marks: list[Mark], why: str = "another round had come before this replica's next batch boundary"
     ) -> None:
-        """Nobody waits for this rank's part of these."""
+        """Tell that this rank's part of these does not come, so that nobody waits for it."""
         for number, step, members in marks:
             log.warning("Rank %d comes too late for its part of save %d.", names_of(self._trainer).mine, number)
             self._saver.give_up(number, step, why, self._ranks(members))
@@ -447,12 +373,12 @@ class AsyncSaves:
                 log.warning("Rank %d leaves out its part of save %d: %s", names_of(self._trainer).mine, number, error)
 
     def _ranks(self, members: Sequence[str]) -> list[int]:
-        """Who is to save, of those that take part in a mark, by their names for life."""
+        """Return the stable ids of the ranks that save, of those that take part in a mark."""
         names = members if self._live_ranks is None else tuple(map(self._live_ranks.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
     def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
-        """Save this replica alone, whatever the others do; all go on from its model. Whether that was done."""
+        """Save this replica alone, and return whether that was done; all go on from its model."""
         trainer = self._trainer
         averager = self._averager
         if batches(trainer) == self._began:
@@ -469,37 +395,21 @@ class AsyncSaves:
             return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def end(self, reason: str = "the end") -> None:
-        """All ranks are here, with one model."""
-        end(BarrierSave(self._trainer, self._saver, self._resume, self._group), reason)
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    # ---- at gates, see `SyncPointParticipant` ----
-
-    def come(self) -> None: ...
+        """Make the last save; all ranks are here, with one model."""
+        BarrierSave(self._trainer, self._saver, self._resume, self._group).end(reason)
 
     def stand(self) -> None:
-        """Where this rank waits, it takes part in the rounds of others."""
+        """Save this rank's part of the rounds of others, in which it takes part while it waits at a sync point."""
         self._take()
 
-    def go(self, waited_s: float) -> None: ...
 
-    def leave(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-
-# When to save, and what, of workers whose weights are on servers.
-#
-# The rank on which a save is due calls all together, see `CollectiveActions`. Where they meet no push is under way, and
-# all have the servers' weights of one version: each writes its part of these and of the optimizer's state, and
-# what is its own. They train on while it is written. In synchronous mode the call goes with a step, and all
-# meet behind it.
-
-
-class ServerSaves:
+class ServerSaves(_SyncPointSaves):
     """Saves of workers of a parameter server.
+
+    The rank on which a save is due calls all together, see `CollectiveActions`. Where they meet no push is under way,
+    and all have the servers' weights of one version: each writes its part of these and of the optimizer's state, and
+    what is its own. They train on while it is written. In synchronous mode the call goes with a step, and all meet
+    behind it.
 
     Args:
         trainer: in training.
@@ -539,19 +449,14 @@ class ServerSaves:
         self._known = number
         self._asked = False
         self._waited_s = 0.0
-        self._averager: Any = None
+        self._averager = None
         self._attach()
         self._clock = SaveClock(settings.save, saver.costs, self._step)
         self._began = batches(trainer)
 
     @property
-    def known(self) -> int:
-        """The last save that all ranks know of."""
-        return max(self._known, self._averager.marks.saved)
-
-    @property
     def _step(self) -> int:
-        """In synchronous mode equal on all ranks that have data, so that what is due by steps is due on all."""
+        """The step; in synchronous mode equal on all ranks with data, so that what is due by steps is due on all."""
         return self._averager.step if self._in_step else self._averager.global_step()
 
     @property
@@ -559,7 +464,7 @@ class ServerSaves:
         return self._trainer.strategy.mode == "sync"
 
     def _attach(self) -> None:
-        """Training may have begun anew, or with others."""
+        """Follow the strategy's averager, which is another one where training has begun anew, or with others."""
         before = self._averager
         self._averager = self._trainer.strategy.averager
         if before is self._averager:
@@ -573,7 +478,7 @@ class ServerSaves:
         self._asked = False
 
     def expect(self, resume: Resume) -> None:
-        """Optimizers have stepped, and have their state now: have memory for saves of it."""
+        """Have memory for saves of the state that optimizers have, now that they have stepped."""
         strategy = self._trainer.strategy
         with strategy.states_here():
             shared, checkpoint = collect(self._trainer, strategy.alike, pickles=self._saver.pickles)
@@ -581,7 +486,7 @@ class ServerSaves:
             self._saver.expect(self._trainer.global_step, self._group, shared, own)
 
     def boundary(self, resume: Resume, preempted: Preemption) -> None:
-        """A safe point of this rank's; a signal is a vote, by which all leave."""
+        """Ask for a save at this safe point if one is due; a signal is a vote, by which all leave."""
         if resume.where == "validation":
             return
         self._attach()
@@ -593,7 +498,7 @@ class ServerSaves:
             self._call()
 
     def _follow(self) -> None:
-        """Ranks may be lost, and saves with them."""
+        """Hear of lost ranks, and of saves that are lost with them."""
         left = names_of(self._trainer).left
         if left != self._left:
             self._left = left
@@ -603,21 +508,20 @@ class ServerSaves:
             self._clock.put_off()
 
     def save(self) -> None:
-        """All ranks are at a gate, with one model: save, if that is due on any of them."""
+        """Save, if that is due on any rank; all are at a sync point, with one model."""
         self._attach()
-        if save(self._met, "due", self._asked, queue=self._settings.busy != "wait") is None:
+        if self._together().save("due", self._asked, queue=self._settings.busy != "wait") is None:
             return
         self._saver.costs.stalled_s += self._waited_s
         self._asked = False
         self._waited_s = 0.0
         self._clock.saved(self._step)
 
-    @property
-    def _met(self) -> BarrierSave:
+    def _together(self) -> BarrierSave:
         return BarrierSave(self._trainer, self._saver, self._resume, self._group)
 
     def fail(self, resume: Resume, exception: BaseException, reason: str = "exception") -> bool:
-        """Save what the servers have, and this worker's place, whatever the others do. Whether that was done."""
+        """Save what the servers have, and this worker's place, and return whether that was done."""
         trainer = self._trainer
         averager = self._averager
         if batches(trainer) == self._began:
@@ -635,27 +539,101 @@ class ServerSaves:
                 return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def end(self, reason: str = "the end") -> None:
-        """All ranks are here, with one model."""
+        """Make the last save; all ranks are here, with one model."""
         self._attach()
-        end(self._met, reason)
+        self._together().end(reason)
 
     def give_up(self) -> None:
-        """Training is over: there is nothing that others wait for."""
-
-    def close(self) -> None:
-        """Nothing to let go of."""
-
-    # ---- at gates, see `SyncPointParticipant` ----
-
-    def come(self) -> None: ...
-
-    def stand(self) -> None: ...
+        """Do nothing: others wait for nothing."""
 
     def go(self, waited_s: float) -> None:
-        """What a save costs, where the gate was for it."""
+        """Note what a save costs, where the sync point was for it."""
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self._waited_s = waited_s
 
-    def leave(self) -> None: ...
 
-    def resume(self) -> None: ...
+class BarrierSave(NamedTuple):
+    """A save that all ranks make together at a sync point, with one model: what all have equal is there once.
+
+    Args:
+        trainer: its replica.
+        saver: of this rank.
+        resume: knows this rank's place.
+        group: the ranks that see this rank's directory.
+    """
+
+    trainer: Any
+    saver: Saver
+    resume: Resume
+    group: Sequence[int]
+
+    def save(self, reason: str, wanted: bool = True, queue: bool = False) -> tuple[int, int, list[int]] | None:
+        """Save where any rank has ``wanted`` it, and return the save's number, step and ranks; all call this together.
+
+        Args:
+            reason: for the manifest.
+            wanted: this rank asks for it.
+            queue: leave this rank's part out where the saves before it are not written yet, rather than wait for them.
+        """
+        saver = self.saver
+        strategy = self.trainer.strategy
+        averager = strategy.averager
+        names = names_of(self.trainer)
+        mine = [wanted, averager.marks.saved, int(averager.global_step()), names.mine]
+        wishes, known, steps, ranks = zip(*strategy.world.gather_objects(mine), strict=True)
+        if not any(wishes):
+            return None
+        alone = len(ranks) < names.started  # a lost rank may have saved alone, as the next number, at this very step
+        number = max(known) + 1 + alone
+        step = max(steps)
+        averager.marks.begin(number)
+        ranks = [rank for rank in sorted(ranks) if rank in self.group]
+        before = strategy.world.asynchronous
+        strategy.world.asynchronous = True  # metrics are this rank's: no other computes them
+        try:
+            states = strategy.states_here() if strategy.served else nullcontext()
+            with self.resume.as_it_was() as state, states:
+                alike = strategy.alike if strategy.served else REPLICAS
+                shared, checkpoint = collect(self.trainer, alike, state.callbacks, saver.pickles)
+                shared["averaging"] = averager.state_dict()
+                own = {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
+                saver.save(number, step, ranks, shared, own, manifest_of(self.trainer, reason), queue)
+        except SaveBusy as error:
+            log.warning("Rank %d leaves out its part of save %d: %s", names.mine, number, error)
+        finally:
+            strategy.world.asynchronous = before
+        return number, step, ranks
+
+    def end(self, reason: str) -> None:
+        """Make the last save; the live ranks repeat one of whose ranks some were lost."""
+        while not self._is_whole(reason):
+            log.warning("Rank %d: the last save was one with ranks that are lost: those that are left save once more.",
+                        names_of(self.trainer).mine)  # fmt: skip
+
+    def _is_whole(self, reason: str) -> bool:
+        """Save, and return whether nobody was lost on the way, or the save is whole all the same; the same on all."""
+        saved = self.save(reason)
+        assert saved is not None
+        number, _, ranks = saved
+        finish(self.trainer, self.saver)
+        whole = self.saver.is_committed(number) or not names_of(self.trainer).lost.intersection(ranks)
+        return all(self.trainer.strategy.world.gather_objects(whole))
+
+
+def finish(trainer: Any, saver: Saver) -> None:
+    """Wait until the last rank has written: a launcher may end the live ranks when one has gone."""
+    saver.wait(PATIENCE_S, settled=True)
+    trainer.strategy.barrier("the checkpoint is written")
+
+
+def batches(trainer: Any) -> int:
+    """Return how many batches were trained on, the one included whose hooks may still run."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+
+def refuse(trainer: Any, resume: Resume) -> bool:
+    """Warn that this moment cannot be saved, and return False."""
+    log.warning(
+        "Rank %d: this moment is in no checkpoint: %s.", trainer.global_rank, resume.points.step_position.within.value
+    )
+    return False

@@ -1,7 +1,7 @@
 """Batches of unequal size, so that ranks of unequal speed take equally long for one; those of a step add up.
 
-All ranks decide together, of the same numbers: at the start of an epoch, or within it at a gate. What is left of the
-epoch is then dealt out by steps, so that each sample is trained on once, and a step has as many as ever.
+All ranks decide together, of the same numbers: at the start of an epoch, or within it at a sync point. What is left of
+the epoch is then dealt out by steps, so that each sample is trained on once, and a step has as many as ever.
 
     each rank: its speed ---> all ranks: sizes ---> what is left of the epoch, dealt out ---> each rank's loader
 """
@@ -22,15 +22,14 @@ from lightning_async.trainer.namespace import Undo, replace, take_back
 
 log = logging.getLogger(__name__)
 
-
 _GAIN = 0.05
-"""Less than this share of a step's time is not worth the gate."""
+"""Less than this share of a step's time is not worth the sync point."""
 _MEASURED = 5
 """So many batches must have been measured, for a speed to be known."""
 
 
 class Bounds(NamedTuple):
-    """Of the samples in a batch of one rank.
+    """Bounds of the samples in a batch of one rank.
 
     Args:
         minimum: at least so many.
@@ -41,8 +40,11 @@ class Bounds(NamedTuple):
     maximum: int | None = None
 
     def sizes(self, total: int, speeds: Iterable[float], rooms: Iterable[int]) -> list[int]:
-        """See `batch_sizes`. A rank without memory for its part has the smaller one for which it has ``rooms``, as long
-        as the others can take the rest of a step; else it trains on its part in pieces."""
+        """Return `batch_sizes` within the bounds.
+
+        A rank without memory for its part has the smaller one for which it has ``rooms``, as long as the others can
+        take the rest of a step; else it trains on its part in pieces.
+        """
         v = list(speeds)
         rooms = list(rooms)
         most = min(total, self.maximum or total)
@@ -54,7 +56,7 @@ class _Said(NamedTuple):
     """What a rank says of itself where all decide.
 
     Args:
-        name: for life.
+        name: its stable id.
         speed: samples per second; 0.0 while it is not known.
         room: samples for which it has memory at once, at most; 0: it does not know.
         wants: it has called the others together.
@@ -94,7 +96,7 @@ class Balancing:
         self.sizes: dict[str, int] = {}
         """By name, of every rank's batches."""
         self.wants = False
-        """This rank asks for other sizes, at the next gate."""
+        """This rank asks for other sizes, at the next sync point."""
         self._shares: Mapping[str, DataShard] = {}
         self._phase = 0
         """Of the epoch, as this has seen it last, see `EpochAssignment`."""
@@ -102,22 +104,22 @@ class Balancing:
         self._until_end: list[Undo] = []
 
     def install(self) -> list[Undo]:
-        """Patch, on top of all else that begins an epoch; returns what takes it back."""
+        """Patch, on top of all else that begins an epoch; return what takes it back."""
         loop = self._trainer.fit_loop.epoch_loop
         return [replace(loop, "on_run_start", self._begin), replace(loop, "run", self._run)]
 
     @property
     def name(self) -> str:
-        """This rank's, for life."""
+        """The stable id of this rank."""
         return self._epoch.called(self._trainer.strategy.sync_points.name)
 
     @property
     def is_off(self) -> bool:
-        """One has come, and what is left of the epoch was dealt out in other sizes."""
+        """A rank has joined, and what is left of the epoch was dealt out in other sizes."""
         return self._epoch.known and self._epoch.phase != self._phase
 
     def would_gain(self) -> bool:
-        """Whether other sizes would shorten a step, by what headers say of all ranks' speeds."""
+        """Return whether other sizes would shorten a step, by what headers say of all ranks' speeds."""
         epoch = self._epoch
         paces = self._trainer.strategy.sync_points.paces
         speeds = {epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
@@ -129,17 +131,13 @@ class Balancing:
     def _begin(self, original: Any) -> Any:
         def on_run_start(data_fetcher: Any) -> None:
             epoch = self._epoch
-            share = self._epoch.mine()
+            share = epoch.mine()
             comes = epoch.first is not None or epoch.begins  # within the epoch of others
             original(data_fetcher)
             world = self._trainer.strategy.world
-            if (
-                not comes
-                and world is not None
-                and not world.asynchronous
-                and self._trainer.strategy.sync_points is not None
-            ):
-                self._begin_epoch(world, share)
+            if comes or world is None or world.asynchronous or self._trainer.strategy.sync_points is None:
+                return
+            self._begin_epoch(world, share)
 
         return on_run_start
 
@@ -169,7 +167,7 @@ class Balancing:
             )  # fmt: skip
 
     def _agree(self, said: list[_Said]) -> None:
-        """On the samples of a step: those that there were before one came, whoever is lost."""
+        """Agree on the samples of a step: those that there were before one came, whoever is lost."""
         self.total = next((each.total for each in said if each.total), 0) or sum(each.base for each in said)
         self.base = next(each.base for each in said if each.name == self.name)
 
@@ -191,9 +189,9 @@ class Balancing:
     # ---- within an epoch ----
 
     def decide(self, world: LightningCollectives) -> bool | None:
-        """All ranks are at a gate: if one of them asked for it, deal out the rest of the epoch; whether that pays.
+        """Deal out the rest of the epoch, if a rank has asked for it; all are at a sync point. Returns whether it pays.
 
-        None: nobody has asked, or it is not known: somebody's speed, or what is left, as one rank is not between two
+        None: nobody has asked, or somebody's speed is not known, or what is left, as one rank is not between two
         batches of this epoch.
         """
         epoch = self._epoch
@@ -246,7 +244,7 @@ class Balancing:
         return _Said(self.name, speed, self._room() or 0, self.wants, ready, base, total, places)
 
     def _sizes(self, said: list[_Said]) -> dict[str, int]:
-        """As they are, where others would gain little."""
+        """Return sizes by speed; where these would gain little, the sizes of now."""
         sizes = self._bounds.sizes(self.total, [each.speed for each in said], [each.room for each in said])
         found = {each.name: size for each, size in zip(said, sizes, strict=True)}
         speeds = {each.name: each.speed for each in said}
@@ -296,10 +294,10 @@ class Balancing:
 
 
 def _sizes_in(shares: Mapping[str, DataShard]) -> dict[str, int]:
-    """Of the batches that were dealt out, whoever has done so."""
+    """Return the sizes of the batches that were dealt out, whoever has done so."""
     return {name: told["batch_size"] for name, each in shares.items() for told, _ in each.loaders if told is not None}
 
 
 def _speed(pace: Pace) -> float:
-    """Samples per second; 0.0 where it is not known."""
+    """Return samples per second; 0.0 where it is not known."""
     return pace.samples / pace.batch_s if pace.is_known else 0.0

@@ -1,4 +1,10 @@
-"""Ranks are lost: the others train, at the end of the epoch, on what those had not shared of it."""
+"""Who has which batches of the epoch under way, and who trains on those of lost ranks.
+
+`EpochAssignment` holds what each rank has of the epoch, and how far it is. With it `LostRankData` has the live ranks
+train, at the end of the epoch, on what lost ranks had left of it, and `JoinerData` deals out the rest of the epoch when
+a rank joins. `go_on_with` gives Lightning's loop other batches than its loaders were made for; `EmptyShards` keeps a
+rank without data in every epoch.
+"""
 
 from __future__ import annotations
 
@@ -33,141 +39,13 @@ from lightning_async.trainer.protocols import AsyncStrategyView
 log = logging.getLogger(__name__)
 
 
-# A rank without data trains for no batch, but goes through every epoch: its callbacks take part in gates.
-
-
-class EmptyShards:
-    """Patches how the fit loop takes its data.
-
-    Args:
-        strategy: its collectives.
-        trainer: its fit loop and its module.
-    """
-
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
-        self._seen_loader: Any = None
-
-    def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
-        return [
-            replace(self._trainer.fit_loop, "setup_data", self._setup_data),
-            set_for_now(self._trainer.lightning_module, "allow_zero_length_dataloader_with_multiple_devices", True),
-        ]
-
-    def _setup_data(self, original: Any) -> Any:
-        def setup_data() -> None:
-            original()
-            fit = self._trainer.fit_loop
-            trainer = self._trainer
-            world = self._strategy.world
-            loader = fit._combined_loader
-            if loader is None or loader is self._seen_loader or world is None:
-                return
-            self._seen_loader = loader
-            lengths = world.gather_objects(fit.max_batches)
-            if fit.max_batches == 0 and any(lengths):
-                fit.max_batches = float("inf")
-                trainer.val_check_batch = float("inf")
-                fit._last_train_dl_reload_epoch = trainer.current_epoch
-
-        return setup_data
-
-
-# The epoch under way goes on with other batches than those that its loaders were made for.
-
-
-def follower(loader: Any) -> Source | None:
-    """What follows a loader's position, for checkpoints."""
-    owner = getattr(vars(loader).get("_get_iterator"), "source", None)
-    return owner if isinstance(owner, Source) else None
-
-
-def go_on_with(trainer: Any, share: DataShard, steps: int | None = None) -> list[Undo]:
-    """Lightning's loop has these batches from here on; returns what undoes it, last first, at the epoch's end.
-
-    Args:
-        trainer: between two batches.
-        share: begins with the number of this rank's next one.
-        steps: the number behind the last batch of all ranks, which have begun the epoch together. Default: this one has
-            come within it.
-    """
-    fit = trainer.fit_loop
-    epoch = fit.epoch_loop
-    fetcher = fit._data_fetcher
-    combined = fit._combined_loader
-    undo = end_at(trainer, share.end)
-    interval = validation_interval(trainer)
-    is_sized = not math.isinf(share.end)
-    if is_sized and isinstance(interval, float):  # of an epoch; who comes within it leaves those on the way to others
-        at_end = interval == 1.0 if steps is not None else share.first == 0
-        every = share.end if at_end else max(1, int((steps or share.end) * interval))
-        undo.append(set_for_now(trainer, "val_check_batch", every))
-    for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
-        if (source := follower(loader)) is None:
-            source = sources_of([loader])[0]
-            undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
-        loader._iterator = None  # of workers that persist
-        if not is_sized:  # they have a copy of a stream, as it is for now
-            undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
-        source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
-    iter(fetcher)
-    fetcher.length = share.end - share.first if is_sized else None
-    fetcher.done = False
-    epoch.batch_progress.is_last_batch = False
-    return undo
-
-
-def end_at(trainer: Any, end: float) -> list[Undo]:
-    """The epoch has so many batches on this rank; returns what undoes it."""
-    total = None if math.isinf(end) else end
-    for bar in callbacks_of(trainer, "TQDMProgressBar"):
-        bar.train_progress_bar.total = total
-    for bar in callbacks_of(trainer, "RichProgressBar"):
-        if bar.progress is not None and bar.train_progress_bar_id is not None:
-            bar.progress.update(bar.train_progress_bar_id, total=total)
-    return [set_for_now(trainer.fit_loop, "max_batches", end)]
-
-
-def train_on(trainer: Any, share: DataShard) -> None:
-    """The epoch has come to its end, and goes on, by Lightning's own loop, with these batches."""
-    epoch = trainer.fit_loop.epoch_loop
-    fetcher = trainer.fit_loop._data_fetcher
-    undo = [replace(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
-    try:
-        while not epoch.done:
-            try:
-                epoch.advance(fetcher)
-                epoch.on_advance_end(fetcher)
-            except StopIteration:
-                break
-            finally:
-                epoch.on_iteration_done()
-    finally:
-        take_back(undo)
-    epoch.batch_progress.is_last_batch = True
-
-
-def _within_epoch(original: Any) -> Any:
-    """Schedulers that step with an epoch have done so with the last batch of this rank's own."""
-
-    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-        if interval != "epoch" or update_plateau_schedulers:
-            original(interval, update_plateau_schedulers)
-
-    return update_lr_schedulers
-
-
-# Who has which batches of the epoch under way, and how far each is, as far as this rank has been told.
-
 _PHASES = 2**9
 _BATCHES = 2**28
-"""Of a place: how often an epoch was dealt out anew, at most, and how many batches it has; with the epoch, 53 bits."""
+"""How often an epoch is dealt out anew, at most, and how many batches it has: with its number, 53 bits of a place."""
 
 
 class EpochAssignment:
-    """Of all ranks, by the names that they have for life.
+    """What each rank has of the epoch under way, and how far it is, as this rank has been told; by stable ids.
 
     Args:
         trainer: in a fit; its strategy has `RankMap`.
@@ -201,7 +79,7 @@ class EpochAssignment:
         """What those that places are heard of from mean by a name."""
 
     def forget(self) -> None:
-        """Another epoch begins, or another training."""
+        """Forget all, as another epoch begins, or another training."""
         self.known = False
         self.shares = {}
         self.places = {}
@@ -212,32 +90,32 @@ class EpochAssignment:
         self.has_none = False
 
     def deal(self, shares: Mapping[str, DataShard]) -> None:
-        """From here on this is what each has."""
+        """Note what each has from here on."""
         self.shares = shares
-        self.phase = self.phase + 1
+        self.phase += 1
         self._gone = set()
 
     def take_part(self, name: str) -> None:
-        """This rank, by its name, has its part of what was dealt, as checkpoints say; or none, where that was short."""
+        """Note this rank's part of what was dealt, as checkpoints say; or none, where that was short."""
         names = list(self.shares)
         self.has_none = not self.known or name not in names
         self.dealt = [] if self.has_none else [names.index(name), len(names)]
 
     def plain(self) -> dict[str, list[Any]]:
-        """The shares, to be told."""
+        """Return the shares as plain values."""
         return {name: list(share) for name, share in self.shares.items()}
 
     def gone(self) -> list[str]:
-        """Those that were lost since it was dealt out, whoever has come back by their names."""
+        """Return those that were lost since it was dealt out, whoever has come back by their names."""
         self._gone |= self.shares.keys() - set(self._trainer.strategy.live_ranks.names)
         return sorted(self._gone & self.shares.keys())
 
     def place(self, batch: int) -> float:
-        """What is told of a rank that comes to this batch: grows over phases and epochs."""
+        """Return what is told of a rank that comes to this batch: grows over phases and epochs."""
         return self._now() * _BATCHES + batch
 
     def number(self, name: str) -> int:
-        """Of the first batch that a rank has not committed, of what it has now."""
+        """Return the number of the first batch that a rank has not committed, of what it has now."""
         now, number = divmod(int(self.places.get(name, 0.0)), _BATCHES)
         return number if now == self._now() else 0
 
@@ -245,15 +123,16 @@ class EpochAssignment:
         return self._trainer.current_epoch * _PHASES + min(self.phase, _PHASES - 1)
 
     def hear(self, sync_points: SyncPoints) -> None:
-        """Where averaging goes on with newcomers there are other gates, with other names: what the last told counts."""
+        """Learn the places that headers tell; where averaging goes on with joining ranks, other sync points do."""
         if self._sync_points is not None:
             self.learn({self.called(name): place for name, place in self._sync_points.places.items()})
         if sync_points is not self._sync_points:
-            self._sync_points, self.called = sync_points, self._trainer.strategy.live_ranks.called
+            self._sync_points = sync_points
+            self.called = self._trainer.strategy.live_ranks.called
             self.learn({self.called(name): place for name, place in sync_points.places.items()})
 
     def learn(self, places: Mapping[str, float]) -> None:
-        """Somebody knows that these are, at least, so far."""
+        """Note that ranks are at these places, at least."""
         for name, place in places.items():
             self.places[name] = max(place, self.places.get(name, 0.0))
 
@@ -264,19 +143,16 @@ class EpochAssignment:
         return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
 
     def whole(self) -> DataShard:
-        """What this rank's loaders have of any epoch that begins."""
-        return DataShard(
-            0, 0, 0, False, [told_of(loader) for loader in self._trainer.fit_loop._combined_loader.flattened]
-        )
+        """Return what this rank's loaders have of any epoch that begins."""
+        loaders = self._trainer.fit_loop._combined_loader.flattened
+        return DataShard(0, 0, 0, False, [told_of(loader) for loader in loaders])
 
     def mine(self) -> DataShard:
-        """What this rank's loaders have of the epoch that begins."""
+        """Return what this rank's loaders have of the epoch that begins."""
         fit = self._trainer.fit_loop
         trainer = self._trainer
         first = fit.epoch_loop.batch_progress.current.ready
-        anew = (
-            trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
-        )  # as Lightning has it
+        anew = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting  # as in Lightning
         skipped = 0
         loaders = []
         own = 0
@@ -304,7 +180,7 @@ class EpochAssignment:
 
 
 def lost_rank_data_of(trainer: Any) -> LostRankData | None:
-    """That of the fit under way; None where ranks cannot be lost."""
+    """Return that of the fit under way; None where ranks cannot be lost."""
     return vars(trainer.strategy).get("lost_rank_data")
 
 
@@ -312,11 +188,11 @@ class LostRankData:
     """Each sample of an epoch is trained on once, in work that a round has merged, whoever is lost meanwhile.
 
     At the start of an epoch all ranks tell each other what they have of it, and with each message how far they are. At
-    its end, at the gate, those that are there deal out what the lost had not shared, and go on with the epoch;
-    newcomers that have had nothing of it, too.
+    its end, at the sync point, those that are there deal out what the lost had not shared, and go on with the epoch;
+    joining ranks that have had nothing of it, too.
 
     Args:
-        strategy: has the gates, and is where all ranks meet.
+        strategy: has the sync points, and is where all ranks meet.
         trainer: its loops are patched.
         rates: what schedulers have taken.
     """
@@ -330,7 +206,7 @@ class LostRankData:
         """What `left` was where this fit goes on."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
+        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
         vars(self._trainer.strategy)["lost_rank_data"] = self  # for checkpoints
@@ -341,20 +217,20 @@ class LostRankData:
         ]
 
     def start_over(self) -> None:
-        """Training begins anew within this fit: who has had what of the epoch does not count any more."""
+        """Forget who has had what of the epoch: training begins anew within this fit."""
         self.epoch.forget()
 
     def left(self) -> list[Any]:
-        """What the lost have left of this epoch by now: plain values, for a checkpoint."""
+        """Return what the lost have left of this epoch by now: plain values, for a checkpoint."""
         epoch = self.epoch
         return [[name, list(epoch.shares[name]), epoch.number(name)] for name in epoch.gone()] if epoch.known else []
 
     def take_up(self, left: list[Any]) -> None:
-        """The epoch that begins next is gone on with, and that is `left` of it."""
+        """Note what is `left` of the epoch that begins next, which is gone on with."""
         self._taken_up = left
 
     def rest(self) -> bool:
-        """At the gate that ends an epoch: train on what the lost have left of it; whether there was something."""
+        """Train on what the lost have left of the epoch, at the sync point that ends it; return whether any was."""
         world = self._strategy.world
         sync_points = self._strategy.sync_points
         epoch = self._trainer.fit_loop.epoch_loop
@@ -402,8 +278,7 @@ class LostRankData:
         return True
 
     def _log_alike(self, world: LightningCollectives, came: list[bool]) -> None:
-        """One that came within the epoch has logged what its part of it was long enough for: another tells it the
-        rest."""
+        """Tell those that came within the epoch what their part of it was too short to log."""
         if any(came) and not all(came):
             first = came.index(False)
             logged = world.broadcast(take_logged(self._trainer) if world.rank == first else None, first)
@@ -411,8 +286,10 @@ class LostRankData:
                 put_missing(self._trainer, logged)
 
     def _introduce(self, world: LightningCollectives, is_first: bool) -> bool:
-        """One that knows tells those that do not what each has of this epoch, and where schedulers and steps are with
-        its own part of it; whether it has come to that."""
+        """Have one that knows tell the others what each has of this epoch, and where its schedulers and steps are.
+
+        Returns whether there was one.
+        """
         mine: list[Any] = [self.epoch.phase, self.epoch.plain()] if is_first else []
         everyones = world.gather_objects(mine)
         told = next((each for each in everyones if each), None)
@@ -469,15 +346,14 @@ class LostRankData:
             original(batch, batch_idx)
             sync_points = self._strategy.sync_points
             epoch = self._trainer.fit_loop.epoch_loop
-            if (
-                sync_points is not None and not epoch._should_accumulate()
-            ):  # else its gradients are yet to be stepped with
+            # Where it accumulates, its gradients are yet to be stepped with.
+            if sync_points is not None and not epoch._should_accumulate():
                 self.tell_place(sync_points)
 
         return on_train_batch_start
 
     def tell_place(self, sync_points: SyncPoints) -> None:
-        """What is sent next holds all that this rank has done, the batch under way included."""
+        """Tell that what is sent next holds all that this rank has done, the batch under way included."""
         self.epoch.hear(sync_points)
         self.epoch.gone()
         sync_points.tell_place(self.epoch.place(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready))
@@ -493,19 +369,16 @@ class LostRankData:
                 )  # fmt: skip
 
 
-# A rank comes within an epoch: what is left of that is dealt out among all, it included.
-
-
 class _Place(NamedTuple):
     """Where a rank is as another one comes, which may be this one.
 
     Args:
         name: for life.
-        comes: it is the newcomer.
+        comes: it is the joining rank.
         is_within: it can go on with another part of the epoch.
         epoch: its number.
         ready: the number of its next batch.
-        lengths: of the datasets of the newcomer's loaders.
+        lengths: of the datasets of the joining rank's loaders.
         streams: these are streams, see `EpochAssignment`.
         places: see `EpochAssignment`.
         stepped: of each scheduler that follows all ranks' steps, those that it has taken.
@@ -523,7 +396,7 @@ class _Place(NamedTuple):
 
 
 class JoinerData:
-    """Deals out the rest of an epoch.
+    """Deals out the rest of an epoch among all ranks when one joins within it.
 
     Args:
         strategy: where all ranks meet.
@@ -545,7 +418,7 @@ class JoinerData:
         """This rank has come within an epoch of streams, and ends it with the others."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
+        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
         loop = self._trainer.fit_loop.epoch_loop
@@ -556,34 +429,34 @@ class JoinerData:
         ]
 
     def prepare_for(self) -> None:
-        """One is about to come, and will be waited for: have at hand what takes time; from any thread."""
+        """Have at hand what takes time, as a rank is about to join, and will be waited for; from any thread."""
         self._joined = joined(list(self._epoch.shares.values()))
 
     def told(self) -> list[Any]:
-        """What the newcomer must know of the epoch under way."""
+        """Return what the joining rank must know of the epoch under way."""
         return [self._epoch.phase, self._epoch.plain()]
 
     def place(self, name: str, comes: bool) -> list[Any]:
-        """Where this rank is: all stand at a gate, so that holds until it opens.
+        """Return where this rank is: all stand at a sync point, so that holds until it opens.
 
         Args:
             name: for life.
-            comes: it is the newcomer, and does not know yet which epoch that will be.
+            comes: it is the joining rank, and does not know yet which epoch that will be.
         """
         if (sync_points := self._strategy.sync_points) is not None:
             self._epoch.hear(sync_points)
         return list(self._place(name, comes))
 
     def deal(self, name: str, places: list[list[Any]], told: list[Any] | None) -> None:
-        """One has come, and it is known to the batch what each has left.
+        """Deal out what each has left, which is known to the batch, now that one has joined.
 
-        Where somebody is not between two steps of the epoch, or it cannot be told what is left, the newcomer has its
-        part from the next epoch on; of streams it begins its own, until the others' end.
+        Where somebody is not between two steps of the epoch, or it cannot be told what is left, the joining rank has
+        its part from the next epoch on; of streams it begins its own, until the others' end.
 
         Args:
             name: of this rank, for life.
             places: of all.
-            told: of the newcomer: what one of those that are there knows of the epoch.
+            told: of the joining rank: what one of those that are there knows of the epoch.
         """
         sync_points = self._strategy.sync_points
         epoch = self._epoch
@@ -679,3 +552,125 @@ class JoinerData:
 
 def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:
     return {name: DataShard(*share) for name, share in plain.items()}
+
+
+def follower(loader: Any) -> Source | None:
+    """Return what follows a loader's position, for checkpoints."""
+    owner = getattr(vars(loader).get("_get_iterator"), "source", None)
+    return owner if isinstance(owner, Source) else None
+
+
+def go_on_with(trainer: Any, share: DataShard, steps: int | None = None) -> list[Undo]:
+    """Give Lightning's loop these batches from here on; return what undoes it, last first, at the epoch's end.
+
+    Args:
+        trainer: between two batches.
+        share: begins with the number of this rank's next one.
+        steps: the number behind the last batch of all ranks, which have begun the epoch together. Default: this one has
+            come within it.
+    """
+    fit = trainer.fit_loop
+    epoch = fit.epoch_loop
+    fetcher = fit._data_fetcher
+    combined = fit._combined_loader
+    undo = end_at(trainer, share.end)
+    interval = validation_interval(trainer)
+    is_sized = not math.isinf(share.end)
+    if is_sized and isinstance(interval, float):  # of an epoch; who comes within it leaves those on the way to others
+        at_end = interval == 1.0 if steps is not None else share.first == 0
+        every = share.end if at_end else max(1, int((steps or share.end) * interval))
+        undo.append(set_for_now(trainer, "val_check_batch", every))
+    for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
+        if (source := follower(loader)) is None:
+            source = sources_of([loader])[0]
+            undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
+        loader._iterator = None  # of workers that persist
+        if not is_sized:  # they have a copy of a stream, as it is for now
+            undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
+        source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
+    iter(fetcher)
+    fetcher.length = share.end - share.first if is_sized else None
+    fetcher.done = False
+    epoch.batch_progress.is_last_batch = False
+    return undo
+
+
+def end_at(trainer: Any, end: float) -> list[Undo]:
+    """Let the epoch have so many batches on this rank; return what undoes it."""
+    total = None if math.isinf(end) else end
+    for bar in callbacks_of(trainer, "TQDMProgressBar"):
+        bar.train_progress_bar.total = total
+    for bar in callbacks_of(trainer, "RichProgressBar"):
+        if bar.progress is not None and bar.train_progress_bar_id is not None:
+            bar.progress.update(bar.train_progress_bar_id, total=total)
+    return [set_for_now(trainer.fit_loop, "max_batches", end)]
+
+
+def train_on(trainer: Any, share: DataShard) -> None:
+    """Go on with an epoch that has come to its end, by Lightning's own loop, with these batches."""
+    epoch = trainer.fit_loop.epoch_loop
+    fetcher = trainer.fit_loop._data_fetcher
+    undo = [replace(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
+    try:
+        while not epoch.done:
+            try:
+                epoch.advance(fetcher)
+                epoch.on_advance_end(fetcher)
+            except StopIteration:
+                break
+            finally:
+                epoch.on_iteration_done()
+    finally:
+        take_back(undo)
+    epoch.batch_progress.is_last_batch = True
+
+
+def _within_epoch(original: Any) -> Any:
+    """Leave out schedulers of epochs, which have stepped with the last batch of this rank's own."""
+
+    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "epoch" or update_plateau_schedulers:
+            original(interval, update_plateau_schedulers)
+
+    return update_lr_schedulers
+
+
+class EmptyShards:
+    """Patches how the fit loop takes its data, so that a rank without data goes through every epoch.
+
+    It trains for no batch, and its callbacks take part in sync points.
+
+    Args:
+        strategy: its collectives.
+        trainer: its fit loop and its module.
+    """
+
+    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self._seen_loader: Any = None
+
+    def install(self) -> list[Undo]:
+        """Patch; return what takes it back."""
+        return [
+            replace(self._trainer.fit_loop, "setup_data", self._setup_data),
+            set_for_now(self._trainer.lightning_module, "allow_zero_length_dataloader_with_multiple_devices", True),
+        ]
+
+    def _setup_data(self, original: Any) -> Any:
+        def setup_data() -> None:
+            original()
+            fit = self._trainer.fit_loop
+            trainer = self._trainer
+            world = self._strategy.world
+            loader = fit._combined_loader
+            if loader is None or loader is self._seen_loader or world is None:
+                return
+            self._seen_loader = loader
+            lengths = world.gather_objects(fit.max_batches)
+            if fit.max_batches == 0 and any(lengths):
+                fit.max_batches = float("inf")
+                trainer.val_check_batch = float("inf")
+                fit._last_train_dl_reload_epoch = trainer.current_epoch
+
+        return setup_data

@@ -1,4 +1,8 @@
-"""A rank comes to a fit that is under way: what it takes over of Lightning's state, and where its loops begin."""
+"""A rank joins a fit that is under way: what it takes over of Lightning's state, and where its loops begin.
+
+`state_for_joining_ranks` makes the state on a rank that trains, `take_over` has the joining rank be as that one, and
+`begin_within_epoch` begins its loop. At the end of that epoch, `how_it_ended` and `end_as_others` do the same.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +23,19 @@ _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "dat
 
 @runtime_checkable
 class Welcoming(Protocol):
-    """A callback that has more to tell a newcomer than its state."""
+    """A callback that has more to tell a joining rank than its state."""
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """On rank 0, at a gate: plain values."""
+        """Return plain values for the joining rank; called on rank 0, at a sync point."""
         ...
 
     def come(self, told: dict[str, Any]) -> None:
-        """On the newcomer, which has that callback's state already."""
+        """Take what was ``told``; called on the joining rank, which has this callback's state already."""
         ...
 
 
 class StateCopying:
-    """Copies what a newcomer takes over, while all stand, into memory that was there before: into new memory that takes
-    three times as long."""
+    """Copies what a joining rank takes over, while all stand, into memory that was there: new memory is slower."""
 
     def __init__(self) -> None:
         self._buffer = Buffer("joining")
@@ -55,16 +58,16 @@ class StateCopying:
         self._buffer.reserve(more + sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
 
     def packed(self, state: dict[str, Any]) -> Packed:
-        """A state as it is now; the memory goes along."""
+        """Return a state as it is now; the memory goes along."""
         return packed(state, self._buffer.part_with)
 
     def close(self) -> None:
-        """Nobody comes: give the memory back."""
+        """Give the memory back, as nobody comes."""
         self._buffer.release()
 
 
 def state_for_joining_ranks(trainer: Any) -> dict[str, Any]:
-    """What a newcomer takes over of this rank: what a checkpoint holds, tensors that this one lacks, directories."""
+    """Return what a joining rank takes over of this one: a checkpoint, tensors that it lacks, directories."""
     module = trainer.lightning_module
     checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     return {
@@ -115,7 +118,7 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
 def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[], bool]) -> list[Undo]:
     """Begin with a part of the epoch's rest; without one go to its end, as its data is the others'.
 
-    Patches the fit's loop; returns what takes it back.
+    Patches the fit's loop, and returns what takes it back.
 
     Args:
         trainer: about to begin an epoch.
@@ -155,7 +158,7 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[
 
 
 def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:
-    """What a newcomer, which was not there for this rank's part of an epoch, lacks at its end: steps, learning rates.
+    """Return what a joining rank lacks at an epoch's end, not having had this rank's part: steps, learning rates.
 
     Args:
         trainer: at the end of an epoch.

@@ -1,4 +1,9 @@
-"""Ranks are lost: from the next epoch on those that are left have all samples among them."""
+"""What follows for samplers, validations and metrics where the number of ranks changes.
+
+`SamplerResize` gives the live ranks all samples from the next epoch on, `ValidationTakeover` the part of a validation
+that a lost rank had, and `ConsistentMetrics` has each metric computed by the same ranks. `resized` is for a resume with
+another number of ranks: it divides anew what is left of the epoch.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DistributedSampler
+from torchmetrics import Metric
 
 from lightning_async.data.partition import PartitionedSampler, PartitionedStream, yet_to_be_numbered
 from lightning_async.data.random_states import of_another
@@ -47,7 +53,7 @@ class SamplerResize:
         self._undo: list[Undo] = []
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
+        """Patch; return what takes it back."""
         fit = self._trainer.fit_loop
         loops = (fit, fit.epoch_loop.val_loop)
         wrap = self._setup_data if self._strategy.shrinks else self._number_new
@@ -80,7 +86,7 @@ class SamplerResize:
         return setup_data
 
     def _number_new(self, original: Any, loop: Any) -> Any:
-        """Where no rank can be lost, only samplers that were not told which part is theirs."""
+        """Number only samplers that were not told which part is theirs, where no rank can be lost."""
 
         def setup_data() -> None:
             with yet_to_be_numbered():
@@ -92,7 +98,7 @@ class SamplerResize:
         return setup_data
 
     def _load(self, original: Any, loop: Any) -> None:
-        """More ranks may have fewer batches each than an epoch's validation by numbers of batches asks for."""
+        """Load, also where more ranks have fewer batches each than a validation by numbers of batches asks for."""
         try:
             with yet_to_be_numbered():
                 original()
@@ -113,7 +119,7 @@ class SamplerResize:
             original()
 
     def _division(self, before: tuple[str, int]) -> tuple[str, int]:
-        """Differs where other ranks are there than ``before``. One that has just come deals with all, next time."""
+        """Return what tells these ranks from those ``before``. One that has just joined deals with all, next time."""
         world = self._strategy.world
         if world is None or world.asynchronous:
             return before
@@ -122,7 +128,7 @@ class SamplerResize:
         return "" if live_ranks is None else live_ranks.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
-        """Samplers for all the ranks that this job began with, of whom some were lost in an earlier run."""
+        """Number samplers for all the ranks that this job began with, of whom some were lost in an earlier run."""
         strategy = self._trainer.strategy
         live_ranks = strategy.live_ranks
         began = 0 if live_ranks is None or not live_ranks.lost else live_ranks.started
@@ -132,14 +138,14 @@ class SamplerResize:
         return len(found) > 0
 
     def _is_new(self, loop: Any) -> bool:
-        """Whether there are partitions that did not know yet which part is this rank's; they do now."""
+        """Return whether there are partitions that did not know yet which part is this rank's; they do now."""
         found = any(not each.is_numbered for _, each in _partitions(loop))
         if found:
             self._number_partitions(loop)
         return found
 
     def _number_partitions(self, loop: Any) -> None:
-        """By the numbers that ranks have for life, so that keys stay where they are."""
+        """Number partitions by stable ids, so that keys stay where they are."""
         kwargs = self._trainer.strategy.distributed_sampler_kwargs
         live_ranks = self._strategy.live_ranks
         names = tuple(map(str, range(kwargs["num_replicas"]))) if live_ranks is None else live_ranks.names
@@ -148,7 +154,7 @@ class SamplerResize:
             loader._iterator = None  # of workers that stay: they have a copy of a stream as it was
 
     def _warn_of_others(self, loop: Any) -> None:
-        """A sampler that was made for other ranks than these has parts that nobody takes."""
+        """Warn of samplers that were made for more ranks than these: nobody takes their other parts."""
         world_size = self._trainer.strategy.world_size
         for sampler in _distributed_samplers(loop):
             if sampler.num_replicas > world_size:
@@ -160,7 +166,7 @@ class SamplerResize:
 
 
 def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
-    """The user's own, each once, of the loaders that a loop has: of samples, or within one of batches."""
+    """Return the user's own, each once, of a loop's loaders: of samples, or within one of batches."""
     loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
     of_loaders = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
     found = {id(sampler): sampler for sampler in (getattr(each, "sampler", each) for each in of_loaders)}
@@ -168,7 +174,7 @@ def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
 
 
 def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedStream]]:
-    """Of the loaders that a loop has, each with its loader; one within a sampler of batches, or a dataset, too."""
+    """Return those of a loop's loaders, each with its loader; also within a sampler of batches, or a dataset."""
     loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
     names = ("sampler", "batch_sampler", "dataset")
     of_loaders = [(loader, getattr(loader, name, None)) for loader in loaders for name in names]
@@ -188,12 +194,10 @@ def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> N
     sampler.total_size = sampler.num_samples * num_replicas
 
 
-# Ranks are lost while metrics are computed: each is one of the same ranks, not a sum of three and a count of
-# two.
-
-
 class ConsistentMetrics:
-    """What `self.log` and torchmetrics compute by several collectives is computed again where not all answer all.
+    """Metrics of the same ranks, not a sum of three ranks and a count of two.
+
+    What `self.log` and torchmetrics compute by several collectives is computed again where not all answer all.
 
     Args:
         strategy: where all ranks meet.
@@ -205,11 +209,9 @@ class ConsistentMetrics:
         self._trainer = trainer
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
+        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
-        from torchmetrics import Metric
-
         loop = self._trainer.fit_loop.epoch_loop
         metrics = [child for child in self._trainer.lightning_module.modules() if isinstance(child, Metric)]
         return [
@@ -225,7 +227,7 @@ class ConsistentMetrics:
 
 
 def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric: Any) -> Any:
-    """What ``compute`` makes of a metric, by answers of the same ranks."""
+    """Return what ``compute`` makes of a metric, by answers of the same ranks."""
     if world is None or world.asynchronous:
         return compute()
     again = False
@@ -240,111 +242,10 @@ def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric
     return world.in_one_generation(operation)
 
 
-# Going on with another number of ranks than saved: what is left of the epoch is divided anew.
-
-
-def resized(
-    states: Sequence[dict[str, Any]],
-    rank: int,
-    world_size: int,
-    own: dict[str, Any] | None = None,
-    division: Division = divide,
-) -> dict[str, Any]:
-    """The state from which ``rank`` of ``world_size`` goes on, made of those of all ranks at the save.
-
-    Each sample of the epoch is still seen once. Gradients in accumulation are left out, and so is the rest of an epoch
-    of which nobody knows what the ranks took: its data begins again, with a warning.
-
-    Args:
-        states: by the rank that they were captured on.
-        rank: among those that go on.
-        world_size: how many go on.
-        own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
-        division: how what is left is divided. Default: evenly, with some samples once more.
-    """
-    base = own or states[rank % len(states)]
-    lost, left = _lost(base["unsaved"].get("left", []), len(states))
-    loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
-    positions = [
-        _divided(list(of_ranks), rank, world_size, len(base["loaders"]), division)
-        for of_ranks in zip(*loaders, strict=True)
-    ]
-    random = base["random"] if own or rank < len(states) else of_another(base["random"], rank)
-    unsaved = {**base["unsaved"], "gradients": {}, "left": left}
-    return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
-
-
-def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
-    """Where lost ranks stood with what all had committed, by their place among these; and of whom it is not known."""
-    known = {}
-    others = []
-    for entry in left:
-        share = DataShard(*entry[1])
-        begin = entry[2]
-        told = share.loaders[0][0] if share.is_known and len(share.loaders) == 1 else None
-        if told is None or told["kind"] != "distributed" or told["num_replicas"] != ranks:
-            others.append(entry)
-            continue
-        taken = share.skipped + max(begin, share.first) - share.first
-        known[told["rank"]] = {"taken": taken, "made": 0, "drawn": {}, "share": told}
-    return known, others
-
-
-def batches_left(state: dict[str, Any]) -> int | None:
-    """How many batches follow in the epoch, where its data was divided anew, or inherited from ranks that were lost."""
-    told = state["loaders"][0].get("share") if state["loaders"] else None
-    if not told or told["kind"] != "given":
-        return None
-    return -(-len(told["indices"]) // told["batch_size"]) - state["loaders"][0]["taken"]
-
-
-def weight_of_the_last(state: dict[str, Any], rank: int, world_size: int) -> float:
-    """What this rank's last batch counts among those of all, where `deal_steps` has divided what is left: by its share
-    of the samples in that step, so that the mean over ranks is that over samples."""
-    told = state["loaders"][0].get("share") if state["loaders"] else None
-    if not told or not told.get("left"):
-        return 1.0
-    counts = in_the_last_step(told["left"], world_size, told["batch_size"])
-    return counts[rank] * world_size / sum(counts)
-
-
-def _divided(
-    positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int, division: Division
-) -> dict[str, Any]:
-    positions = [each for each in positions if "taken" in each] or positions[:1]
-    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
-        return positions[0]
-    kinds = {(position.get("share") or {}).get("kind") for position in positions}
-    if loaders > 1 or kinds & {None, "stream"}:
-        log.warning(
-            "The checkpoint is of %d ranks, and %d go on, but it cannot be told which samples of this epoch were seen: "
-            "its data begins again. One DataLoader of a map-style dataset with torch's samplers can go on.",
-            len(positions), world_size,
-        )  # fmt: skip
-        return {"ended": False, "dataset": None}
-    told = positions[0]["share"]
-    left = rest(positions)
-    sizes = [position["share"]["batch_size"] for position in positions]  # unequal ones, by `BalancedBatchSizes`
-    size = -(-sum(sizes) // len(sizes))
-    full = told.get("full_batches", False)
-    if full:  # `DataLoader(drop_last=True)`
-        left = left[: len(left) - len(left) % (size * world_size)]
-    indices = torch.tensor(division(left, rank, world_size, size), dtype=torch.int64)
-    given = {
-        "kind": "given", "length": told["length"], "batch_size": size, "full_batches": full, "indices": indices,
-        "left": len(left),
-    }  # fmt: skip
-    sizes = {name: positions[0][name] for name in ("batch_size", "length") if name in positions[0]}
-    return {"taken": 0, "made": 0, "drawn": {}, "share": given, **sizes}
-
-
-# Ranks are lost within a validation: the others validate what was theirs, before anything is computed of it.
-
-
 class ValidationTakeover:
-    """Each sample of a validation is in its metrics once, whoever is lost before they are computed.
+    """Has the live ranks validate what lost ranks had of a validation, before metrics are computed of it.
 
-    What a lost rank had seen is gone with it: all of its part is dealt out among those that are left. Not where a step
+    What a lost rank had seen is gone with it: all of its part is dealt out among the live ranks. Not where a step
     of the validation calls all ranks together, as these take unequal numbers of steps then.
 
     Args:
@@ -362,7 +263,7 @@ class ValidationTakeover:
         """The one under way."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
+        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
         return [
@@ -398,20 +299,16 @@ class ValidationTakeover:
         def store_dataloader_outputs() -> None:
             world = self._strategy.world
             sync_points = self._strategy.sync_points
-            while (
-                self._shares
-                and world is not None
-                and sync_points is not None
-                and self._take_over(world, sync_points.name)
-            ):
-                pass
+            if world is not None and sync_points is not None:
+                while self._shares and self._take_over(world, sync_points.name):
+                    pass  # more may have been lost meanwhile
             self._loader += 1
             original()
 
         return store_dataloader_outputs
 
     def _take_over(self, world: LightningCollectives, name: str) -> bool:
-        """Validate what the lost had of the loaders so far; whether there was something."""
+        """Validate what the lost had of the loaders so far; return whether there was something."""
         together = any(each.meta.on_step and each.meta.sync.should for each in self._loop._results.values())
         mine: list[Any] = [name, together]
         told = world.gather_objects(mine)
@@ -450,3 +347,100 @@ class ValidationTakeover:
         finally:
             source.detach()
             loader._iterator = None
+
+
+def resized(
+    states: Sequence[dict[str, Any]],
+    rank: int,
+    world_size: int,
+    own: dict[str, Any] | None = None,
+    division: Division = divide,
+) -> dict[str, Any]:
+    """Return the state from which ``rank`` of ``world_size`` goes on, made of those of all ranks at the save.
+
+    Each sample of the epoch is still seen once. Gradients in accumulation are left out, and so is the rest of an epoch
+    of which nobody knows what the ranks took: its data begins again, with a warning.
+
+    Args:
+        states: by the rank that they were captured on.
+        rank: among those that go on.
+        world_size: how many go on.
+        own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
+        division: how what is left is divided. Default: evenly, with some samples once more.
+    """
+    base = own or states[rank % len(states)]
+    lost, left = _lost(base["unsaved"].get("left", []), len(states))
+    loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
+    positions = [
+        _divided(list(of_ranks), rank, world_size, len(base["loaders"]), division)
+        for of_ranks in zip(*loaders, strict=True)
+    ]
+    random = base["random"] if own or rank < len(states) else of_another(base["random"], rank)
+    unsaved = {**base["unsaved"], "gradients": {}, "left": left}
+    return {**base, "loaders": positions, "random": random, "unsaved": unsaved, "resized": True}
+
+
+def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
+    """Return where lost ranks stood with what all had committed, by their place; and those of which it is unknown."""
+    known = {}
+    others = []
+    for entry in left:
+        share = DataShard(*entry[1])
+        begin = entry[2]
+        told = share.loaders[0][0] if share.is_known and len(share.loaders) == 1 else None
+        if told is None or told["kind"] != "distributed" or told["num_replicas"] != ranks:
+            others.append(entry)
+            continue
+        taken = share.skipped + max(begin, share.first) - share.first
+        known[told["rank"]] = {"taken": taken, "made": 0, "drawn": {}, "share": told}
+    return known, others
+
+
+def batches_left(state: dict[str, Any]) -> int | None:
+    """Return how many batches follow in the epoch, where its data was divided anew, or taken over from lost ranks."""
+    told = state["loaders"][0].get("share") if state["loaders"] else None
+    if not told or told["kind"] != "given":
+        return None
+    return -(-len(told["indices"]) // told["batch_size"]) - state["loaders"][0]["taken"]
+
+
+def weight_of_the_last(state: dict[str, Any], rank: int, world_size: int) -> float:
+    """Return what this rank's last batch counts among those of all, where `deal_steps` has divided what is left.
+
+    It is the rank's share of the samples in that step, so that the mean over ranks is that over samples.
+    """
+    told = state["loaders"][0].get("share") if state["loaders"] else None
+    if not told or not told.get("left"):
+        return 1.0
+    counts = in_the_last_step(told["left"], world_size, told["batch_size"])
+    return counts[rank] * world_size / sum(counts)
+
+
+def _divided(
+    positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int, division: Division
+) -> dict[str, Any]:
+    positions = [each for each in positions if "taken" in each] or positions[:1]
+    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
+        return positions[0]
+    kinds = {(position.get("share") or {}).get("kind") for position in positions}
+    if loaders > 1 or kinds & {None, "stream"}:
+        log.warning(
+            "The checkpoint is of %d ranks, and %d go on, but it cannot be told which samples of this epoch were seen: "
+            "its data begins again. One DataLoader of a map-style dataset with torch's samplers can go on.",
+            len(positions), world_size,
+        )  # fmt: skip
+        return {"ended": False, "dataset": None}
+    told = positions[0]["share"]
+    left = rest(positions)
+    sizes = [position["share"]["batch_size"] for position in positions]  # unequal ones, by `BalancedBatchSizes`
+    size = -(-sum(sizes) // len(sizes))
+    full = told.get("full_batches", False)
+    if full:  # `DataLoader(drop_last=True)`
+        left = left[: len(left) - len(left) % (size * world_size)]
+    indices = torch.tensor(division(left, rank, world_size, size), dtype=torch.int64)
+    given = {
+        "kind": "given", "length": told["length"], "batch_size": size, "full_batches": full, "indices": indices,
+        "left": len(left),
+    }  # fmt: skip
+    sizes = {name: positions[0][name] for name in ("batch_size", "length") if name in positions[0]}
+    return {"taken": 0, "made": 0, "drawn": {}, "share": given, **sizes}

@@ -1,6 +1,6 @@
 """Ranks that were started with different settings are refused before the first round, by name and with the values.
 
-Settings decide what a message means and how large it is. Where they differ the model comes out wrong without a word,
+Settings decide what a message means and how large it is. Where they differ the model comes out silently wrong,
 or the transport aborts the process because of unequal sizes. So they are compared by text, ahead of all that depends
 on them.
 """
@@ -89,7 +89,7 @@ def settings_of(strategy: Compared, trainer: Any) -> Settings:
 
 
 def check_joining(theirs: Settings, mine: Settings) -> None:
-    """Compare what a newcomer was started with to what those have who train.
+    """Compare what a joining rank was started with to what those have who train.
 
     Raises:
         SettingsMismatch: names each setting that differs, and its values.
@@ -126,7 +126,7 @@ _NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decou
 def check_optimizers(
     world: LightningCollectives, module: Any, optimizers: Sequence[Optimizer], usual: bool = False
 ) -> None:
-    """Compare them: where each rank steps with the gradients of all, replicas would else part without a word.
+    """Compare them: where each rank steps with the gradients of all, replicas would else part silently.
 
     Args:
         usual: they need not be equal, but commonly are: a warning says where they are not.

@@ -211,7 +211,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Lightning's launcher, but for what happens when a rank dies.
 
-    Lightning then kills all others within seconds, without a word of what went wrong in training. Here the others are
+    Lightning then kills all others within seconds, and does not say what went wrong in training. Here the others are
     told first, so that each ends with an error that names the rank; who has not ended in time is killed.
 
     Args:

@@ -1,9 +1,9 @@
-r"""Lightning's callbacks that average the model over time: at every gate theirs becomes that of the agreed model.
+r"""Lightning's averages of the model over time: at every sync point theirs become that of the agreed model.
 
-Each rank averages its own replica between gates. These averages are linear in the parameters, so the mean over ranks
-of the replicas' averages is the average of the replicas' mean:
+Each rank averages its own replica between sync points. These averages are linear in the parameters, so the mean over
+ranks of the replicas' averages is the average of the replicas' mean:
 
-.. math:: \bar e = \sum_i w_i e_i, \qquad w_i \propto \text{updates of rank } i \text{ since the last gate}
+.. math:: \bar e = \sum_i w_i e_i, \qquad w_i \propto \text{updates of rank } i \text{ since the last sync point}
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lightning_async.trainer.namespace import callbacks_of, pytorch
 
 
 def averaged_models_of(trainer: Any) -> AveragedModels | None:
-    """Those of the training under way; None where replicas do not drift, whose averages are equal by themselves."""
+    """Those of the training under way; None where replicas are synchronous, whose averages are equal by themselves."""
     return vars(trainer.strategy).get("averaged_models")
 
 
@@ -55,7 +55,7 @@ class AveragedModels:
     def make_equal(self, restored: bool) -> None:
         """Begin all ranks' averages with rank 0's: the callbacks copied the model before the ranks compared theirs.
 
-        Ranks that go on from averages of their own keep them until the next gate.
+        Ranks that go on from averages of their own keep them until the next sync point.
 
         Args:
             restored: this rank has its own from a checkpoint. One that has not, beside others that have, has those of
@@ -67,16 +67,16 @@ class AveragedModels:
             self._world.make_equal_([*average.parameters(), *average.buffers()])
 
     def updates(self) -> list[int]:
-        """How many updates of each average no gate has seen yet: what they weigh at the next one, for checkpoints."""
+        """Return how many updates of each average no sync point has seen: what they weigh at the next one."""
         return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
 
     def go_on(self, updates: list[int]) -> None:
-        """Averages were restored that had so many updates since the last gate; none where others are kept now."""
+        """Averages were restored that had so many updates since the last sync point; none where others are kept now."""
         known = updates if len(updates) == len(self._averages) else [0] * len(self._averages)
         self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
 
     def before_sync_point(self) -> Callable[[], None]:
-        """A rank comes to a gate. Returns what all do once it is open."""
+        """A rank comes to a sync point. Returns what all do once it is open."""
         own = [_batch_norms(callback) for callback in self._swa if self._updates_batch_norm(callback)]
 
         def at_sync_point() -> None:

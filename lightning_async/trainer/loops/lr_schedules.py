@@ -1,7 +1,7 @@
 """Steps on averaged gradients are the same on all replicas where what optimizers remember is, and learning rates are.
 
 A rank that is out of data takes no part in the others' steps, and one that comes from steps of its own has momentum of
-its own. At the next gate, or as training begins, it takes over what one of the others has.
+its own. At the next sync point, or as training begins, it takes over what one of the others has.
 """
 
 from __future__ import annotations

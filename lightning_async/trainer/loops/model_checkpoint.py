@@ -1,7 +1,7 @@
-"""`ModelCheckpoint` takes equal steps and metrics for granted on all ranks; replicas that drift have their own.
+"""`ModelCheckpoint` takes equal steps and metrics for granted on all ranks; asynchronous replicas have their own.
 
-One that saves by steps or by time saves between two gates, where there is no model that all agree on: the replica that
-is ahead calls all together for it.
+One that saves by steps or by time saves between two sync points, where there is no model that all agree on: the replica
+that is ahead calls all together for it.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Saving:
     def model_changed(self) -> None:
         """No checkpoint holds the model, whatever this rank's step count says.
 
-        `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a gate keeps its
-        count, others do not, and then some would save, with collectives, and some would not.
+        `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a sync point keeps
+        its count, others do not, and then some would save, with collectives, and some would not.
         """
         for callback in self._checkpoints():
             callback._last_global_step_saved = -1

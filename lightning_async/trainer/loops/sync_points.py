@@ -24,7 +24,7 @@ from lightning_async.trainer.loops.preemption import in_this_process
 from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, replace, replace_for_users, set_for_now
 from lightning_async.trainer.protocols import AsyncStrategyView
 
-# Lightning's `SpikeDetection` on replicas that drift: one rank sees a spike of its loss, all ranks raise.
+# Lightning's `SpikeDetection` on asynchronous replicas: one rank sees a spike of its loss, all ranks raise.
 #
 # The callback asks all ranks after every batch, which would be a lockstep. Here each looks at its own loss; a
 # spike is a vote for stopping, and where all have stopped every rank raises what the callback raises.
@@ -176,14 +176,14 @@ class Stopping:
         return wrap
 
 
-# What a gate is to Lightning: all ranks wait for one another, and everybody hears that the model has changed.
+# What a sync point is to Lightning: all ranks wait for one another, and everybody hears that the model has changed.
 
 
 class FitSyncPoints:
-    """The gates of one fit, which all open through here.
+    """The sync points of one fit, which all open through here.
 
     Args:
-        strategy: has the gates.
+        strategy: has the sync points.
         trainer: is told that training ends, and validates where another rank asks for it.
         stopping: how all ranks leave early.
     """
@@ -194,9 +194,9 @@ class FitSyncPoints:
         self._stopping = stopping
         self._averaged_models: AveragedModels | None = None
         self.on_model_changed: list[Callable[[], None]] = []
-        """Called, on all ranks together, when a gate has given all replicas another model."""
+        """Called, on all ranks together, when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None
-        """The same; not where a step needs a gate, at which those who need it are alone."""
+        """The same; not where a step needs a sync point, at which those who need it are alone."""
         self.on_called: Callable[[], None] = lambda: None
         """Goes to `SyncPointKind.DECIDE`, because another rank has called all together."""
 
@@ -206,7 +206,7 @@ class FitSyncPoints:
         vars(self._trainer.strategy)["averaged_models"] = self._averaged_models  # for checkpoints
 
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> None:
-        """Wait until every rank is at this gate with the same model; join what others ask for meanwhile."""
+        """Wait until every rank is at this sync point with the same model; join what others ask for meanwhile."""
         strategy = self._strategy
         strategy.begin_again()
         sync_points = strategy.sync_points
@@ -232,7 +232,7 @@ class FitSyncPoints:
             self.on_met(world)
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
-        """Wait at a gate that a step needs. What others ask for instead has to wait for the end of the batch."""
+        """Wait at a sync point that a step needs. What others ask for instead has to wait for the end of the batch."""
         sync_points = self._strategy.sync_points
         world = self._strategy.world
         assert sync_points is not None
@@ -268,15 +268,15 @@ def join_validation(trainer: Any) -> None:
     trainer._logger_connector._first_loop_iter = first_loop_iter
 
 
-# A callback calls all replicas together between two gates of theirs: they meet, hold one model, and decide.
+# A callback calls all replicas together between two sync points of theirs: they meet, hold one model, and decide.
 
 
 @runtime_checkable
 class CollectiveCallback(Protocol):
-    """A callback that decides with those of all other ranks, while replicas drift."""
+    """A callback that decides with those of all other ranks, while replicas are asynchronous."""
 
     call_together: Callable[[], None] | None
-    """Ask all ranks to come to `decide` at their next batch boundary; None while replicas do not drift."""
+    """Ask all ranks to come to `decide` at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
         """All ranks are here and hold one model; whether this has put another one in its place, on all of them."""
@@ -296,14 +296,14 @@ class Saves(Protocol):
 
 
 class CollectiveActions:
-    """Introduces such callbacks to the gates of one fit.
+    """Introduces such callbacks to the sync points of one fit.
 
     Args:
-        strategy: whose gates these are.
+        strategy: whose sync points these are.
         trainer: its callbacks, and the end of each batch.
-        meeting: opens the gates.
+        meeting: opens the sync points.
         saving: no callback itself, and decides as these do.
-        host: takes newcomers in, when all else is decided and there is no other model.
+        host: takes joining ranks in, when all else is decided and there is no other model.
     """
 
     def __init__(
@@ -387,7 +387,7 @@ class WaitForReplicas:
     Args:
         strategy: knows who is left.
         trainer: its loop.
-        collective_actions: by whose gates newcomers are taken in.
+        collective_actions: by whose sync points joining ranks are taken in.
         stopping: how all ranks leave early.
     """
 

@@ -37,7 +37,7 @@ class Pacing:
     """Measures this replica, and warns once of one that is slow.
 
     Args:
-        strategy: has the gates.
+        strategy: has the sync points.
         trainer: its loop is patched.
         communicated_s: how long this replica has packed and merged, so far.
         now: a monotonic clock, in seconds.

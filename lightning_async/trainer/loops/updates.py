@@ -23,8 +23,10 @@ from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_f
 class SharedLearningRates:
     """Patches when schedulers step.
 
-    Lightning steps those of epochs with the last batch of this rank, and others by the number of the batch that a step
-    is taken in. Here a step may be taken at a gate, with others' batches only, and ranks have unequal numbers of them.
+    Replicas that take every step together have one learning rate. Lightning steps schedulers of epochs with the last
+    batch of this rank, and others by the number of the batch that a step is taken in. Here a step may be taken at a
+    sync point, with others' batches only, and ranks have unequal numbers of them: schedulers follow the steps, and the
+    epochs of all.
 
     Args:
         trainer: its schedulers.
@@ -37,7 +39,7 @@ class SharedLearningRates:
         self.epochs_meet: Callable[[], bool] = lambda: False
         """Whether all ranks meet at the end of the epoch under way."""
         self.ends_epoch = False
-        """This rank has come to the end of its part of the epoch, and the gate there is yet to open."""
+        """This rank has come to the end of its part of the epoch, and the sync point there is yet to open."""
         self._watched = False
 
     def install(self) -> list[Undo]:
@@ -253,7 +255,7 @@ class OptimizerUpdates:
         """Step with the gradients that ``put`` gives the parameters.
 
         Schedulers and the step that loggers show follow: within a batch the loop sees to it, but for a second step of
-        the same batch, and at gates.
+        the same batch, and at sync points.
         """
 
         def closure() -> Tensor:
