@@ -242,7 +242,6 @@ class AdaptiveLr(StalenessPolicy):
             raise ValueError(f"`AdaptiveLr(factor={self.factor!r})`: the form {self.form!r} has none.")
 
     def weigh(self, late: PushFacts) -> Weight:
-        """See `StalenessPolicy`."""
         if self.form == "exponential":
             return Weight(rate=(0.9 if self.factor is None else self.factor) ** late.lag)
         if self.form == "inverse":
@@ -283,7 +282,6 @@ class Bounded(StalenessPolicy):
         check_int(self, "max_staleness", at_least=1)
 
     def weigh(self, late: PushFacts) -> Weight | None:
-        """See `StalenessPolicy`."""
         return Weight() if late.lag < self.max_staleness else None
 
 
@@ -369,7 +367,6 @@ class Clipping(PolicyWrapper):
         return self.policy.measures | {"norm"}
 
     def weigh(self, late: PushFacts) -> Weight | None:
-        """See `StalenessPolicy`."""
         weight = self.policy.weigh(late)
         if weight is None or late.norm <= self.max_norm:
             return weight
@@ -453,11 +450,9 @@ class DelayCompensation(StalenessPolicy, GradientCorrection):
 
     @torch.no_grad()
     def correct_(self, gradient: Tensor, moved: Tensor) -> None:
-        """See `GradientCorrection`."""
         gradient.add_(moved.mul_(gradient).mul_(gradient), alpha=self.strength)
 
     def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
-        """See `StalenessPolicy`."""
         self.correct_(gradient, moved)
 
 
@@ -500,7 +495,6 @@ class AdaptiveDelayCompensation(StalenessPolicy):
 
     @torch.no_grad()
     def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
-        """See `StalenessPolicy`."""
         square = state["mean_square"]
         square.mul_(self.decay_square).addcmul_(gradient, gradient, value=1 - self.decay_square)
         moved.mul_(gradient).mul_(gradient).div_((square + self.eps).sqrt_())
@@ -547,7 +541,6 @@ class GapAware(StalenessPolicy):
         check_real(self, "decay", at_least=0, below=1)
 
     def weigh(self, late: PushFacts) -> Weight:
-        """See `StalenessPolicy`."""
         near = late.lag == 0 or late.moved == 0 or late.typical == 0
         weight = 1.0 if near else 1 / (1 + late.moved / late.typical)
         return Weight(rate=weight) if self.scales == "rate" else Weight(gradient=weight)
@@ -591,12 +584,10 @@ class WeightPrediction(StalenessPolicy, Prediction):
         check_real(self, "steps", at_least=0)
 
     def predict_(self, before: Tensor, now: Tensor) -> None:
-        """See `Prediction`."""
         self.look_ahead_(before, now, 1.0)
 
     @torch.no_grad()
     def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
-        """See `StalenessPolicy`."""
         torch.sub(now, before, out=before)
         torch.add(now, before, alpha=self.steps * late, out=before)
 

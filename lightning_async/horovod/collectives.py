@@ -308,7 +308,6 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         return self._reduce(buffer, ReduceOp.SUM, "adasum", lambda _: self.horovod.hvd.Adasum, in_pieces=False)
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`."""
         hvd = self.horovod.hvd
         ops = {ReduceOp.SUM: hvd.Sum, ReduceOp.MIN: hvd.Min, ReduceOp.MAX: hvd.Max}
         return self._reduce(buffer, op, f"all_reduce({op.value})", ops.__getitem__)

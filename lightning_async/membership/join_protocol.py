@@ -140,7 +140,6 @@ class JoinBoardWithTimeout(JoinBoard):
         self.seal = door.seal
 
     def read(self, key: str) -> dict[str, Any]:
-        """See `JoinBoard`."""
         read = super().read
         return self.ask(lambda: read(key))
 

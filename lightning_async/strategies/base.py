@@ -405,7 +405,6 @@ class ReplicatedStrategy(ParallelStrategy):
         self.module.to(self.root_device)
 
     def make_equal(self) -> None:
-        """See `one_model.make_equal`."""
         if self.world is not None:
             make_equal(self.world, self.module)
 

@@ -70,12 +70,10 @@ class WindowTotals:
 
     @property
     def each_s(self) -> float:
-        """See `Totals`."""
         return self.exchange_s / self.number if self.number else 0.0
 
     @property
     def hidden_share(self) -> float:
-        """See `Totals`."""
         return max(0.0, 1.0 - self.waited_s / self.exchange_s) if self.exchange_s > 0.0 else 1.0
 
     @property
@@ -84,7 +82,6 @@ class WindowTotals:
         return self.batches / self.own if self.own else 0.0
 
     def rows(self) -> dict[str, str]:
-        """See `Totals`."""
         return {
             "windows reduced": f"{self.number}",
             "batches in a window": f"{self.batches_each:.1f}",
