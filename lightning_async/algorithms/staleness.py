@@ -1,4 +1,13 @@
-"""Policies by name, by what suits an optimizer, and in JSON's terms, as a server's process is told."""
+"""What is done about staleness: by a parameter server for each push, and by replicas whose steps are one window late.
+
+A server's policy is a frozen dataclass that extends `StalenessPolicy` and changes what differs: how much a push counts,
+what corrects it, what is pulled in place of the weights. A server asks it once for each push, with the `PushFacts` that
+it has measured for it; a policy keeps nothing itself. `make_policy` finds one by its name, by what suits an optimizer,
+or in JSON's terms, as a server's process is told.
+
+Replicas with a delay take a `GradientCorrection`, which changes the late gradient, or a `Prediction`, which says where
+gradients are computed instead. `DelayCompensation` and `WeightPrediction` are both a policy and one of these.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +23,7 @@ from torch import Tensor
 
 from lightning_async._checks import check_choice, check_int, check_real
 
-# What is done about steps that are one window late: the parameters have moved since their gradients were
-# computed.
-#
-# A correction says one of two things: what becomes of the late gradient, or where gradients are computed
-# instead. What it says depends on what all replicas share, and on nothing else. `DelayCompensation` and
-# `WeightPrediction` are policies of parameter servers, too: see `algorithms.staleness`.
-
-
-@runtime_checkable
-class GradientCorrection(Protocol):
-    """Changes a late gradient."""
-
-    def correct_(self, gradient: Tensor, moved: Tensor) -> None:
-        """Correct a gradient in place.
-
-        Args:
-            gradient: the mean of all replicas, flat, fp32.
-            moved: the parameters now, less those that it was computed at; may be used up.
-        """
-        ...
-
-
-@runtime_checkable
-class Prediction(Protocol):
-    """Computes gradients where the parameters are likely to be when they are stepped with."""
-
-    def predict_(self, before: Tensor, now: Tensor) -> None:
-        """Put the prediction in place of ``before``.
-
-        Args:
-            before: one parameter ahead of the last step, in its own precision.
-            now: the same after it.
-        """
-        ...
-
-
-DelayCorrection: TypeAlias = GradientCorrection | Prediction
-
-
-# What a server does about a push that is late: how much it counts, what it is corrected by, what is pulled in
-# place of the weights.
-#
-# A policy is a frozen dataclass that extends `StalenessPolicy` and changes what differs. A server asks it once
-# for each push, with what it has measured for it; a policy keeps nothing itself.
+Form = Literal["exponential", "inverse", "sqrt", "linear"]
 
 
 class PushFacts(NamedTuple):
@@ -134,6 +100,37 @@ class StalenessPolicy:
         """
 
 
+@runtime_checkable
+class GradientCorrection(Protocol):
+    """Changes a late gradient."""
+
+    def correct_(self, gradient: Tensor, moved: Tensor) -> None:
+        """Correct a gradient in place.
+
+        Args:
+            gradient: the mean of all replicas, flat, fp32.
+            moved: the parameters now, less those that it was computed at; may be used up.
+        """
+        ...
+
+
+@runtime_checkable
+class Prediction(Protocol):
+    """Computes gradients where the parameters are likely to be when they are stepped with."""
+
+    def predict_(self, before: Tensor, now: Tensor) -> None:
+        """Put the prediction in place of ``before``.
+
+        Args:
+            before: one parameter ahead of the last step, in its own precision.
+            now: the same after it.
+        """
+        ...
+
+
+DelayCorrection: TypeAlias = GradientCorrection | Prediction
+
+
 @dataclass(frozen=True)
 class NoCorrection(StalenessPolicy):
     r"""Every push counts, as it comes.
@@ -194,11 +191,6 @@ class PolicyWrapper(StalenessPolicy):
         self.policy.look_ahead_(before, now, late)
 
 
-# A smaller learning rate for what is late.
-
-Form = Literal["exponential", "inverse", "sqrt", "linear"]
-
-
 @dataclass(frozen=True)
 class AdaptiveLr(StalenessPolicy):
     r"""The learning rate of a push falls with its lag.
@@ -251,9 +243,6 @@ class AdaptiveLr(StalenessPolicy):
         return Weight(rate=1 / (1 + (0.1 if self.factor is None else self.factor) * late.lag))
 
 
-# What is too late is left out.
-
-
 @dataclass(frozen=True)
 class Bounded(StalenessPolicy):
     r"""A push whose lag reaches a bound is dropped; its worker goes on from the newest weights.
@@ -283,9 +272,6 @@ class Bounded(StalenessPolicy):
 
     def weigh(self, late: PushFacts) -> Weight | None:
         return Weight() if late.lag < self.max_staleness else None
-
-
-# Updates that are the mean of some pushes.
 
 
 @dataclass(frozen=True)
@@ -326,9 +312,6 @@ class Buffered(PolicyWrapper):
                 f"`Buffered(policy={self.policy!r})` must be a policy that neither gathers pushes itself, nor gives "
                 "each worker a momentum, nor has a state of its own."
             )
-
-
-# No push is longer than a bound.
 
 
 @dataclass(frozen=True)
@@ -373,9 +356,6 @@ class Clipping(PolicyWrapper):
         return weight._replace(gradient=weight.gradient * self.max_norm / late.norm)
 
 
-# A momentum for each worker, and weights from where all of them lead.
-
-
 @dataclass(frozen=True)
 class Dana(PolicyWrapper):
     r"""Each worker has its own momentum, and pulls where the momenta of all of them are about to lead.
@@ -415,9 +395,6 @@ class Dana(PolicyWrapper):
             raise ValueError(
                 f"`Dana(policy={self.policy!r})` must be a policy that neither looks ahead itself nor gathers pushes."
             )
-
-
-# What a late gradient would be at the parameters of now, to first order.
 
 
 @dataclass(frozen=True)
@@ -501,8 +478,6 @@ class AdaptiveDelayCompensation(StalenessPolicy):
         gradient.add_(moved, alpha=self.strength)
 
 
-# What counts is not how many updates have come between, but how far they led.
-
 Scales = Literal["rate", "gradient"]
 
 
@@ -544,9 +519,6 @@ class GapAware(StalenessPolicy):
         near = late.lag == 0 or late.moved == 0 or late.typical == 0
         weight = 1.0 if near else 1 / (1 + late.moved / late.typical)
         return Weight(rate=weight) if self.scales == "rate" else Weight(gradient=weight)
-
-
-# Gradients are computed where the parameters are likely to be when they are stepped with.
 
 
 @dataclass(frozen=True)
@@ -616,7 +588,7 @@ _CLASSES = {cls.__name__: cls for cls in _OWN}
 
 
 def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> StalenessPolicy:
-    """The policy that suits an optimizer: DANA with gap-awareness for SGD with momentum, gap-aware rates for others.
+    """Choose for an optimizer: DANA with gap-awareness for SGD with momentum, gap-aware rates for others.
 
     Args:
         optimizer: the name of its class, or ``"delta"``.
@@ -634,7 +606,7 @@ def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> Stalenes
 
 
 def momentum_warning(policy: StalenessPolicy, optimizer: str, arguments: Mapping[str, Any] | None = None) -> str | None:
-    """What to say of momentum whose staleness nothing is done about; None: nothing.
+    """Return a warning of momentum whose staleness nothing is done about; None where there is none.
 
     Args:
         policy: of the server.
@@ -657,7 +629,7 @@ def make_policy(
     optimizer: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> StalenessPolicy:
-    """A policy by its short name, as it is, or from what `described` says of it.
+    """Return a policy by its short name, as it is, or from what `described` says of it.
 
     Args:
         policy: one of `NAMES` or ``"auto"``, a policy, or a description.
@@ -686,7 +658,7 @@ def make_policy(
 
 
 def described(policy: StalenessPolicy) -> dict[str, Any]:
-    """A policy in JSON's terms: its class and its arguments.
+    """Describe a policy in JSON's terms: its class and its arguments.
 
     Raises:
         TypeError: another process could not make it of that.
