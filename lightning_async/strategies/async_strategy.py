@@ -1,4 +1,4 @@
-"""What strategies share whose replicas run at their own pace between gates, whatever they exchange."""
+"""What strategies share whose replicas run at their own pace between sync points, whatever they exchange."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _fits = itertools.count(1)  # of this process, in the order of its script, which
 
 
 class AsyncStrategy(ReplicatedStrategy):
-    """Replicas that meet at gates, and in the background in between.
+    """Replicas that meet at sync points, and in the background in between.
 
     Args:
         rule: how they become one model where they differ.
@@ -208,7 +208,7 @@ class AsyncStrategy(ReplicatedStrategy):
     def shrinks(self) -> bool:
         return self.fewest < max(started(self), (self.host and self.config.max_replicas) or 0)
 
-    # ---- gates ----
+    # ---- sync points ----
 
     @property
     def _session(self) -> Session | None:
@@ -275,10 +275,10 @@ class AsyncStrategy(ReplicatedStrategy):
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         """These ranks are lost, and this one has another number; on the engine's thread."""
 
-    # ---- newcomers ----
+    # ---- joining ranks ----
 
     def handed_over(self) -> dict[str, Any]:
-        """What newcomers need of this strategy besides."""
+        """What joining ranks need of this strategy besides."""
         return {}
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
