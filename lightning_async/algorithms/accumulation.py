@@ -1,4 +1,10 @@
-"""Policies of accumulation: by epoch, by step, by the noise of gradients, by the share of communication."""
+"""How much is accumulated before a step: by epoch, by step, by the noise of gradients, by the share of communication.
+
+An `AccumulationPolicy` says how large a window is; it does no I/O and has no threads or clocks. `lr_factor` is what a
+learning rate is multiplied by where a step has more samples than the one that it was chosen for. `Noise` is the noise
+scale of gradients: how large a batch may be before more samples add little. `BalancedWindows` and `batch_sizes` give
+each replica as much work as it can do in the time of the others.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,6 @@ from fractions import Fraction
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from lightning_async._checks import check_int, check_real
-
-# What a learning rate is multiplied by where a step has more samples than the one that it was chosen for.
 
 LrScaling = Literal["linear", "sqrt"]
 
@@ -37,9 +41,6 @@ def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
     """
     ratio = samples / base
     return {"linear": ratio, "sqrt": math.sqrt(ratio), None: 1.0}[scaling]
-
-
-# The noise scale of gradients: how large a batch may be before more samples add little.
 
 
 def estimate(small: float, big: float, small_size: float, big_size: float) -> tuple[float, float]:
@@ -116,8 +117,6 @@ class Noise(NamedTuple):
             return 0.0
         return self.trace / self.square if self.square > 0 else math.inf
 
-
-# What a policy of accumulation must answer. No I/O, no threads, no clocks.
 
 Unit = Literal["batches", "samples", "any"]
 Measured = Literal["nothing", "noise", "times"]
@@ -371,9 +370,6 @@ def _check_sizes(owner: object, sizes: object) -> None:
 
 def _latest(sizes: Mapping[int, int], now: int) -> int:
     return sizes[begin] if (begin := max((each for each in sizes if each <= now), default=-1)) in sizes else 1
-
-
-# How much work each replica does, so that all are done together.
 
 
 @dataclass(frozen=True)

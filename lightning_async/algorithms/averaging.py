@@ -1,4 +1,9 @@
-"""Rules with an outer optimizer: the replicas' common progress is a gradient for the last agreed parameters."""
+"""Averaging rules: what replicas send, and what the mean of all messages means.
+
+`AveragingRule` is what a rule must answer, without I/O, threads or clocks; `RuleBase` is what most rules share, so that
+a rule is little more than its equations. `DiLoCo` has an outer optimizer: the replicas' common progress is a gradient
+for the last agreed parameters. The messages of `Mean` and `DeltaMean` are the parameters themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +19,6 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async._checks import check_real
 from lightning_async.flat import FlatLayout
-
-# What an averaging rule must answer. No I/O, no threads, no clocks.
 
 S = TypeVar("S")
 
@@ -110,7 +113,7 @@ class AveragingRule(Protocol[S]):
     absent_follow: bool
     """Whether an absent replica moves with the target. False where replicas keep models of their own."""
     restores_local: bool
-    """Whether a rendezvous only shows `agree`'s model: each replica then goes on from the parameters that it had.
+    """Whether a sync point only shows `agree`'s model: each replica then goes on from the parameters that it had.
     That costs an fp32 copy of them meanwhile. False: all go on from the agreed model."""
     mixes: bool
     """Whether `mix_` says what becomes of the progress since the snapshot, instead of keeping all of it. That costs
@@ -157,7 +160,7 @@ class AveragingRule(Protocol[S]):
         return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
-        """The model a rendezvous shows, given the work-weighted ``mean`` of the parameters. Default: the mean."""
+        """The model a sync point shows, given the work-weighted ``mean`` of the parameters. Default: the mean."""
         return mean
 
     @abstractmethod
@@ -170,8 +173,6 @@ class AveragingRule(Protocol[S]):
         """``state`` with the content of ``saved``."""
         ...
 
-
-# What most rules share, so that a rule is little more than its equations.
 
 RuleS = TypeVar("RuleS", bound=NamedTuple)
 
@@ -390,9 +391,6 @@ def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) ->
     optimizer.step()
     for p in parameters:
         p.grad = None
-
-
-# Rules whose message is the parameters themselves.
 
 
 class _ParameterMean(RuleBase[AveragingState]):

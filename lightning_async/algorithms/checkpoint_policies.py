@@ -1,4 +1,8 @@
-"""When to save a checkpoint: policies as pure functions of where training stands."""
+"""When to save a checkpoint, and which ones to keep: policies as pure functions.
+
+A `KeepPolicy` sees the checkpoints that there are, a `SavePolicy` where training stands. Whatever a policy says, the
+newest checkpoint, the last good one and the one resumed from are kept.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +13,6 @@ from datetime import timedelta
 from typing import Protocol, runtime_checkable
 
 from lightning_async._checks import check_choice, check_int, check_protocol, check_real, check_time
-
-# Which checkpoints to keep: policies as pure functions of those that there are.
-#
-# Whatever a policy says, the newest one, the last good one and the one resumed from are kept.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,9 @@
-"""Schedules: when replicas talk, as pure functions of one replica's own clock."""
+"""Schedules: when replicas talk, as pure functions of one replica's own clock.
+
+A `Schedule` says for each `Step` what a replica does with it. `DyLU` has all replicas ready for a round at the same
+time, however fast each is; `Denser` has another schedule's rounds, more often. `Pace` is how fast a replica is, and
+`straggler` which one is slow, and why.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 from lightning_async._checks import check_int, check_protocol, check_real
-
-# How fast replicas are, which of them is slow, and why.
 
 Reason = Literal["data", "compute", "communication"]
 _REASONS: tuple[Reason, ...] = ("data", "compute", "communication")
@@ -105,9 +108,6 @@ def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | Non
     return Straggler(name, mine.batch_s / usual_s, reason, longer[reason] / whole if whole > 0.0 else 1.0)
 
 
-# What a schedule must answer. No I/O, no threads, no clocks.
-
-
 class Action(enum.Enum):
     """What a replica does with the optimizer step that it is about to take."""
 
@@ -181,9 +181,6 @@ class Schedule(Protocol):
         ...
 
 
-# Rounds that all replicas are ready for at the same time, however fast each is.
-
-
 @dataclass(frozen=True)
 class DyLU(Schedule):
     r"""Dynamic local updates: steps per round in proportion to speed.
@@ -219,9 +216,6 @@ class DyLU(Schedule):
         """A round if the coming step is the last one of this replica's share."""
         share = max(self.minimum, round(self.n * clock.speed))
         return Step(Action.ROUND if clock.steps_since_round + 1 >= share else Action.LOCAL)
-
-
-# Another schedule's rounds, more often.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,13 @@
-"""Policies by name, by what suits an optimizer, and in JSON's terms, as a server's process is told."""
+"""What is done about staleness: by a parameter server for each push, and by replicas whose steps are one window late.
+
+A server's policy is a frozen dataclass that extends `StalenessPolicy` and changes what differs: how much a push counts,
+what corrects it, what is pulled in place of the weights. A server asks it once for each push, with the `PushFacts` that
+it has measured for it; a policy keeps nothing itself. `make_policy` finds one by its name, by what suits an optimizer,
+or in JSON's terms, as a server's process is told.
+
+Replicas with a delay take a `GradientCorrection`, which changes the late gradient, or a `Prediction`, which says where
+gradients are computed instead. `DelayCompensation` and `WeightPrediction` are both a policy and one of these.
+"""
 
 from __future__ import annotations
 
@@ -14,50 +23,7 @@ from torch import Tensor
 
 from lightning_async._checks import check_choice, check_int, check_real
 
-# What is done about steps that are one window late: the parameters have moved since their gradients were
-# computed.
-#
-# A correction says one of two things: what becomes of the late gradient, or where gradients are computed
-# instead. What it says depends on what all replicas share, and on nothing else. `DelayCompensation` and
-# `WeightPrediction` are policies of parameter servers, too: see `algorithms.staleness`.
-
-
-@runtime_checkable
-class GradientCorrection(Protocol):
-    """Changes a late gradient."""
-
-    def correct_(self, gradient: Tensor, moved: Tensor) -> None:
-        """Correct a gradient in place.
-
-        Args:
-            gradient: the mean of all replicas, flat, fp32.
-            moved: the parameters now, less those that it was computed at; may be used up.
-        """
-        ...
-
-
-@runtime_checkable
-class Prediction(Protocol):
-    """Computes gradients where the parameters are likely to be when they are stepped with."""
-
-    def predict_(self, before: Tensor, now: Tensor) -> None:
-        """Put the prediction in place of ``before``.
-
-        Args:
-            before: one parameter ahead of the last step, in its own precision.
-            now: the same after it.
-        """
-        ...
-
-
-DelayCorrection: TypeAlias = GradientCorrection | Prediction
-
-
-# What a server does about a push that is late: how much it counts, what it is corrected by, what is pulled in
-# place of the weights.
-#
-# A policy is a frozen dataclass that extends `StalenessPolicy` and changes what differs. A server asks it once
-# for each push, with what it has measured for it; a policy keeps nothing itself.
+Form = Literal["exponential", "inverse", "sqrt", "linear"]
 
 
 class PushFacts(NamedTuple):
@@ -134,6 +100,37 @@ class StalenessPolicy:
         """
 
 
+@runtime_checkable
+class GradientCorrection(Protocol):
+    """Changes a late gradient."""
+
+    def correct_(self, gradient: Tensor, moved: Tensor) -> None:
+        """Correct a gradient in place.
+
+        Args:
+            gradient: the mean of all replicas, flat, fp32.
+            moved: the parameters now, less those that it was computed at; may be used up.
+        """
+        ...
+
+
+@runtime_checkable
+class Prediction(Protocol):
+    """Computes gradients where the parameters are likely to be when they are stepped with."""
+
+    def predict_(self, before: Tensor, now: Tensor) -> None:
+        """Put the prediction in place of ``before``.
+
+        Args:
+            before: one parameter ahead of the last step, in its own precision.
+            now: the same after it.
+        """
+        ...
+
+
+DelayCorrection: TypeAlias = GradientCorrection | Prediction
+
+
 @dataclass(frozen=True)
 class NoCorrection(StalenessPolicy):
     r"""Every push counts, as it comes.
@@ -194,11 +191,6 @@ class PolicyWrapper(StalenessPolicy):
         self.policy.look_ahead_(before, now, late)
 
 
-# A smaller learning rate for what is late.
-
-Form = Literal["exponential", "inverse", "sqrt", "linear"]
-
-
 @dataclass(frozen=True)
 class AdaptiveLr(StalenessPolicy):
     r"""The learning rate of a push falls with its lag.
@@ -242,7 +234,6 @@ class AdaptiveLr(StalenessPolicy):
             raise ValueError(f"`AdaptiveLr(factor={self.factor!r})`: the form {self.form!r} has none.")
 
     def weigh(self, late: PushFacts) -> Weight:
-        """See `StalenessPolicy`."""
         if self.form == "exponential":
             return Weight(rate=(0.9 if self.factor is None else self.factor) ** late.lag)
         if self.form == "inverse":
@@ -250,9 +241,6 @@ class AdaptiveLr(StalenessPolicy):
         if self.form == "sqrt":
             return Weight(rate=1 / math.sqrt(1 + late.lag))
         return Weight(rate=1 / (1 + (0.1 if self.factor is None else self.factor) * late.lag))
-
-
-# What is too late is left out.
 
 
 @dataclass(frozen=True)
@@ -283,11 +271,7 @@ class Bounded(StalenessPolicy):
         check_int(self, "max_staleness", at_least=1)
 
     def weigh(self, late: PushFacts) -> Weight | None:
-        """See `StalenessPolicy`."""
         return Weight() if late.lag < self.max_staleness else None
-
-
-# Updates that are the mean of some pushes.
 
 
 @dataclass(frozen=True)
@@ -330,9 +314,6 @@ class Buffered(PolicyWrapper):
             )
 
 
-# No push is longer than a bound.
-
-
 @dataclass(frozen=True)
 class Clipping(PolicyWrapper):
     r"""A gradient is scaled down to a norm, so that what is late and large does not lead far astray.
@@ -369,14 +350,10 @@ class Clipping(PolicyWrapper):
         return self.policy.measures | {"norm"}
 
     def weigh(self, late: PushFacts) -> Weight | None:
-        """See `StalenessPolicy`."""
         weight = self.policy.weigh(late)
         if weight is None or late.norm <= self.max_norm:
             return weight
         return weight._replace(gradient=weight.gradient * self.max_norm / late.norm)
-
-
-# A momentum for each worker, and weights from where all of them lead.
 
 
 @dataclass(frozen=True)
@@ -420,9 +397,6 @@ class Dana(PolicyWrapper):
             )
 
 
-# What a late gradient would be at the parameters of now, to first order.
-
-
 @dataclass(frozen=True)
 class DelayCompensation(StalenessPolicy, GradientCorrection):
     r"""A Taylor expansion to the parameters of now, with the gradient's square in place of the Hessian.
@@ -453,11 +427,9 @@ class DelayCompensation(StalenessPolicy, GradientCorrection):
 
     @torch.no_grad()
     def correct_(self, gradient: Tensor, moved: Tensor) -> None:
-        """See `GradientCorrection`."""
         gradient.add_(moved.mul_(gradient).mul_(gradient), alpha=self.strength)
 
     def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
-        """See `StalenessPolicy`."""
         self.correct_(gradient, moved)
 
 
@@ -500,14 +472,11 @@ class AdaptiveDelayCompensation(StalenessPolicy):
 
     @torch.no_grad()
     def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
-        """See `StalenessPolicy`."""
         square = state["mean_square"]
         square.mul_(self.decay_square).addcmul_(gradient, gradient, value=1 - self.decay_square)
         moved.mul_(gradient).mul_(gradient).div_((square + self.eps).sqrt_())
         gradient.add_(moved, alpha=self.strength)
 
-
-# What counts is not how many updates have come between, but how far they led.
 
 Scales = Literal["rate", "gradient"]
 
@@ -547,13 +516,9 @@ class GapAware(StalenessPolicy):
         check_real(self, "decay", at_least=0, below=1)
 
     def weigh(self, late: PushFacts) -> Weight:
-        """See `StalenessPolicy`."""
         near = late.lag == 0 or late.moved == 0 or late.typical == 0
         weight = 1.0 if near else 1 / (1 + late.moved / late.typical)
         return Weight(rate=weight) if self.scales == "rate" else Weight(gradient=weight)
-
-
-# Gradients are computed where the parameters are likely to be when they are stepped with.
 
 
 @dataclass(frozen=True)
@@ -591,12 +556,10 @@ class WeightPrediction(StalenessPolicy, Prediction):
         check_real(self, "steps", at_least=0)
 
     def predict_(self, before: Tensor, now: Tensor) -> None:
-        """See `Prediction`."""
         self.look_ahead_(before, now, 1.0)
 
     @torch.no_grad()
     def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
-        """See `StalenessPolicy`."""
         torch.sub(now, before, out=before)
         torch.add(now, before, alpha=self.steps * late, out=before)
 
@@ -625,7 +588,7 @@ _CLASSES = {cls.__name__: cls for cls in _OWN}
 
 
 def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> StalenessPolicy:
-    """The policy that suits an optimizer: DANA with gap-awareness for SGD with momentum, gap-aware rates for others.
+    """Choose for an optimizer: DANA with gap-awareness for SGD with momentum, gap-aware rates for others.
 
     Args:
         optimizer: the name of its class, or ``"delta"``.
@@ -643,7 +606,7 @@ def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> Stalenes
 
 
 def momentum_warning(policy: StalenessPolicy, optimizer: str, arguments: Mapping[str, Any] | None = None) -> str | None:
-    """What to say of momentum whose staleness nothing is done about; None: nothing.
+    """Return a warning of momentum whose staleness nothing is done about; None where there is none.
 
     Args:
         policy: of the server.
@@ -666,7 +629,7 @@ def make_policy(
     optimizer: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> StalenessPolicy:
-    """A policy by its short name, as it is, or from what `described` says of it.
+    """Return a policy by its short name, as it is, or from what `described` says of it.
 
     Args:
         policy: one of `NAMES` or ``"auto"``, a policy, or a description.
@@ -695,7 +658,7 @@ def make_policy(
 
 
 def described(policy: StalenessPolicy) -> dict[str, Any]:
-    """A policy in JSON's terms: its class and its arguments.
+    """Describe a policy in JSON's terms: its class and its arguments.
 
     Raises:
         TypeError: another process could not make it of that.

@@ -1,6 +1,12 @@
-"""What the package's own transports have in common: names, branches, and failures that stick.
+"""The interface to communication, and what the package's own transports have in common.
 
-A communicator's branches are its forks, over the same ranks, and its splits, over some of them.
+A `Collectives` is one communicator, whatever moves its bytes: a fixed set of ranks with its own total order of
+operations. Every operation is asynchronous and returns a `Pending`; nothing blocks without a deadline. Where a
+transport can form its groups anew it is an `ElasticCollectives`.
+
+`Communicator` and `ElasticCommunicator` are the base of transports: names, failures that stick, and branches (forks,
+over the same ranks, and splits, over some of them). They hand out `Operation` objects, which know their own deadline,
+so that nobody needs to wait on them for a late peer to be noticed. The functions are reductions and byte views.
 """
 
 from __future__ import annotations
@@ -20,11 +26,6 @@ from torch import Tensor
 
 from lightning_async.errors import START_AGAIN, CollectiveError, CollectiveTimeout
 from lightning_async.membership.generation import Generation
-
-# One asynchronous operation: completed or failed by the transport, waited for by its caller.
-#
-# Every transport hands out `Operation` objects. They know their own deadline, so that nobody needs to wait on
-# them for a late peer to be noticed.
 
 T = TypeVar("T")
 
@@ -397,11 +398,6 @@ class ElasticCommunicator(Communicator[E]):
             branch._renew(generation)
 
 
-# The interface to communication: what every transport offers, whatever moves the bytes.
-#
-# A ``Collectives`` is one communicator: a fixed set of ranks with its own total order of operations. Every
-# operation is asynchronous and returns a ``Pending``; nothing blocks without a deadline.
-
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -525,15 +521,14 @@ class ElasticCollectives(Collectives, Protocol):
     def reconfigure(self, generation: Generation) -> None:
         """Abort what is pending here and in all branches, and form the groups of ``generation``; of the root only.
 
-        Forks have all its members, splits those of theirs that are in it, newcomers none. Numbers are the new ones."""
+        Forks have all its members, splits those of theirs that are in it, joining ranks none. Numbers are the new
+        ones."""
         ...
 
     def abort(self) -> None:
         """Fail everything pending, here and in all branches, at once, on this rank; peers notice by themselves."""
         ...
 
-
-# Reductions and byte views that are common to the transports. Pure functions on CPU or CUDA tensors.
 
 NATIVE = frozenset(
     {

@@ -1,8 +1,18 @@
-"""Channels between two processes of one host: shared memory for the bytes, a socket for the turns.
+"""Channels between two processes, in turns; here over shared memory, for two processes of one host.
 
-The memory is an anonymous file that who dials has made, and hands over with its first message: it has no name that
-could be left behind, it is there for a peer that has been started again, and it cannot shrink while somebody reads it.
-The socket has a name that is in no folder. The kernel closes it with its process, so a death is heard at once.
+    the process that dials                              the process that answers
+    fills `outgoing`, `send`     --- header, bytes ---> `receive`, reads `incoming`
+    `receive`, reads `incoming`  <--- header, bytes --- fills `outgoing`, `send`
+
+`PeerChannel` is one end, whatever carries it; `Dial` is the way to a peer. The turns are the back-pressure: there is
+one message on its way at most, in memory that is there from the start, so a peer that reads slowly costs nobody but
+itself. Who has the turn has both memories; the other side touches neither. Who dials has the first turn. A channel that
+has missed a deadline is broken: it is closed, and dialled again.
+
+The memory of `ShmChannel` is an anonymous file that who dials has made, and hands over with its first message: it has
+no name that could be left behind, it is there for a peer that has been started again, and it cannot shrink while
+somebody reads it. The socket has a name that is in no folder. The kernel closes it with its process, so a death is
+heard at once.
 """
 
 from __future__ import annotations
@@ -26,16 +36,6 @@ from torch import Tensor
 
 from lightning_async.comm.peer_storage import unshared
 from lightning_async.errors import ChannelTimeout, PeerLost
-
-# What two processes say to each other, in turns, with memory that goes along: a channel, whatever carries it.
-#
-# who dials who answers fills `outgoing`, `send` --- header, bytes ---> `receive`, reads `incoming` `receive`,
-# reads `incoming` <--- header, bytes --- fills `outgoing`, `send`
-#
-# The turns are the back-pressure: there is one message on its way at most, in memory that is there from the
-# start, so a peer that reads slowly costs nobody anything but itself. Whose turn it is has both memories; the
-# other side touches neither. Who dials has the first turn. A channel that has missed a deadline is broken: it
-# is closed, and dialled again.
 
 LONGEST = 1 << 15
 """Bytes of a header."""
@@ -148,7 +148,7 @@ class CheckedDial:
         return self._dial.incoming
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """See `Dial`; and what ``check`` raises."""
+        """Connect; raise what ``check`` raises, too."""
         try:
             return self._dial.connect(timeout_s)
         except PeerLost as error:

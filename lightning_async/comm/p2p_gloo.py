@@ -1,4 +1,4 @@
-"""Channels between two processes anywhere: each is a group of Gloo's of its own, of two ranks; see `dialling`.
+"""Channels between two processes anywhere: each is a group of Gloo's of its own, of two ranks; see `PairDial`.
 
     who sends                                    who receives
                                     <----------  has memory ready for bytes and for a head, before it is asked to
@@ -8,6 +8,9 @@ Gloo moves what is sent when the peer is ready to receive, so that it is: nobody
 within milliseconds of the other one's death. What torch does not do is to hear of that with half a message there, see
 `groups`: so it is the head behind the bytes that is waited for. Parts of a message have their head in front, as it says
 where they belong: large ones are waited for on a thread, and the connection is looked at.
+
+Read `PairChannel` first, then `PairDial` and `answer_pair`, which make one. `dial` and the functions behind it are the
+way to a server: shared memory on its own host, Gloo from others.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ _PARTS = 5040
 
 
 class PairChannel:
-    """One end of a channel over Gloo; see `Channel`.
+    """One end of a channel over Gloo; see `PeerChannel`.
 
     Args:
         group: formed; the channel's from now on.
@@ -236,15 +239,6 @@ class OrphanedWait:
             self._ends.put(error)
 
 
-# How two processes come to have a channel over Gloo: over one connection, made for that.
-#
-# who dials who answers, at a port that is known <------------- a nonce whom I look for, my memory
-# -------------> <------------- who I am, or why not both form a group of two: what torch would have a store for
-# goes over this connection, which then ends
-#
-# All but the nonce is sealed with it. So a stranger gets no further than this; whoever dies in between, the
-# other one hears of it; and who has been started again answers the calls that have come meanwhile.
-
 _ANSWERS = 0
 _DIALS = 1  # ranks
 _FORMING_S = 10.0
@@ -252,6 +246,17 @@ _FORMING_S = 10.0
 
 class PairDial:
     """Where a peer of any host listens, and the memory for talking to it; see `Dial`.
+
+    The two processes come to have a channel over one connection, made for that:
+
+    who dials                                   who answers, at a port that is known
+                                 <------------- a nonce
+    whom it looks for, its memory ------------->
+                                 <------------- who it is, or why not
+    both form a group of two: what torch would have a store for goes over this connection, which then ends
+
+    All but the nonce is sealed with it. So a stranger gets no further than this; where one of the two dies in between,
+    the other hears of it; and who has been started again answers the calls that have come meanwhile.
 
     Args:
         host, port: that it listens at.
@@ -440,16 +445,13 @@ def _own_address(sock: socket.socket) -> str:
 
 
 def shown(host: str, port: int) -> str:
-    """As it is written.
+    """Return an address as it is written.
 
     >>> shown("::1", 80)
     '[::1]:80'
     """
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
-
-# Where a server is, in JSON's terms, and the way to it from here: shared memory on its own host, Gloo from
-# others.
 
 _ANSWERS_S = 10.0
 

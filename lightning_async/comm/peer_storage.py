@@ -1,6 +1,6 @@
 """Bytes that one rank leaves with another one for later: what goes over one connection, made for one errand.
 
-    client                                    keeper, see `keeper`
+    client                                    keeper, see `PeerStore`
                                    <--------- a nonce
     an errand, sealed with it      --------->
     deposit:                       <--------- there is memory for it, or why not
@@ -232,8 +232,6 @@ def forget(address: Address, seal: Seal, owner: str) -> None:
         line.hear()
 
 
-# A rank keeps bytes for others in its memory, where they outlive their owners; see `parcels` for what is said.
-
 _AT_ONCE = 16
 _ENDS_S = 5.0
 
@@ -246,7 +244,9 @@ class _Parcel:
 
 
 class PeerStore:
-    """Listens at a free port, and has a thread for each errand; ended by `close`.
+    """What keeps bytes for other ranks in this rank's memory, where they outlive their owners; ended by `close`.
+
+    It listens at a free port, and has a thread for each errand.
 
     Of each owner it has the bytes that came last, whole, and memory for the next ones to arrive in.
 

@@ -1,7 +1,9 @@
 """Threads as ranks: collectives inside one process, for tests and for learning.
 
-The same semantics as the real transports, but strict and repeatable: reductions run in the order of ranks, and
-ranks that call different things get an error that names both, where a real transport would hang or abort.
+`InProcessWorld` makes `InProcessCollectives` with the semantics of the real transports, but strict and repeatable:
+reductions run in the order of ranks, and ranks that call different things get an error that names both, where a real
+transport would hang or abort. `FaultyCollectives` wraps any collectives with the faults of a `Script`, for tests of
+whatever must survive them.
 """
 
 from __future__ import annotations
@@ -32,8 +34,6 @@ from lightning_async.comm.collectives import (
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 from lightning_async.membership.generation import Generation
 from lightning_async.membership.store import HashStore
-
-# Scripts of faults: what `FaultyCollectives` does in which call.
 
 _OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange", "barrier", "*")
 
@@ -111,8 +111,6 @@ class Script:
                         struck = fault
         return struck
 
-
-# Scripted faults around any collectives, for tests of whatever must survive them.
 
 T = TypeVar("T")
 

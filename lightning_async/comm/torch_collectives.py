@@ -1,4 +1,11 @@
-"""Collectives through torch.distributed: Gloo, NCCL, and MPI where torch was built with it."""
+"""Collectives through torch.distributed: Gloo, NCCL, and MPI where torch was built with it.
+
+`TorchCollectives` is one communicator. `Flights` holds its operations under way, and ends all of them as soon as one
+fails. An operation's tensors change hands twice. From the start on they are the group's, which keeps them until torch
+lets go: that may be later than the operation has ended, where it was broken off. Its result is the caller's when it is
+complete. A generation ends by `Flights.land`: the group is disposed of, and its operations, which have failed, are
+forgotten.
+"""
 
 from __future__ import annotations
 
@@ -31,13 +38,6 @@ from lightning_async.comm.torch_rendezvous import MeetingOptions, form
 from lightning_async.errors import AsyncTrainingError, CollectiveError
 from lightning_async.membership.generation import Generation, at_start
 from lightning_async.membership.store import Store
-
-# Operations under way over a group of torch's, and the end of all of them as soon as one fails.
-#
-# An operation's tensors change hands twice. From `start` on they are the group's, which keeps them until torch
-# lets go: that may be later than the operation has ended, where it was broken off. Its result is the caller's
-# when it is complete. A generation ends by `land`: the group is disposed of, and its operations, which have
-# failed, are forgotten.
 
 T = TypeVar("T")
 Finish = Callable[[], T]
@@ -171,7 +171,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         name: differs between communicators that share a store.
         timeout: deadline of each operation.
         form_timeout: deadline of forming a group.
-        member: the name of a newcomer, of rank 0 in a world of 1, which is to be reconfigured into the others' next
+        member: the name of a joining rank, of rank 0 in a world of 1, which is to be reconfigured into the others' next
             generation; by default ranks are named by their numbers.
         device: where NCCL's barrier lives and connects; the current CUDA device by default.
         max_ctas: how many blocks of the GPU NCCL may take from the training beside it.

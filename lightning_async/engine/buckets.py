@@ -60,9 +60,9 @@ class RoundType(Protocol):
         """The record of what is to be exchanged: what this rank sends, and where the payload lands.
 
         Args:
-            plan: what the headers decided, as the kind's wing says it.
+            plan: what the headers decided, as the kind's component says it.
             id: of the exchange.
-            parts: the wing's part of every rank's header.
+            parts: the component's part of every rank's header.
         """
         ...
 

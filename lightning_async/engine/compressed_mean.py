@@ -34,8 +34,8 @@ class CompressedMean:
     message is left as it is, and all that was not delivered is in there afterwards.
 
     Up to four ranks every rank gathers all messages and averages them. Beyond, each rank receives its part of all
-    messages, averages that, encodes it again for all, and owes its part's rounding error to the next round; a gate,
-    which moves what replicas are, ends that debt.
+    messages, averages that, encodes it again for all, and owes its part's rounding error to the next round; a sync
+    point, which moves what replicas are, ends that debt.
 
     Args:
         collectives: moves the codes.

@@ -1,11 +1,16 @@
-"""The engine's thread: it answers every header for its rank, and has done what all headers together decide.
+"""The control plane of one rank: what its components share, the engine's thread, and the recovery after a failure.
 
     IDLE --> HEADER --> PAYLOAD --> COMMIT --> IDLE
     any of these --(an operation fails)--> FAILED --(the groups are formed anew)--> IDLE
 
-An exchange commits in two steps: after the payload every rank says whether it has it, and only when all do is it
-applied. Or, where whoever has the payload can still give it to the others later, at once. So a failed exchange forks
-nothing: in the next generation's first header a higher id tells a rank that others committed, see `UncommittedRound`.
+Read `ControlPlane` first: components and strategies know nothing else. `EngineLoop` runs on the engine's thread; it
+answers every header for its rank and carries out what all headers together decide. `GroupRecovery` forms the groups of
+the next generation.
+
+An exchange commits in two phases: after the payload every rank says whether it has it, and applies it only when all
+do; or at once, where a rank that has the payload can still give it to the others later. So a failed exchange forks
+nothing: the first header of the next generation tells a rank by a higher id that others committed, see
+`UncommittedRound`.
 """
 
 from __future__ import annotations
@@ -57,17 +62,444 @@ from lightning_async.membership.generation import Generation, listed
 from lightning_async.membership.membership import Membership
 
 log = logging.getLogger(__name__)
-
-
-# After a failure: meet all ranks again, or those that are left, in groups of a new generation.
-
 _SLICE = timedelta(seconds=1)
 _HEARSAY_S = 2.0
 _BEAT_S = 0.1
+_PROMPT = timedelta(seconds=0.2)
+
+
+class ControlPlane:
+    """What the components of one rank share: the state of its two threads, the transfer, and the engine's thread.
+
+    Args:
+        collectives: the root communicator, for CPU tensors; headers go over a fork of it.
+        membership: liveness, generations, and the bell that calls for a header at once; its owner starts and closes it.
+        replica: what is moved. All ranks must start with equal parameters.
+        timeouts: how long to wait for what.
+        payload: what payloads go over a fork of: by default ``collectives``, or one for the device of the buckets.
+        part_bytes: payloads move in parts of at most this size.
+        now: a monotonic clock, in seconds.
+        calls: of the training thread over all ranks, which go on in the new groups when these are formed anew.
+        min_replicas: ranks that are lost are done without, as long as so many are left. Default: all that there are.
+        forks: see `forks_of`; by default they are made here.
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        membership: Membership,
+        replica: Replica,
+        timeouts: Timeouts,
+        *,
+        payload: Collectives | None = None,
+        part_bytes: int = 16 << 20,
+        now: Callable[[], float] = time.monotonic,
+        calls: ReplayableCalls | None = None,
+        min_replicas: int | None = None,
+        forks: tuple[Collectives, Collectives] | None = None,
+    ) -> None:
+        self.shared_state = SharedState()
+        self.buckets = Buckets(replica, self.shared_state)
+        self.membership = membership
+        self.now = now
+        self.timeouts = timeouts
+        self._calls = calls
+        roots = (collectives, payload or collectives)
+        small, large = forks or forks_of(*roots, timeouts)
+        self.transfer = Transfer(small, large, self.shared_state, membership, timeouts.payload, part_bytes, now)
+        self.components: list[EngineComponent] = []
+        self.regroup = GroupRecovery(
+            roots, membership, self.shared_state, self.transfer, calls, timeouts, min_replicas, now
+        )
+        self._loop = EngineLoop(
+            self.components, self.buckets, self.shared_state, self.transfer, membership, self.regroup, timeouts, now
+        )
+        self._thread = threading.Thread(target=self._loop.run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the present generation."""
+        return self.transfer.rank
+
+    @property
+    def reforming(self) -> bool:
+        """Whether the groups are being formed anew."""
+        return self._loop.stage is Stage.FAILED
+
+    def register(self, component: EngineComponent) -> None:
+        """Add a component; before `start`, in the same order on all ranks."""
+        self.components.append(component)
+
+    def on_mark(self, copy: Callable[[InFlightRound], Any]) -> None:
+        """Have ``copy`` called on the engine's thread with every marked exchange, before anything overwrites it.
+
+        What it returns is found in the shared state once the exchange is handed over.
+        """
+        self._loop.on_mark = copy
+
+    def start(self) -> None:
+        """Begin to serve: every replica's parameters are equal now."""
+        self.shared_state.last_seen = self.now()
+        self.shared_state.last_exchange = self.shared_state.next_exchange
+        self.buckets.begin(self.transfer.registered)
+        if self._calls is not None:
+            self._calls.recovery = CallRecovery(self._report_trouble, self._look, self.regroup.survives)
+        self._thread.start()
+
+    def close(self, timeout: timedelta) -> bool:
+        """End the thread, which waits for no peer; whether it has ended. Idempotent."""
+        with self.shared_state.changed:
+            self.shared_state.closing = True
+            self.shared_state.changed.notify_all()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout.total_seconds())
+        return not self._thread.is_alive()
+
+    def see(self) -> None:
+        """The training thread shows itself, hears of failures, and passes on a signal's vote. Under the lock."""
+        box = self.shared_state
+        box.last_seen = self.now()
+        if box.error is not None:
+            raise self._failure(box.error)
+        if box.stop_requested and Vote.STOP not in box.asked:
+            box.asked |= Vote.STOP
+            self.ring()
+
+    def _failure(self, error: BaseException) -> BaseException:
+        """Return what has ended the engine's thread, as an error of this package."""
+        if isinstance(error, AsyncTrainingError):
+            return error
+        box = self.shared_state
+        failure = AsyncTrainingError(
+            f"Rank {self.rank}: the averaging thread failed in round {box.next_exchange} at step {box.steps:.0f}: "
+            f"{type(error).__name__}: {error}"
+        )
+        failure.__cause__ = error
+        return failure
+
+    def _look(self) -> None:
+        with self.shared_state.changed:
+            self.see()
+
+    def _report_trouble(self, error: PeerLost | CollectiveError) -> None:
+        with self.shared_state.changed:
+            self.shared_state.trouble = error
+            self.shared_state.changed.notify_all()
+
+    def ring(self) -> None:
+        """Ask every rank, ready or not, to answer the header that will carry what is in the shared state now."""
+        with self.shared_state.changed:
+            seq = max(self._loop.seq, self.shared_state.composed + 1)
+            self.shared_state.changed.notify_all()
+        self.membership.ring(seq)
+
+    def wake(self) -> None:
+        """Wake the engine's thread: something outside the shared state has changed."""
+        with self.shared_state.changed:
+            self.shared_state.changed.notify_all()
+
+    def vacated(self) -> Tensor:
+        """`Buckets.received`, to be overwritten while no header is under way: what others may lack is elsewhere now."""
+        self._loop.held.keep()
+        return self.buckets.received
+
+    def forget(self) -> None:
+        """The buckets were laid out anew: nothing of the old ones is used any more."""
+        self._loop.held.forget()
+
+
+def forks_of(collectives: Collectives, payload: Collectives, timeouts: Timeouts) -> tuple[Collectives, Collectives]:
+    """Return the communicators of headers and of payloads: forks of these."""
+    return collectives.fork("header", timedelta(days=7)), payload.fork("payload", timeouts.payload)
+
+
+class Stage(enum.Enum):
+    """Where the exchange in flight stands on this rank."""
+
+    IDLE = "idle"
+    HEADER = "header"
+    PAYLOAD = "payload"
+    COMMIT = "commit"
+    FAILED = "failed"
+
+
+_NEXT = {Stage.IDLE: Stage.HEADER, Stage.HEADER: Stage.PAYLOAD, Stage.PAYLOAD: Stage.COMMIT}
+
+
+class EngineLoop:
+    """The engine's thread of one rank: it serves headers for all components.
+
+    Args:
+        components: what takes part; may grow until `run`.
+        buckets: what is moved.
+        shared_state: what is shared with the training thread.
+        transfer: moves it.
+        membership: liveness, and the bell that calls for a header at once.
+        regroup: forms the groups anew after a failure.
+        timeouts: how long to wait for what.
+        now: a monotonic clock, in seconds.
+    """
+
+    def __init__(
+        self,
+        components: Sequence[EngineComponent],
+        buckets: Buckets,
+        shared_state: SharedState,
+        transfer: Transfer,
+        membership: Membership,
+        regroup: GroupRecovery,
+        timeouts: Timeouts,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.stage = Stage.IDLE
+        self.seq = _first_seq(membership.generation.number)
+        """Number of the next header."""
+        self.held = UncommittedRound(buckets, transfer)
+        self.on_mark: Callable[[InFlightRound], Any] = lambda exchange: None  # what a marked one has made is copied
+        self._components = components
+        self._buckets = buckets
+        self._box = shared_state
+        self._transfer = transfer
+        self._membership = membership
+        self._regroup = regroup
+        self._timeouts = timeouts
+        self._now = now
+        self._some_silent = self._compare = False
+
+    def run(self) -> None:
+        """Serve until the training thread closes the engine, or an error ends it."""
+        box = self._box
+        try:
+            with side_stream(self._buckets.replica.device):
+                self._serve_all()
+        except Closed:
+            pass
+        except BaseException as error:  # handed to the training thread, which raises it
+            with box.changed:
+                box.error = box.error or error
+                self._buckets.release()
+            if not box.closing and not isinstance(error, PeerLost):  # who lost a peer is not to blame
+                self._membership.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._regroup.close()
+
+    def _serve_all(self) -> None:
+        while self._wait_for_cause():
+            try:
+                self._serve()
+            except (PeerLost, CollectiveError) as error:
+                if not self._regroup.possible:
+                    self._regroup.look_for_the_cause()
+                    raise
+                self._recover(error)
+
+    def _wait_for_cause(self) -> bool:
+        """Wait until this rank has a reason to answer the next header; False when closing."""
+        box = self._box
+        with box.changed:
+            while not box.closing:
+                if self._has_cause() or box.trouble is not None:  # `_serve` meets that again, where it is handled
+                    return True
+                box.changed.wait(1.0)
+                try:
+                    self._membership.check()
+                except (PeerLost, GenerationChanged):
+                    return True
+        return False
+
+    def _has_cause(self) -> bool:
+        box = self._box
+        buckets = self._buckets
+        if buckets.owner is BucketOwner.TRAINING or (buckets.arrived is not None and not self._is_stalled()):
+            return False  # the training thread uses them, or is about to
+        return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
+
+    def _is_stalled(self) -> bool:
+        """Whether the training thread has been silent for so long that nobody need wait for it. Under the lock."""
+        silent_s = self._now() - self._box.last_seen
+        return silent_s > self._timeouts.grace.total_seconds() and not any(
+            component.is_indispensable() for component in self._components
+        )
+
+    def _serve(self) -> None:
+        """Exchange one header, and carry out what all headers decide."""
+        box = self._box
+        buckets = self._buckets
+        started = self._now()
+        self._transfer.check()
+        with box.changed:
+            box.changed.wait_for(lambda: buckets.owner is not BucketOwner.TRAINING)
+            message = buckets.announce()
+            header = self._header(message)
+            drafts = [component.compose() for component in self._components]
+            box.composed = self.seq
+        buckets.to_engine.take()
+        compare = self._compare and header.sync_point is not SyncPointKind.NONE
+        parts = [component.complete(d, message, compare) for component, d in zip(self._components, drafts, strict=True)]
+        self._to(Stage.HEADER)
+        # A rank that is ready rings for those whose training threads are silent for long.
+        patience = _PROMPT if self._some_silent else self._timeouts.grace
+        row = torch.tensor(to_row([header, *parts]), dtype=torch.float64)
+        ring = None if message is None else (patience, self._ring_for_this)
+        blanks = [Header(), *(component.blank for component in self._components)]
+        headers, *everyones = from_rows(blanks, self._transfer.meet(row, ring).tolist())
+        self.seq += 1
+        round_decision = decide(headers, everyones, self._components)
+        waited_s = self._now() - started
+        self._note(round_decision, header, headers)
+        if round_decision.common.catch_up is not None:
+            self._catch_up(round_decision.common.catch_up, headers)
+        elif round_decision.plan is not None and round_decision.plan.kind is not None:
+            self._exchange(
+                round_decision.plan.kind, round_decision.plan, everyones[round_decision.component], headers, waited_s
+            )
+        else:
+            self.held.forget()
+        self._to(Stage.IDLE)
+        with box.changed:
+            if round_decision.plan is not None and round_decision.plan.kind is None:
+                self._components[round_decision.component].drop()
+            buckets.release()
+
+    def _header(self, message: Message | None) -> Header:
+        """The common part of this rank's header. Under the lock."""
+        box = self._box
+        replica = self._buckets.replica
+        return Header(
+            exchange=box.next_exchange,
+            ready=message.priority if message is not None else 0,
+            votes=box.asked,
+            excused=box.sync_point is not SyncPointKind.NONE or self._is_stalled(),
+            sync_point=box.sync_point if self._buckets.arrived is None else SyncPointKind.NONE,
+            sync_point_index=box.sync_point_index,
+            layout=replica.fingerprint,
+            version=replica.version,
+            clock=box.steps,
+            samples=box.samples,
+            opened=box.num_opened,
+            last_sync_point=box.last_sync_point,
+            last_moved=box.moved,
+            last_clock=box.last_clock,
+            last_exchange=box.last_exchange,
+            saved=box.saved,
+            loss=box.loss,
+            place=box.place if message is None else message.place,
+            held=self.held.id,
+            in_step=box.in_step,
+            pace=box.pace,
+        )
+
+    def _note(self, round_decision: RoundDecision, mine: Header, headers: Sequence[Header]) -> None:
+        """Tell the training thread what was agreed."""
+        box = self._box
+        common = round_decision.common
+        self._compare = round_decision.compare
+        self._some_silent = any(h.excused and h.sync_point is SyncPointKind.NONE for h in headers)
+        with box.changed:
+            box.mean_steps = sum(h.clock for h in headers) / len(headers)
+            box.steps_then = mine.clock
+            box.samples_by_rank = tuple(h.samples for h in headers)
+            box.losses = tuple(h.loss for h in headers)
+            box.paces = tuple(h.pace for h in headers)
+            box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
+            votes = common.votes.lasting if round_decision.opens or common.late else common.votes
+            unheard = Vote.NONE if round_decision.plan is not None else between_steps(headers)
+            box.agreed |= votes & ~(Vote.SAVE | unheard)  # saves are carried out by the engine's threads
+            if round_decision.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
+                self._open(common)
+            box.changed.notify_all()
+
+    def _open(self, common: CommonDecision) -> None:
+        """Open a sync point: all replicas hold one model. Under the lock."""
+        box = self._box
+        box.num_opened += 1
+        box.last_sync_point = common.place
+        box.moved = common.moved
+        box.last_clock = common.clock
+        box.last_exchange = box.next_exchange
+        self._regroup.attempts = 0
+        for component in self._components:
+            component.opened(box.stands_at(common.place))
+        self._buckets.release()  # no exchange follows: the first step from here on may already have a message
+        box.open_sync_point(common.place, self._now())
+
+    # ---- exchanges ----
+
+    def _exchange(
+        self, kind: RoundType, plan: ComponentPlan, parts: Sequence[Any], headers: Sequence[Header], waited: float
+    ) -> None:
+        """Move a payload, and apply it if every rank has it: a rank that has not does not come to the last gather."""
+        self._to(Stage.PAYLOAD)
+        self.held.forget()
+        self._buckets.claim()
+        started = self._now()
+        exchange = kind.begin(plan, self._box.next_exchange, parts)
+        exchange.header_s = waited
+        if kind.takes_marks:
+            members = self._membership.generation.members
+            exchange.mark = mark_of(headers, members)
+            exchange.places = places_of(headers, members)
+        if exchange.at_once:
+            self.held.behind = exchange
+        kind.move(exchange)
+        exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
+        self._to(Stage.COMMIT)
+        if exchange.at_once or self.held.all_have(exchange):
+            exchange.exchange_s = self._now() - started
+            self._apply(exchange)
+
+    def _catch_up(self, id: int, headers: Sequence[Header]) -> None:
+        """Commit an exchange that other ranks committed, and whose last answer, or payload, this one lost."""
+        if (exchange := self.held.catch_up(id, source_of(headers, id), self._box.next_exchange <= id)) is not None:
+            log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
+            self._apply(exchange)
+
+    def _apply(self, exchange: InFlightRound) -> None:
+        with self._box.committing:
+            exchange.kind.commit(exchange)
+            self._box.next_exchange += 1
+            self._box.places |= exchange.places
+            copied = None if exchange.mark is None else self.on_mark(exchange)
+        with self._buckets.handing_over():
+            self._box.lost += [] if self._box.marked is None else [self._box.marked]
+            self._box.marked = copied
+            if exchange.mark is not None:
+                self._box.saved = max(self._box.saved, exchange.mark.number)
+                self._box.asked &= ~Vote.SAVE
+            exchange.kind.hand_over(exchange)  # from here on the training thread may go on
+        self.held.committed(exchange)
+        self._regroup.attempts = 0
+
+    # ---- failing ----
+
+    def _recover(self, error: PeerLost | CollectiveError) -> None:
+        """Meet all ranks that live again in a new generation of the groups.
+
+        All answer its first header at once. The bell of the one that failed is gone with it, some may have lost its
+        answer, and a training thread with nothing to send is kept from packing (`announced`) until it is served.
+        """
+        self._to(Stage.FAILED)
+        self.seq = _first_seq(self._regroup.after(error))
+        self._to(Stage.IDLE)
+        self._ring_for_this()
+
+    def _ring_for_this(self) -> None:
+        """Ask every rank to answer the header that is under way."""
+        self._membership.ring(self.seq)
+
+    def _to(self, stage: Stage) -> None:
+        done = stage in (Stage.IDLE, Stage.FAILED)  # there may be nothing to exchange, or to commit
+        assert done or stage is _NEXT.get(self.stage), f"{self.stage} -> {stage}"
+        self.stage = stage
+
+
+def _first_seq(generation: int) -> int:
+    """Headers are numbered, so that a bell is for one header; the numbers of a new generation are all newer."""
+    return (generation << 32) + 1
 
 
 class GroupRecovery:
-    """Forms the groups anew, with all ranks that live, as long as these are enough.
+    """The recovery from a failure: it forms the groups anew with the live ranks, as long as these are enough.
 
     Args:
         roots: the root communicators: for CPU tensors, and for payloads, which may be the same.
@@ -167,7 +599,7 @@ class GroupRecovery:
             ) from error
 
     def _meet(self) -> int:
-        """The new generation, once all ranks are in it and their training threads' calls go on there."""
+        """Return the new generation, once all ranks are in it and their training threads' calls go on there."""
         started = self._now()
         members = self._membership.generation.members
         if self._calls is not None:
@@ -198,7 +630,7 @@ class GroupRecovery:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
 
     def look_for_the_cause(self) -> None:
-        """Where nothing can be formed anew: wait shortly for the heartbeats to tell who has failed.
+        """Wait shortly for the heartbeats to tell who has failed, where no groups can be formed anew.
 
         Raises:
             PeerLost: names the rank, which has said why.
@@ -210,15 +642,15 @@ class GroupRecovery:
                 self._shared_state.changed.wait(_BEAT_S)
 
     def close(self) -> None:
-        """The engine ends: from now on nothing is formed anew."""
+        """End the recovery: from now on no groups are formed anew."""
         if self._calls is not None:
             self._calls.abandon()
 
     def _go_on_without(self, missing: list[str]) -> None:
-        """Some ranks are not in the next generation.
+        """Go on without ranks that are not in the next generation.
 
         Raises:
-            Closed: they left through the last gate.
+            Closed: they left through the last sync point.
             PeerLost: too few are left: no round comes any more.
         """
         box = self._shared_state
@@ -226,7 +658,7 @@ class GroupRecovery:
         generation = self._membership.generation
         with box.changed:
             if box.sync_point in (SyncPointKind.TRAIN_END, SyncPointKind.STOP) and left.issuperset(missing):
-                # Nobody leaves in order but through the last gate, whose answer this rank has lost.
+                # Nobody leaves in order but through the last sync point, whose answer this rank has lost.
                 box.open_sync_point(box.sync_point, self._now())
                 raise Closed
             box.last_clock = math.nan  # the sum of other ranks' steps: what comes next is no longer equal with it
@@ -240,438 +672,3 @@ class GroupRecovery:
             f"{listed(missing)}{START_AGAIN}.",
             tuple(map(int, missing)),  # of the first generation, which all of these were in
         )
-
-
-_PROMPT = timedelta(seconds=0.2)
-
-
-class Stage(enum.Enum):
-    """Where the exchange in flight stands on this rank."""
-
-    IDLE = "idle"
-    HEADER = "header"
-    PAYLOAD = "payload"
-    COMMIT = "commit"
-    FAILED = "failed"
-
-
-class EngineLoop:
-    """Serves headers, for all wings of one rank.
-
-    Args:
-        components: what takes part; may grow until `run`.
-        buckets: what is moved.
-        shared_state: what is shared with the training thread.
-        transfer: moves it.
-        membership: liveness, and the bell that calls for a header at once.
-        regroup: forms the groups anew after a failure.
-        timeouts: how long to wait for what.
-        now: a monotonic clock, in seconds.
-    """
-
-    def __init__(
-        self,
-        components: Sequence[EngineComponent],
-        buckets: Buckets,
-        shared_state: SharedState,
-        transfer: Transfer,
-        membership: Membership,
-        regroup: GroupRecovery,
-        timeouts: Timeouts,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.stage = Stage.IDLE
-        self.seq = _first_seq(membership.generation.number)
-        """Number of the next header."""
-        self.held = UncommittedRound(buckets, transfer)
-        self.on_mark: Callable[[InFlightRound], Any] = lambda exchange: None  # what a marked one has made is copied
-        self._components = components
-        self._buckets = buckets
-        self._box = shared_state
-        self._transfer = transfer
-        self._membership = membership
-        self._regroup = regroup
-        self._timeouts = timeouts
-        self._now = now
-        self._some_silent = self._compare = False
-
-    def run(self) -> None:
-        """Until the training thread closes the engine, or an error ends it."""
-        box = self._box
-        try:
-            with side_stream(self._buckets.replica.device):
-                self._serve_all()
-        except Closed:
-            pass
-        except BaseException as error:  # handed to the training thread, which raises it
-            with box.changed:
-                box.error = box.error or error
-                self._buckets.release()
-            if not box.closing and not isinstance(error, PeerLost):  # who lost a peer is not to blame
-                self._membership.fail(f"{type(error).__name__}: {error}")
-        finally:
-            self._regroup.close()
-
-    def _serve_all(self) -> None:
-        while self._wait_for_cause():
-            try:
-                self._serve()
-            except (PeerLost, CollectiveError) as error:
-                if not self._regroup.possible:
-                    self._regroup.look_for_the_cause()
-                    raise
-                self._recover(error)
-
-    def _wait_for_cause(self) -> bool:
-        """Until this rank has a reason to answer the next header; False when closing."""
-        box = self._box
-        with box.changed:
-            while not box.closing:
-                if self._has_cause() or box.trouble is not None:  # `_serve` meets that again, where it is handled
-                    return True
-                box.changed.wait(1.0)
-                try:
-                    self._membership.check()
-                except (PeerLost, GenerationChanged):
-                    return True
-        return False
-
-    def _has_cause(self) -> bool:
-        box = self._box
-        buckets = self._buckets
-        if buckets.owner is BucketOwner.TRAINING or (buckets.arrived is not None and not self._is_stalled()):
-            return False  # the training thread uses them, or is about to
-        return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
-
-    def _is_stalled(self) -> bool:
-        """Whether the training thread has been silent for so long that nobody need wait for it. Under the lock."""
-        silent_s = self._now() - self._box.last_seen
-        return silent_s > self._timeouts.grace.total_seconds() and not any(
-            w.is_indispensable() for w in self._components
-        )
-
-    def _serve(self) -> None:
-        """One cycle: header, and what it decides."""
-        box = self._box
-        buckets = self._buckets
-        started = self._now()
-        self._transfer.check()
-        with box.changed:
-            box.changed.wait_for(lambda: buckets.owner is not BucketOwner.TRAINING)
-            message = buckets.announce()
-            header = self._header(message)
-            drafts = [component.compose() for component in self._components]
-            box.composed = self.seq
-        buckets.to_engine.take()
-        compare = self._compare and header.sync_point is not SyncPointKind.NONE
-        parts = [component.complete(d, message, compare) for component, d in zip(self._components, drafts, strict=True)]
-        self._to(Stage.HEADER)
-        # A rank that is ready rings for those whose training threads are silent for long.
-        patience = _PROMPT if self._some_silent else self._timeouts.grace
-        row = torch.tensor(to_row([header, *parts]), dtype=torch.float64)
-        ring = None if message is None else (patience, self._ring_for_this)
-        blanks = [Header(), *(component.blank for component in self._components)]
-        headers, *everyones = from_rows(blanks, self._transfer.meet(row, ring).tolist())
-        self.seq += 1
-        round_decision = decide(headers, everyones, self._components)
-        waited_s = self._now() - started
-        self._note(round_decision, header, headers)
-        if round_decision.common.catch_up is not None:
-            self._catch_up(round_decision.common.catch_up, headers)
-        elif round_decision.plan is not None and round_decision.plan.kind is not None:
-            self._exchange(
-                round_decision.plan.kind, round_decision.plan, everyones[round_decision.component], headers, waited_s
-            )
-        else:
-            self.held.forget()
-        self._to(Stage.IDLE)
-        with box.changed:
-            if round_decision.plan is not None and round_decision.plan.kind is None:
-                self._components[round_decision.component].drop()
-            buckets.release()
-
-    def _header(self, message: Message | None) -> Header:
-        """The common part of this rank's header. Under the lock."""
-        box = self._box
-        replica = self._buckets.replica
-        return Header(
-            exchange=box.next_exchange,
-            ready=message.priority if message is not None else 0,
-            votes=box.asked,
-            excused=box.sync_point is not SyncPointKind.NONE or self._is_stalled(),
-            sync_point=box.sync_point if self._buckets.arrived is None else SyncPointKind.NONE,
-            sync_point_index=box.sync_point_index,
-            layout=replica.fingerprint,
-            version=replica.version,
-            clock=box.steps,
-            samples=box.samples,
-            opened=box.num_opened,
-            last_sync_point=box.last_sync_point,
-            last_moved=box.moved,
-            last_clock=box.last_clock,
-            last_exchange=box.last_exchange,
-            saved=box.saved,
-            loss=box.loss,
-            place=box.place if message is None else message.place,
-            held=self.held.id,
-            in_step=box.in_step,
-            pace=box.pace,
-        )
-
-    def _note(self, round_decision: RoundDecision, mine: Header, headers: Sequence[Header]) -> None:
-        """Tell the training thread what was agreed."""
-        box = self._box
-        common = round_decision.common
-        self._compare = round_decision.compare
-        self._some_silent = any(h.excused and h.sync_point is SyncPointKind.NONE for h in headers)
-        with box.changed:
-            box.mean_steps = sum(h.clock for h in headers) / len(headers)
-            box.steps_then = mine.clock
-            told = ((h.samples, h.loss, h.pace) for h in headers)
-            box.samples_by_rank, box.losses, box.paces = zip(*told, strict=True)
-            box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
-            votes = common.votes.lasting if round_decision.opens or common.late else common.votes
-            unheard = Vote.NONE if round_decision.plan is not None else between_steps(headers)
-            box.agreed |= votes & ~(Vote.SAVE | unheard)  # saves are carried out by the engine's threads
-            if round_decision.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
-                self._open(common)
-            box.changed.notify_all()
-
-    def _open(self, common: CommonDecision) -> None:
-        """A gate opens: all replicas hold one model. Under the lock."""
-        box = self._box
-        box.num_opened += 1
-        box.last_sync_point = common.place
-        box.moved = common.moved
-        box.last_clock = common.clock
-        box.last_exchange = box.next_exchange
-        self._regroup.attempts = 0
-        for component in self._components:
-            component.opened(box.stands_at(common.place))
-        self._buckets.release()  # no exchange follows: the first step from here on may already have a message
-        box.open_sync_point(common.place, self._now())
-
-    # ---- exchanges ----
-
-    def _exchange(
-        self, kind: RoundType, plan: ComponentPlan, parts: Sequence[Any], headers: Sequence[Header], waited: float
-    ) -> None:
-        """Move a payload, and apply it if every rank has it: a rank that has not does not come to the last gather."""
-        self._to(Stage.PAYLOAD)
-        self.held.forget()
-        self._buckets.claim()
-        started = self._now()
-        exchange = kind.begin(plan, self._box.next_exchange, parts)
-        exchange.header_s = waited
-        if kind.takes_marks:
-            members = self._membership.generation.members
-            exchange.mark = mark_of(headers, members)
-            exchange.places = places_of(headers, members)
-        if exchange.at_once:
-            self.held.behind = exchange
-        kind.move(exchange)
-        exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
-        self._to(Stage.COMMIT)
-        if exchange.at_once or self.held.all_have(exchange):
-            exchange.exchange_s = self._now() - started
-            self._apply(exchange)
-
-    def _catch_up(self, id: int, headers: Sequence[Header]) -> None:
-        """Some ranks committed an exchange whose last answer, or payload, others lost."""
-        if (exchange := self.held.catch_up(id, source_of(headers, id), self._box.next_exchange <= id)) is not None:
-            log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
-            self._apply(exchange)
-
-    def _apply(self, exchange: InFlightRound) -> None:
-        with self._box.committing:
-            exchange.kind.commit(exchange)
-            self._box.next_exchange += 1
-            self._box.places |= exchange.places
-            copied = None if exchange.mark is None else self.on_mark(exchange)
-        with self._buckets.handing_over():
-            self._box.lost += [] if self._box.marked is None else [self._box.marked]
-            self._box.marked = copied
-            if exchange.mark is not None:
-                self._box.saved = max(self._box.saved, exchange.mark.number)
-                self._box.asked &= ~Vote.SAVE
-            exchange.kind.hand_over(exchange)  # from here on the training thread may go on
-        self.held.committed(exchange)
-        self._regroup.attempts = 0
-
-    # ---- failing ----
-
-    def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Meet all ranks that live again in a new generation of the groups.
-
-        All answer its first header at once. The bell of the one that failed is gone with it, some may have lost its
-        answer, and a training thread with nothing to send is kept from packing (`announced`) until it is served.
-        """
-        self._to(Stage.FAILED)
-        self.seq = _first_seq(self._regroup.after(error))
-        self._to(Stage.IDLE)
-        self._ring_for_this()
-
-    def _ring_for_this(self) -> None:
-        """Ask every rank to answer the header that is under way."""
-        self._membership.ring(self.seq)
-
-    def _to(self, stage: Stage) -> None:
-        done = stage in (Stage.IDLE, Stage.FAILED)  # there may be nothing to exchange, or to commit
-        assert done or stage is _NEXT.get(self.stage), f"{self.stage} -> {stage}"
-        self.stage = stage
-
-
-_NEXT = {Stage.IDLE: Stage.HEADER, Stage.HEADER: Stage.PAYLOAD, Stage.PAYLOAD: Stage.COMMIT}
-
-
-def _first_seq(generation: int) -> int:
-    """Headers are numbered, so that a bell is for one header; the numbers of a new generation are all newer."""
-    return (generation << 32) + 1
-
-
-# The control plane: where one rank's wings meet the engine's thread, and both threads what they share.
-
-
-def forks_of(collectives: Collectives, payload: Collectives, timeouts: Timeouts) -> tuple[Collectives, Collectives]:
-    """What headers and payloads go over: forks of these."""
-    return collectives.fork("header", timedelta(days=7)), payload.fork("payload", timeouts.payload)
-
-
-class ControlPlane:
-    """What one rank's wings share: what is shared between its two threads, what moves it, and the thread that serves.
-
-    Args:
-        collectives: the root communicator, for CPU tensors; headers go over a fork of it.
-        membership: liveness, generations, and the bell that calls for a header at once; its owner starts and closes it.
-        replica: what is moved. All ranks must start with equal parameters.
-        timeouts: how long to wait for what.
-        payload: what payloads go over a fork of: by default ``collectives``, or one for the device of the buckets.
-        part_bytes: payloads move in parts of at most this size.
-        now: a monotonic clock, in seconds.
-        calls: of the training thread over all ranks, which go on in the new groups when these are formed anew.
-        min_replicas: ranks that are lost are done without, as long as so many are left. Default: all that there are.
-        forks: see `forks_of`; by default they are made here.
-    """
-
-    def __init__(
-        self,
-        collectives: Collectives,
-        membership: Membership,
-        replica: Replica,
-        timeouts: Timeouts,
-        *,
-        payload: Collectives | None = None,
-        part_bytes: int = 16 << 20,
-        now: Callable[[], float] = time.monotonic,
-        calls: ReplayableCalls | None = None,
-        min_replicas: int | None = None,
-        forks: tuple[Collectives, Collectives] | None = None,
-    ) -> None:
-        self.shared_state = SharedState()
-        self.buckets = Buckets(replica, self.shared_state)
-        self.membership = membership
-        self.now = now
-        self.timeouts = timeouts
-        self._calls = calls
-        roots = (collectives, payload or collectives)
-        small, large = forks or forks_of(*roots, timeouts)
-        self.transfer = Transfer(small, large, self.shared_state, membership, timeouts.payload, part_bytes, now)
-        self.components: list[EngineComponent] = []
-        self.regroup = GroupRecovery(
-            roots, membership, self.shared_state, self.transfer, calls, timeouts, min_replicas, now
-        )
-        self._loop = EngineLoop(
-            self.components, self.buckets, self.shared_state, self.transfer, membership, self.regroup, timeouts, now
-        )
-        self._thread = threading.Thread(target=self._loop.run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
-
-    @property
-    def rank(self) -> int:
-        """This rank's number in the present generation."""
-        return self.transfer.rank
-
-    @property
-    def reforming(self) -> bool:
-        """Whether the groups are being formed anew."""
-        return self._loop.stage is Stage.FAILED
-
-    def register(self, component: EngineComponent) -> None:
-        """Add a wing; before `start`, in the same order on all ranks."""
-        self.components.append(component)
-
-    def on_mark(self, copy: Callable[[InFlightRound], Any]) -> None:
-        """Have ``copy`` called on the engine's thread with every marked exchange, before anything overwrites it.
-
-        What it returns is found in the mailbox once the exchange is handed over.
-        """
-        self._loop.on_mark = copy
-
-    def start(self) -> None:
-        """Begin to serve: every replica's parameters are equal now."""
-        self.shared_state.last_seen = self.now()
-        self.shared_state.last_exchange = self.shared_state.next_exchange
-        self.buckets.begin(self.transfer.registered)
-        if self._calls is not None:
-            self._calls.recovery = CallRecovery(self._report_trouble, self._look, self.regroup.survives)
-        self._thread.start()
-
-    def close(self, timeout: timedelta) -> bool:
-        """End the thread, which waits for no peer; whether it has ended. Idempotent."""
-        with self.shared_state.changed:
-            self.shared_state.closing = True
-            self.shared_state.changed.notify_all()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(timeout.total_seconds())
-        return not self._thread.is_alive()
-
-    def see(self) -> None:
-        """The training thread shows itself, hears of failures, and passes on a signal's vote. Under the lock."""
-        box = self.shared_state
-        box.last_seen = self.now()
-        if box.error is not None:
-            raise self._failure(box.error)
-        if box.stop_requested and Vote.STOP not in box.asked:
-            box.asked |= Vote.STOP
-            self.ring()
-
-    def _failure(self, error: BaseException) -> BaseException:
-        """What has ended the engine's thread, as an error of this package."""
-        if isinstance(error, AsyncTrainingError):
-            return error
-        box = self.shared_state
-        failure = AsyncTrainingError(
-            f"Rank {self.rank}: the averaging thread failed in round {box.next_exchange} at step {box.steps:.0f}: "
-            f"{type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
-        return failure
-
-    def _look(self) -> None:
-        with self.shared_state.changed:
-            self.see()
-
-    def _report_trouble(self, error: PeerLost | CollectiveError) -> None:
-        with self.shared_state.changed:
-            self.shared_state.trouble = error
-            self.shared_state.changed.notify_all()
-
-    def ring(self) -> None:
-        """Ask every rank, ready or not, to answer the header that will carry what is in the mailbox now."""
-        with self.shared_state.changed:
-            seq = max(self._loop.seq, self.shared_state.composed + 1)
-            self.shared_state.changed.notify_all()
-        self.membership.ring(seq)
-
-    def wake(self) -> None:
-        """Something outside the mailbox has changed."""
-        with self.shared_state.changed:
-            self.shared_state.changed.notify_all()
-
-    def vacated(self) -> Tensor:
-        """`Buckets.received`, to be overwritten while no header is under way: what others may lack is elsewhere now."""
-        self._loop.held.keep()
-        return self.buckets.received
-
-    def forget(self) -> None:
-        """The buckets were laid out anew: nothing of the old ones is used any more."""
-        self._loop.held.forget()

@@ -1,6 +1,6 @@
 """What all headers together decide: pure functions of the gathered rows, so that every rank decides alike.
 
-A row holds float64 numbers (exact for integers below 2**53): a header's common part, then each wing's own.
+A row holds float64 numbers (exact for integers below 2**53): a header's common part, then each component's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ASKED_BY_STANDING = {
 
 
 class ComponentPlan(Protocol):
-    """What a wing makes of all headers, the same on every rank."""
+    """What a component makes of all headers, the same on every rank."""
 
     @property
     def kind(self) -> RoundType | None:
@@ -34,8 +34,8 @@ class ComponentPlan(Protocol):
 class EngineComponent(Protocol):
     """A capability, as the control plane sees it. All calls come on the engine's thread.
 
-    ``headers`` and ``parts`` hold the common and the wing's own part of every rank's header. What is made of them must
-    be a pure function, so that all ranks decide alike.
+    ``headers`` and ``parts`` hold the common and the component's own part of every rank's header. What is made of them
+    must be a pure function, so that all ranks decide alike.
     """
 
     @property
@@ -52,23 +52,25 @@ class EngineComponent(Protocol):
         ...
 
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
-        """The part with its message; ``compare``: all ranks stand at one gate, and say what they hold."""
+        """The part with its message; ``compare``: all ranks stand at one sync point, and say what they hold."""
         ...
 
     def is_due(self, parts: Sequence[Any]) -> bool:
-        """Whether a message is to be served before a gate can open."""
+        """Whether a message is to be served before a sync point can open."""
         ...
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
-        """What is exchanged where all are ready for the kind of round with this priority; None for another wing's."""
+        """What is exchanged where all are ready for the kind of round with this priority; None for another
+        component's."""
         ...
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
-        """At a gate where all ranks stand: whether it may open, and else what is exchanged first, if anything."""
+        """At a sync point where all ranks stand: whether it may open, and else what is exchanged first, if anything."""
         ...
 
     def opened(self, here: bool) -> None:
-        """A gate has opened on all ranks, and all hold one model; ``here``: this one stood at it. Under the lock."""
+        """A sync point has opened on all ranks, and all hold one model; ``here``: this one stood at it. Under the
+        lock."""
         ...
 
     def drop(self) -> None:
@@ -80,10 +82,10 @@ class RoundDecision(NamedTuple):
     """What all headers together decide.
 
     Args:
-        common: what does not depend on a wing.
+        common: what does not depend on a component.
         plan: what is exchanged.
         component: whose plan it is, by number.
-        opens: the gate at which all ranks stand opens.
+        opens: the sync point at which all ranks stand opens.
     """
 
     common: CommonDecision
@@ -93,14 +95,14 @@ class RoundDecision(NamedTuple):
 
     @property
     def compare(self) -> bool:
-        """All ranks stand at one gate, which has yet to open: the next header says what they hold."""
+        """All ranks stand at one sync point, which has yet to open: the next header says what they hold."""
         return self.common.place is not SyncPointKind.NONE and not self.opens and not self.common.late
 
 
 def decide(
     headers: Sequence[Header], parts: Sequence[Sequence[Any]], components: Sequence[EngineComponent]
 ) -> RoundDecision:
-    """What these headers mean; ``parts`` by wing, then by rank.
+    """What these headers mean; ``parts`` by component, then by rank.
 
     Raises:
         GateMismatch, LayoutMismatch, CollectiveError: see `survey`.
@@ -128,15 +130,15 @@ def decide(
 
 
 class CommonDecision(NamedTuple):
-    """What all headers together mean, the same on every rank, before any wing is asked.
+    """What all headers together mean, the same on every rank, before any component is asked.
 
     Args:
         votes: what some rank asks for.
         catch_up: the exchange that some rank committed and others did not; those that did not commit it now.
-        late: some ranks have seen the last gate open and others lost the answer; it opens for these now.
-        place: the gate at which every rank stands, and which may open; of ``late``, the one that has opened.
-        moved: whether the model has changed, on any rank, since the gate before that.
-        clock: steps of all ranks when that gate opens.
+        late: some ranks have seen the last sync point open and others lost the answer; it opens for these now.
+        place: the sync point at which every rank stands, and which may open; of ``late``, the one that has opened.
+        moved: whether the model has changed, on any rank, since the sync point before that.
+        clock: steps of all ranks when that sync point opens.
     """
 
     votes: Vote = Vote.NONE
@@ -148,14 +150,14 @@ class CommonDecision(NamedTuple):
 
 
 def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
-    """What these headers, one per rank, mean for all wings.
+    """What these headers, one per rank, mean for all components.
 
     Args:
         headers: by rank.
-        busy: a message is to be served before a gate can open.
+        busy: a message is to be served before a sync point can open.
 
     Raises:
-        GateMismatch: all ranks stand at gates, at different ones.
+        GateMismatch: all ranks stand at sync points, at different ones.
         LayoutMismatch: they do, and hold different parameters.
         CollectiveError: the ranks' exchanges differ by more than one.
     """
@@ -184,7 +186,7 @@ def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
 
 
 def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
-    """The gate at which all stand; NONE where some of them must go to another one first."""
+    """The sync point at which all stand; NONE where some of them must go to another one first."""
     places = {(h.sync_point, h.sync_point_index if h.sync_point is SyncPointKind.EPOCH_END else 0) for h in headers}
     sync_point = (
         SyncPointKind.SYNCHRONISE

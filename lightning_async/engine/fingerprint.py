@@ -66,8 +66,8 @@ def _stored(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64. 2 MiB, kept: all ranks wait at gates for what
-    is compared there."""
+    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64. 2 MiB, kept: all ranks wait at sync points for
+    what is compared there."""
     weights = (torch.arange(_BLOCK, device=device) * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
     if device.type == "cuda":  # other threads use it on other streams
         torch.cuda.current_stream(device).synchronize()

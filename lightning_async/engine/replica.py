@@ -1,6 +1,13 @@
-"""One replica's tensors, and how they lie in a flat bucket.
+r"""One replica's tensors, and how they lie in a flat bucket.
 
-The training thread packs and merges: it is the only writer of the parameters.
+`Replica` packs and merges; only the training thread calls it, as the only writer of the parameters. `ModuleTensors`
+says which tensors a module holds, and what becomes of each kind when replicas meet.
+
+The rest is about averages over time (statistics of BatchNorm, Adam's moments) where the mean of all replicas arrives
+late, see `RunningMean` and `late_mean`. At each update :math:`x \leftarrow d\,x + u` a part of the value stays. After
+:math:`k` updates since a snapshot :math:`s` it is :math:`d^k s + U`. Had the replica held the mean :math:`m` of all at
+the snapshot, it would be :math:`d^k m + U` now, which is :math:`x + d^k (m - s)`: no update is lost, and a variance
+stays positive.
 """
 
 from __future__ import annotations
@@ -19,15 +26,531 @@ from lightning_async.engine.fingerprint import digest, is_finite, real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-# Averages over time (statistics of BatchNorm, Adam's moments) where the mean of all replicas arrives late.
-#
-# An average over time keeps a part of its value at each update: :math:`x \leftarrow d\,x + u`. After :math:`k`
-# updates since a snapshot :math:`s` it is :math:`d^k s + U`. Had the replica held the mean :math:`m` of all at
-# the snapshot, it would be :math:`d^k m + U` now, which is :math:`x + d^k (m - s)`: no update is lost, and a
-# variance stays positive.
-
 PIECE = 1 << 20
 """Elements that are merged at a time: what a merge needs beside the buckets is a few times as much."""
+BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
+OptimizerPolicy = Literal["keep", "average", "reset"]
+Updates = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""How often buffers, and the optimizers' state, have been updated, see `count`."""
+_KINDS = frozenset(
+    {
+        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
+        torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    }
+)  # fmt: skip
+
+
+@dataclass
+class _Section:
+    """A run of tensors in the bucket that is treated alike."""
+
+    plan: ops.Plan
+    start: int
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return self.plan.tensors
+
+    @property
+    def end(self) -> int:
+        return self.start + self.plan.layout.numel
+
+    def of(self, bucket: Tensor) -> Tensor:
+        return bucket[self.start : self.end]
+
+
+class Replica:
+    """The parameters, and what travels with them, of one replica.
+
+    The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point
+    buffers (unless they are kept); the optimizers' state (where it is averaged). The last two always take
+    the plain work-weighted mean (``"broadcast"``: one replica's values), and keep their updates since the snapshot: see
+    `RunningMean`. Complex numbers count as two real ones.
+
+    What stands apart moves at a consensus only, in its own precision, and only where replicas differ: integer and bool
+    buffers, by their maximum; frozen parameters, by their mean; and what a bucket of fp32 would cut: float64.
+
+    Buffers and optimizer state may be assigned anew while training; the replica follows them. Memory: an fp32 remainder
+    per bf16 or fp16 parameter.
+
+    Args:
+        module: the module whose parameters and buffers these are.
+        buffers: what happens to floating-point buffers.
+        device: where the buckets live: best where the parameters do, so that all arithmetic is there; on the CPU, for
+            transports that see no other memory, they are pinned under CUDA.
+
+    Raises:
+        ValueError: see `ModuleTensors`.
+    """
+
+    def __init__(
+        self, module: nn.Module, buffers: BufferPolicy = "average", device: torch.device | str = "cpu"
+    ) -> None:
+        self.tensors = ModuleTensors(module, buffers)
+        self.policy: BufferPolicy = buffers
+        self.device = torch.device(device)
+        self.watched: Callable[[], Iterable[Tensor]] = tuple
+        """Further tensors whose health is the replica's: the state that its optimizers keep."""
+        self.version = 0
+        """How often the layout has changed since training began."""
+        self.remainders: dict[str, Tensor] = {}
+        """What parameters of 16 bits lack of their fp32 values, by name."""
+        self._state: Callable[[], Sequence[Tensor]] = tuple
+        self._state_means: Callable[[], Sequence[RunningMean]] | None = None
+        self.reference = torch.empty(0)
+        """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
+        never change keep their bits."""
+        self._sections: list[_Section] = []
+        self.build()
+
+    def build(
+        self,
+        optimizer_state: Callable[[], Sequence[Tensor]] | None = None,
+        running_means: Callable[[], Sequence[RunningMean]] | None = None,
+    ) -> None:
+        """Lay out a bucket anew, with what ``optimizer_state`` returns (default: as before) behind the rest.
+
+        Args:
+            optimizer_state: returns tensors as they are now.
+            running_means: returns how each of these averages over time. Default: nothing is known of them.
+        """
+        if optimizer_state is not None:
+            self._state = optimizer_state
+            self._state_means = running_means
+        names = list(self.tensors.trained)
+        tensors = [real(p) for p in self.tensors.trained.values()]
+        for name, x in zip(names, tensors, strict=True):
+            if x.dtype in (torch.bfloat16, torch.float16) and name not in self.remainders:
+                self.remainders[name] = torch.zeros_like(x, dtype=torch.float32)
+        plan = ops.Plan(FlatLayout(tensors, names), tensors, [self.remainders.get(name) for name in names])
+        self._sections = [_Section(plan, 0)]
+        for extra in (self._mean_buffers(), list(self._state())):
+            self._sections.append(_Section(ops.Plan(FlatLayout(extra), extra), self._sections[-1].end))
+        self.note_agreed()
+        described = [line for section in self._sections for line in section.plan.layout.describe()]
+        self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
+        """Equal on all ranks whose messages have the same layout."""
+
+    def note_agreed(self) -> None:
+        """Note that all replicas hold the same model now: what in its buffers is infinite is meant."""
+        self.refresh()
+        self.tensors.accept_infinite()
+        buffers = self._sections[1]
+        self.reference = torch.empty(buffers.plan.layout.numel, device=self.device)
+        buffers.plan.pack_(self.reference)
+        self.reference.nan_to_num_(0.0, 0.0, 0.0)
+
+    def take_thawed(self) -> None:
+        """Lay out a bucket with what is trained now. All replicas hold the same model, and do the same."""
+        self.tensors.take_thawed()
+        self.version += 1
+        self.build()
+
+    def refresh(self) -> None:
+        """Follow buffers and optimizer state that were assigned anew.
+
+        Raises:
+            AsyncTrainingError: what was assigned does not fit in the old one's place.
+        """
+        parameters, buffers, state = self._sections
+        if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
+            tensors = [real(p) for p in self.tensors.trained.values()]
+            self._sections[0] = _Section(ops.Plan(parameters.plan.layout, tensors, parameters.plan.remainders), 0)
+        if self.tensors.follow_buffers():
+            mean = self._mean_buffers()
+            self._sections[1] = _Section(ops.Plan(FlatLayout(mean), mean), parameters.end)
+        if not same(now := list(self._state()), state.tensors):
+            if [t.shape for t in now] != [t.shape for t in state.tensors]:
+                raise AsyncTrainingError(
+                    "The optimizers' state changed its shape after training began, so it cannot be averaged. Pass "
+                    '`optimizer_state="keep"`.'
+                )
+            self._sections[2] = _Section(ops.Plan(FlatLayout(now), now), buffers.end)
+
+    def _mean_buffers(self) -> list[Tensor]:
+        return [real(b) for b in self.tensors.averaged.values()]
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Layout of the parameters that travel."""
+        return self._sections[0].plan.layout
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The parameters that travel, as real numbers: those that require gradients, each once."""
+        return self._sections[0].tensors
+
+    @property
+    def numel(self) -> int:
+        """Elements of a message."""
+        return self._sections[-1].end
+
+    # ---- comparing and judging ----
+
+    def digests(self) -> tuple[int, int]:
+        """Of the parameters that travel, and of all else that replicas share; see `engine.digest`."""
+        self.refresh()
+        _, buffers, state = self._sections
+        rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
+        return digest([*self.parameters, *self.remainders.values()]), digest(rest)
+
+    def judge(self) -> tuple[bool, bool]:
+        """Whether parameters, and the optimizers' state with what is watched, are finite as they are now; and whether
+        buffers and frozen parameters are, but for what was not when replicas agreed."""
+        self.refresh()
+        parameters, buffers, state = self._sections
+        rest = [*self._judged(buffers.tensors), *self.tensors.judged_frozen]
+        return is_finite([*parameters.tensors, *state.tensors, *self.watched()]), is_finite(rest)
+
+    def judge_packed(self, bucket: Tensor) -> tuple[bool, bool]:
+        """Return the same of what was packed in ``bucket``."""
+        if ops.all_finite(bucket):
+            return True, True
+        parameters, buffers, state = self._sections
+        views = buffers.plan.layout.views(buffers.of(bucket))
+        return is_finite([parameters.of(bucket), state.of(bucket)]), is_finite(self._judged(views))
+
+    def _judged(self, buffers: Iterable[Tensor]) -> list[Tensor]:
+        return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
+
+    # ---- moving ----
+
+    num_fragments = 1
+    """Parts of the parameters that travel one at a time, each with a rule state of its own."""
+
+    def of_rule(self, bucket: Tensor, fragment: int = 0) -> Tensor:
+        """The part of a bucket that belongs to the rule: the parameters, or a fragment of them."""
+        assert fragment < self.num_fragments
+        return self._sections[0].of(bucket)
+
+    def beyond_rule(self, bucket: Tensor) -> Tensor:
+        """The rest of a bucket: buffers and optimizer state, which take the plain mean."""
+        return bucket[self._sections[0].end :]
+
+    def pack_(self, bucket: Tensor, for_round: bool = False) -> None:
+        """Parameters, buffers and optimizer state into ``bucket``, as fp32; ``for_round``: buffers as differences."""
+        self.refresh()
+        self.pack_parameters_(self.of_rule(bucket))
+        for section in self._sections[1:]:
+            section.plan.pack_(section.of(bucket))
+        if for_round:
+            self._sections[1].of(bucket).sub_(self.reference)
+
+    def updates(self) -> Updates:
+        """Return how often buffers, and the optimizers' state, have been updated by now."""
+        _, buffers, state = self._sections
+        return (
+            count(self.tensors.running_means()) if buffers.tensors else (),
+            count(self._running_means_of_state()) if state.tensors else (),
+        )
+
+    def _running_means_of_state(self) -> Sequence[RunningMean]:
+        known = () if self._state_means is None else self._state_means()
+        return known or [RunningMean()] * len(self._sections[2].tensors)
+
+    def pack_parameters_(self, part: Tensor) -> None:
+        """The parameters into the rule's part of a bucket, as fp32."""
+        self._sections[0].plan.pack_(part)
+
+    def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool, of_rule: bool = True) -> None:
+        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from one rank alone.
+
+        Args:
+            is_source: that is this rank.
+            of_rule: also of the rule's part.
+        """
+        start = 0 if of_rule else self._sections[0].end
+        self.scaled_(out[start:], source[start:], weight)
+        if self.policy == "broadcast":
+            buffers = self._sections[1]
+            self.scaled_(buffers.of(out), buffers.of(source), float(is_source))
+
+    @staticmethod
+    def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
+        """``out = weight * source``; weight zero gives zeros, whatever ``source`` holds (NaN too)."""
+        if weight == 0.0:
+            out.zero_()
+        else:
+            ops.scale_(out, source, weight)
+
+    @torch.no_grad()
+    def merge_(
+        self,
+        target: Tensor,
+        base: Tensor | None,
+        with_state: bool,
+        buffers_too: bool = True,
+        still: bool = False,
+        of_round: bool = False,
+    ) -> None:
+        """Move the parameters by ``target - base`` (``base`` is used up), or copy ``target`` if ``base`` is None.
+
+        Args:
+            with_state: also overwrite buffers and optimizer state.
+            buffers_too: False where no rank's buffers are in ``target`` (one rank broadcasts them and was absent).
+            still: the parameters are what was packed: what fp32 does not hold of a float64 stays.
+            of_round: buffers in ``target`` are differences.
+        """
+        self.refresh()
+        if of_round and with_state and buffers_too and self.reference.numel():
+            self._merge_buffers(self._sections[1].of(target) + self.reference)
+            buffers_too = False
+        finer = [(p, p - p.float()) for p in self.parameters if still and p.dtype is torch.float64]
+        for i, section in enumerate(self._sections):
+            if i == 0:
+                part = section.of(base) if base is not None else None
+                section.plan.apply_(section.of(target), part)
+            elif with_state and section.tensors and (i != 1 or buffers_too):
+                section.plan.apply_(section.of(target))
+        for p, rest in finer:
+            p.add_(rest)
+
+    def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
+        """Let buffers and optimizer state take up a round's mean, and keep their updates since the snapshot.
+
+        Args:
+            target: the bucket with the mean.
+            snapshot: the bucket with what this replica packed.
+            updates: what `updates` said then.
+            buffers_too: see `merge_`.
+        """
+        self.refresh()
+        _, buffers, state = self._sections
+        if buffers.tensors and buffers_too:
+            merge_late_(
+                buffers.tensors, buffers.of(target), buffers.of(snapshot), self.tensors.running_means(), updates[0],
+                self.reference,
+            )  # fmt: skip
+        if state.tensors:
+            means = self._running_means_of_state()
+            merge_late_(state.tensors, state.of(target), state.of(snapshot), means, updates[1])
+
+    def _merge_buffers(self, mean: Tensor) -> None:
+        section = self._sections[1]
+        before = [(b, b.clone()) for b in section.tensors if b.dtype is torch.float64]
+        section.plan.apply_(mean)
+        for buffer, old in before:  # one that is the mean, as far as fp32 can tell, is not cut
+            buffer.copy_(torch.where(buffer == old.float(), old, buffer))
+
+
+class ModuleTensors:
+    """The parameters and buffers of a module, by name, as they are now.
+
+    Args:
+        module: shared tensors count once.
+        policy: what happens to floating-point buffers.
+
+    Raises:
+        ValueError: an unknown policy, tensors that are not materialised yet (lazy modules), or of a kind that can be
+            neither averaged nor compared; names them.
+    """
+
+    def __init__(self, module: nn.Module, policy: BufferPolicy) -> None:
+        if policy not in get_args(BufferPolicy):
+            raise ValueError(f"`buffers={policy!r}` must be one of {get_args(BufferPolicy)}.")
+        _check_materialised(module)
+        _check_kinds(module, policy)
+        self._module = module
+        self._policy = policy
+        self.parameters = dict(module.named_parameters())
+        self._buffers = dict(module.named_buffers())
+        self._layers = _with_running_means(module)
+        self._shapes = {name: p.shape for name, p in self.parameters.items()}
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        """What the rule applies to."""
+        self._infinite: frozenset[str] = frozenset()
+
+    @property
+    def averaged(self) -> dict[str, Tensor]:
+        """The buffers that take the mean."""
+        return {name: b for name, b in self._buffers.items() if self._takes_mean(b)}
+
+    def running_means(self) -> list[RunningMean]:
+        """How each of `averaged` averages over time, with the number of its updates as it is now."""
+        found: dict[int, RunningMean] = {}
+        for layer in self._layers:
+            for buffer, positive in ((layer.running_mean, False), (layer.running_var, True)):
+                if buffer is not None:
+                    found[id(buffer)] = _running_mean(layer, buffer, positive)
+        return [found.get(id(buffer), RunningMean()) for buffer in self.averaged.values()]
+
+    def _takes_mean(self, buffer: Tensor) -> bool:
+        return self._policy != "keep" and (buffer.is_floating_point() or buffer.is_complex())
+
+    @property
+    def apart(self) -> dict[str, Tensor]:
+        """What moves at a consensus only, in its own precision: frozen parameters, integers, and what is float64."""
+        frozen = {name: p for name, p in self.parameters.items() if name not in self.trained}
+        counters = {n: b for n, b in self._buffers.items() if not (b.is_floating_point() or b.is_complex())}
+        wide = {n: t for n, t in {**self.trained, **self.averaged}.items() if real(t).dtype is torch.float64}
+        return {name: real(t) for name, t in {**frozen, **counters, **wide}.items()}
+
+    @torch.no_grad()
+    def set_apart(self, values: Mapping[str, Tensor]) -> None:
+        """Overwrite some of what stands `apart`."""
+        mine = self.apart if values else {}
+        for name, value in values.items():
+            mine[name].copy_(value)
+
+    def follow_buffers(self) -> bool:
+        """Take up buffers that were assigned anew; return whether there were any.
+
+        Raises:
+            AsyncTrainingError: one has another shape or type than before, or buffers were added or removed.
+        """
+        known = self._buffers
+        now = dict(self._module.named_buffers())
+        if known.keys() == now.keys() and same(known.values(), now.values()):
+            return False
+        wrong = [name for name in {**known, **now} if not self._fits(known.get(name), now.get(name))]
+        if wrong:
+            keep = "" if self._policy == "keep" else ', or pass `buffers="keep"` if they are floating-point ones'
+            raise AsyncTrainingError(
+                f"Buffers {wrong} were added or removed, or changed their shape or type, after training began, so "
+                f"replicas cannot be compared. Register them in `__init__` with the shape that they keep{keep}."
+            )
+        odd = [name for name, b in now.items() if b is not known.get(name) and _is_odd(b) and self._policy != "keep"]
+        if odd:
+            raise AsyncTrainingError(
+                f"Buffers {odd} were assigned tensors that cannot be written in place (expanded, sparse, conjugated, "
+                "or made in inference mode). Assign a copy: `self.name = tensor.clone()`."
+            )
+        self._buffers = {name: now[name] for name in (*known, *now) if name in now}  # as they lie in the bucket
+        return True
+
+    def _fits(self, before: Tensor | None, now: Tensor | None) -> bool:
+        if before is not None and now is not None and alike(before, now):
+            return True
+        present = [b for b in (before, now) if b is not None]
+        return self._policy == "keep" and all(b.is_floating_point() for b in present)
+
+    def check_unchanged(self, thawed_too: bool = True) -> None:
+        """Whether the module still has the parameters that it had when training began.
+
+        Raises:
+            AsyncTrainingError: parameters were added, removed, replaced or resized, or (``thawed_too``) frozen ones are
+                trained now.
+        """
+        now = dict(self._module.named_parameters())
+        changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
+        changed += [n for n, p in now.items() if n not in changed and p.shape != self._shapes[n]]
+        if changed:
+            raise AsyncTrainingError(
+                f"Parameters {changed} were added, removed, replaced or resized after training began, so they are not "
+                "averaged. Create all parameters in `__init__`, `configure_model` or `setup`."
+            )
+        if thawed_too and (thawed := self.thawed()):
+            raise AsyncTrainingError(
+                f"Parameters {thawed} were frozen at the last gate, so they are not averaged, and require gradients "
+                "now. Unfreeze parameters where an epoch starts (`on_train_epoch_start`), on all ranks alike."
+            )
+
+    def thawed(self) -> list[str]:
+        """Parameters that were frozen at the last sync point and are trained now."""
+        return [name for name, p in self.parameters.items() if p.requires_grad and name not in self.trained]
+
+    def take_thawed(self) -> None:
+        """Train them from now on, with the others."""
+        names = {*self.trained, *self.thawed()}
+        self.trained = {name: p for name, p in self.parameters.items() if name in names}
+
+    @property
+    def _frozen(self) -> dict[str, Tensor]:
+        real_ones = {n: p for n, p in self.parameters.items() if p.is_floating_point() or p.is_complex()}
+        return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
+
+    def accept_infinite(self) -> None:
+        """All replicas agree: infinite elements that a buffer or a frozen parameter has now (a mask) are meant."""
+        fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
+        self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
+
+    @property
+    def judged_frozen(self) -> list[Tensor]:
+        """The frozen parameters that must be finite."""
+        return [p for name, p in self._frozen.items() if name not in self._infinite]
+
+    @property
+    def judged(self) -> list[bool]:
+        """For each of `averaged` whether it must be finite."""
+        return [name not in self._infinite for name in self.averaged]
+
+
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    """Whether both hold the same objects, in the same order."""
+    return [id(each) for each in left] == [id(each) for each in right]
+
+
+def alike(left: Tensor, right: Tensor) -> bool:
+    """Whether one tensor can stand in the other's place."""
+    return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
+
+
+def with_statistics(module: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers that keep running statistics."""
+    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+
+
+def _with_running_means(module: nn.Module) -> list[_BatchNorm | _InstanceNorm]:
+    """Return the layers of which it is known how their statistics average over time."""
+    layers = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
+    return [layer for layer in layers if layer.track_running_stats]
+
+
+def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: bool) -> RunningMean:
+    """Return how a statistic of a layer averages over time."""
+    if isinstance(layer, _InstanceNorm):
+        # It does not count its updates; torch counts the writes to the buffer, one for each.
+        return RunningMean(1.0 - (layer.momentum or 0.0), float(buffer._version), positive=positive)
+    if layer.num_batches_tracked is None:
+        return RunningMean(positive=positive)
+    decay = None if layer.momentum is None else 1.0 - layer.momentum
+    return RunningMean(decay, layer.num_batches_tracked, positive=positive)
+
+
+def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
+    """Refuse what can be neither averaged, by mean or maximum, nor compared."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    sparse = [n for n, t in tensors if _is_odd(t)]
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    kept = [name for name, b in module.named_buffers() if b.is_floating_point() and policy == "keep"]
+    odd = [f"{n} ({t.dtype})" for n, t in tensors if t.dtype not in _KINDS and n not in {*sparse, *frozen, *kept}]
+    if sparse or odd:
+        raise ValueError(
+            f"{[*sparse, *odd]}: a replica holds dense tensors of real, complex, integer or bool numbers; sparse, "
+            "quantised, expanded, lazily conjugated and 8-bit floating ones can be neither averaged nor compared. Keep "
+            "them as plain attributes of the module, or convert them."
+        )
+
+
+def _is_odd(t: Tensor) -> bool:
+    """Whether its elements cannot all be written in place."""
+    if t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg() or t.is_inference():
+        return True
+    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
+
+
+def _check_materialised(module: nn.Module) -> None:
+    """Refuse lazy parameters and buffers: without a shape they can be neither compared nor averaged."""
+    lazy = [
+        name
+        for name, tensor in (*module.named_parameters(), *module.named_buffers())
+        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
+    ]
+    if lazy:
+        raise ValueError(
+            f"{lazy} are lazy: they have no shape yet, so replicas cannot be compared or averaged. Run one batch "
+            "through the module in `configure_model` or `setup` to materialise them."
+        )
+
+
+def describe(module: nn.Module) -> list[str]:
+    """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
+    _check_materialised(module)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
+    return [
+        f"{line}, {'trained' if t.requires_grad else 'not trained'}" for line, (_, t) in zip(lines, named, strict=True)
+    ]
 
 
 @dataclass(frozen=True)
@@ -192,532 +715,3 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
             group.append((i, part))
             size += part.numel()
     yield group
-
-
-# Which tensors a replica's module holds, and what becomes of each kind when replicas meet.
-
-BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
-_KINDS = frozenset(
-    {
-        torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
-        torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
-    }
-)  # fmt: skip
-
-
-class ModuleTensors:
-    """The parameters and buffers of a module, by name, as they are now.
-
-    Args:
-        module: shared tensors count once.
-        policy: what happens to floating-point buffers.
-
-    Raises:
-        ValueError: an unknown policy, tensors that are not materialised yet (lazy modules), or of a kind that can be
-            neither averaged nor compared; names them.
-    """
-
-    def __init__(self, module: nn.Module, policy: BufferPolicy) -> None:
-        if policy not in get_args(BufferPolicy):
-            raise ValueError(f"`buffers={policy!r}` must be one of {get_args(BufferPolicy)}.")
-        _check_materialised(module)
-        _check_kinds(module, policy)
-        self._module = module
-        self._policy = policy
-        self.parameters = dict(module.named_parameters())
-        self._buffers = dict(module.named_buffers())
-        self._layers = _with_running_means(module)
-        self._shapes = {name: p.shape for name, p in self.parameters.items()}
-        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        """What the rule applies to."""
-        self._infinite: frozenset[str] = frozenset()
-
-    @property
-    def averaged(self) -> dict[str, Tensor]:
-        """The buffers that take the mean."""
-        return {name: b for name, b in self._buffers.items() if self._takes_mean(b)}
-
-    def running_means(self) -> list[RunningMean]:
-        """How each of `averaged` averages over time, with the number of its updates as it is now."""
-        found: dict[int, RunningMean] = {}
-        for layer in self._layers:
-            for buffer, positive in ((layer.running_mean, False), (layer.running_var, True)):
-                if buffer is not None:
-                    found[id(buffer)] = _running_mean(layer, buffer, positive)
-        return [found.get(id(buffer), RunningMean()) for buffer in self.averaged.values()]
-
-    def _takes_mean(self, buffer: Tensor) -> bool:
-        return self._policy != "keep" and (buffer.is_floating_point() or buffer.is_complex())
-
-    @property
-    def apart(self) -> dict[str, Tensor]:
-        """What moves at a consensus only, in its own precision: frozen parameters, integers, and what is float64."""
-        frozen = {name: p for name, p in self.parameters.items() if name not in self.trained}
-        counters = {n: b for n, b in self._buffers.items() if not (b.is_floating_point() or b.is_complex())}
-        wide = {n: t for n, t in {**self.trained, **self.averaged}.items() if real(t).dtype is torch.float64}
-        return {name: real(t) for name, t in {**frozen, **counters, **wide}.items()}
-
-    @torch.no_grad()
-    def set_apart(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrite some of what stands `apart`."""
-        mine = self.apart if values else {}
-        for name, value in values.items():
-            mine[name].copy_(value)
-
-    def follow_buffers(self) -> bool:
-        """Take up buffers that were assigned anew; whether there were any.
-
-        Raises:
-            AsyncTrainingError: one has another shape or type than before, or buffers were added or removed.
-        """
-        known = self._buffers
-        now = dict(self._module.named_buffers())
-        if known.keys() == now.keys() and same(known.values(), now.values()):
-            return False
-        wrong = [name for name in {**known, **now} if not self._fits(known.get(name), now.get(name))]
-        if wrong:
-            keep = "" if self._policy == "keep" else ', or pass `buffers="keep"` if they are floating-point ones'
-            raise AsyncTrainingError(
-                f"Buffers {wrong} were added or removed, or changed their shape or type, after training began, so "
-                f"replicas cannot be compared. Register them in `__init__` with the shape that they keep{keep}."
-            )
-        odd = [name for name, b in now.items() if b is not known.get(name) and _is_odd(b) and self._policy != "keep"]
-        if odd:
-            raise AsyncTrainingError(
-                f"Buffers {odd} were assigned tensors that cannot be written in place (expanded, sparse, conjugated, "
-                "or made in inference mode). Assign a copy: `self.name = tensor.clone()`."
-            )
-        self._buffers = {name: now[name] for name in (*known, *now) if name in now}  # as they lie in the bucket
-        return True
-
-    def _fits(self, before: Tensor | None, now: Tensor | None) -> bool:
-        if before is not None and now is not None and alike(before, now):
-            return True
-        present = [b for b in (before, now) if b is not None]
-        return self._policy == "keep" and all(b.is_floating_point() for b in present)
-
-    def check_unchanged(self, thawed_too: bool = True) -> None:
-        """Whether the module still has the parameters that it had when training began.
-
-        Raises:
-            AsyncTrainingError: parameters were added, removed, replaced or resized, or (``thawed_too``) frozen ones are
-                trained now.
-        """
-        now = dict(self._module.named_parameters())
-        changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
-        changed += [n for n, p in now.items() if n not in changed and p.shape != self._shapes[n]]
-        if changed:
-            raise AsyncTrainingError(
-                f"Parameters {changed} were added, removed, replaced or resized after training began, so they are not "
-                "averaged. Create all parameters in `__init__`, `configure_model` or `setup`."
-            )
-        if thawed_too and (thawed := self.thawed()):
-            raise AsyncTrainingError(
-                f"Parameters {thawed} were frozen at the last gate, so they are not averaged, and require gradients "
-                "now. Unfreeze parameters where an epoch starts (`on_train_epoch_start`), on all ranks alike."
-            )
-
-    def thawed(self) -> list[str]:
-        """Parameters that were frozen at the last gate and are trained now."""
-        return [name for name, p in self.parameters.items() if p.requires_grad and name not in self.trained]
-
-    def take_thawed(self) -> None:
-        """Train them from now on, with the others."""
-        names = {*self.trained, *self.thawed()}
-        self.trained = {name: p for name, p in self.parameters.items() if name in names}
-
-    @property
-    def _frozen(self) -> dict[str, Tensor]:
-        real_ones = {n: p for n, p in self.parameters.items() if p.is_floating_point() or p.is_complex()}
-        return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
-
-    def accept_infinite(self) -> None:
-        """All replicas agree: infinite elements that a buffer or a frozen parameter has now (a mask) are meant."""
-        fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
-        self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
-
-    @property
-    def judged_frozen(self) -> list[Tensor]:
-        """The frozen parameters that must be finite."""
-        return [p for name, p in self._frozen.items() if name not in self._infinite]
-
-    @property
-    def judged(self) -> list[bool]:
-        """For each of `averaged` whether it must be finite."""
-        return [name not in self._infinite for name in self.averaged]
-
-
-def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    """Whether both hold the same objects, in the same order."""
-    return [id(each) for each in left] == [id(each) for each in right]
-
-
-def alike(left: Tensor, right: Tensor) -> bool:
-    """Whether one tensor can stand in the other's place."""
-    return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
-
-
-def with_statistics(module: nn.Module) -> list[_BatchNorm]:
-    """The BatchNorm layers that keep running statistics."""
-    return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-
-
-def _with_running_means(module: nn.Module) -> list[_BatchNorm | _InstanceNorm]:
-    """Return the layers of which it is known how their statistics average over time."""
-    layers = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
-    return [layer for layer in layers if layer.track_running_stats]
-
-
-def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: bool) -> RunningMean:
-    """Return how a statistic of a layer averages over time."""
-    if isinstance(layer, _InstanceNorm):
-        # It does not count its updates; torch counts the writes to the buffer, one for each.
-        return RunningMean(1.0 - (layer.momentum or 0.0), float(buffer._version), positive=positive)
-    if layer.num_batches_tracked is None:
-        return RunningMean(positive=positive)
-    decay = None if layer.momentum is None else 1.0 - layer.momentum
-    return RunningMean(decay, layer.num_batches_tracked, positive=positive)
-
-
-def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
-    """Refuse what can be neither averaged, by mean or maximum, nor compared."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    sparse = [n for n, t in tensors if _is_odd(t)]
-    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
-    kept = [name for name, b in module.named_buffers() if b.is_floating_point() and policy == "keep"]
-    odd = [f"{n} ({t.dtype})" for n, t in tensors if t.dtype not in _KINDS and n not in {*sparse, *frozen, *kept}]
-    if sparse or odd:
-        raise ValueError(
-            f"{[*sparse, *odd]}: a replica holds dense tensors of real, complex, integer or bool numbers; sparse, "
-            "quantised, expanded, lazily conjugated and 8-bit floating ones can be neither averaged nor compared. Keep "
-            "them as plain attributes of the module, or convert them."
-        )
-
-
-def _is_odd(t: Tensor) -> bool:
-    """Whether its elements cannot all be written in place."""
-    if t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg() or t.is_inference():
-        return True
-    return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
-
-
-def _check_materialised(module: nn.Module) -> None:
-    """Refuse lazy parameters and buffers: without a shape they can be neither compared nor averaged."""
-    lazy = [
-        name
-        for name, tensor in (*module.named_parameters(), *module.named_buffers())
-        if isinstance(tensor, (nn.UninitializedParameter, nn.UninitializedBuffer))
-    ]
-    if lazy:
-        raise ValueError(
-            f"{lazy} are lazy: they have no shape yet, so replicas cannot be compared or averaged. Run one batch "
-            "through the module in `configure_model` or `setup` to materialise them."
-        )
-
-
-def describe(module: nn.Module) -> list[str]:
-    """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
-    _check_materialised(module)
-    named = [*module.named_parameters(), *module.named_buffers()]
-    lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
-    return [
-        f"{line}, {'trained' if t.requires_grad else 'not trained'}" for line, (_, t) in zip(lines, named, strict=True)
-    ]
-
-
-OptimizerPolicy = Literal["keep", "average", "reset"]
-Updates = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""How often buffers, and the optimizers' state, have been updated, see `running_means.count`."""
-
-
-@dataclass
-class _Section:
-    """A run of tensors in the bucket that is treated alike."""
-
-    plan: ops.Plan
-    start: int
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return self.plan.tensors
-
-    @property
-    def end(self) -> int:
-        return self.start + self.plan.layout.numel
-
-    def of(self, bucket: Tensor) -> Tensor:
-        return bucket[self.start : self.end]
-
-
-class Replica:
-    """The parameters, and what travels with them, of one replica.
-
-    The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point
-    buffers (unless they are kept); the optimizers' state (where it is averaged). The last two always take
-    the plain work-weighted mean (``"broadcast"``: one replica's values), and keep their updates since the snapshot: see
-    `RunningMean`. Complex numbers count as two real ones.
-
-    What stands apart moves at a consensus only, in its own precision, and only where replicas differ: integer and bool
-    buffers, by their maximum; frozen parameters, by their mean; and what a bucket of fp32 would cut: float64.
-
-    Buffers and optimizer state may be assigned anew while training; the replica follows them. Memory: an fp32 remainder
-    per bf16 or fp16 parameter.
-
-    Args:
-        module: the module whose parameters and buffers these are.
-        buffers: what happens to floating-point buffers.
-        device: where the buckets live: best where the parameters do, so that all arithmetic is there; on the CPU, for
-            transports that see no other memory, they are pinned under CUDA.
-
-    Raises:
-        ValueError: see `ModuleTensors`.
-    """
-
-    def __init__(
-        self, module: nn.Module, buffers: BufferPolicy = "average", device: torch.device | str = "cpu"
-    ) -> None:
-        self.tensors = ModuleTensors(module, buffers)
-        self.policy: BufferPolicy = buffers
-        self.device = torch.device(device)
-        self.watched: Callable[[], Iterable[Tensor]] = tuple
-        """Further tensors whose health is the replica's: the state that its optimizers keep."""
-        self.version = 0
-        """How often the layout has changed since training began."""
-        self.remainders: dict[str, Tensor] = {}
-        """What parameters of 16 bits lack of their fp32 values, by name."""
-        self._state: Callable[[], Sequence[Tensor]] = tuple
-        self._state_means: Callable[[], Sequence[RunningMean]] | None = None
-        self.reference = torch.empty(0)
-        """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
-        never change keep their bits."""
-        self._sections: list[_Section] = []
-        self.build()
-
-    def build(
-        self,
-        optimizer_state: Callable[[], Sequence[Tensor]] | None = None,
-        running_means: Callable[[], Sequence[RunningMean]] | None = None,
-    ) -> None:
-        """Lay out a bucket anew, with what ``optimizer_state`` returns (default: as before) behind the rest.
-
-        Args:
-            optimizer_state: returns tensors as they are now.
-            running_means: returns how each of these averages over time. Default: nothing is known of them.
-        """
-        if optimizer_state is not None:
-            self._state = optimizer_state
-            self._state_means = running_means
-        names = list(self.tensors.trained)
-        tensors = [real(p) for p in self.tensors.trained.values()]
-        for name, x in zip(names, tensors, strict=True):
-            if x.dtype in (torch.bfloat16, torch.float16) and name not in self.remainders:
-                self.remainders[name] = torch.zeros_like(x, dtype=torch.float32)
-        plan = ops.Plan(FlatLayout(tensors, names), tensors, [self.remainders.get(name) for name in names])
-        self._sections = [_Section(plan, 0)]
-        for extra in (self._mean_buffers(), list(self._state())):
-            self._sections.append(_Section(ops.Plan(FlatLayout(extra), extra), self._sections[-1].end))
-        self.note_agreed()
-        described = [line for section in self._sections for line in section.plan.layout.describe()]
-        self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
-        """Equal on all ranks whose messages have the same layout."""
-
-    def note_agreed(self) -> None:
-        """All replicas hold the same model now: what in its buffers is infinite is meant."""
-        self.refresh()
-        self.tensors.accept_infinite()
-        buffers = self._sections[1]
-        self.reference = torch.empty(buffers.plan.layout.numel, device=self.device)
-        buffers.plan.pack_(self.reference)
-        self.reference.nan_to_num_(0.0, 0.0, 0.0)
-
-    def take_thawed(self) -> None:
-        """Lay out a bucket with what is trained now. All replicas hold the same model, and do the same."""
-        self.tensors.take_thawed()
-        self.version += 1
-        self.build()
-
-    def refresh(self) -> None:
-        """Follow buffers and optimizer state that were assigned anew.
-
-        Raises:
-            AsyncTrainingError: what was assigned does not fit in the old one's place.
-        """
-        parameters, buffers, state = self._sections
-        if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
-            tensors = [real(p) for p in self.tensors.trained.values()]
-            self._sections[0] = _Section(ops.Plan(parameters.plan.layout, tensors, parameters.plan.remainders), 0)
-        if self.tensors.follow_buffers():
-            mean = self._mean_buffers()
-            self._sections[1] = _Section(ops.Plan(FlatLayout(mean), mean), parameters.end)
-        if not same(now := list(self._state()), state.tensors):
-            if [t.shape for t in now] != [t.shape for t in state.tensors]:
-                raise AsyncTrainingError(
-                    "The optimizers' state changed its shape after training began, so it cannot be averaged. Pass "
-                    '`optimizer_state="keep"`.'
-                )
-            self._sections[2] = _Section(ops.Plan(FlatLayout(now), now), buffers.end)
-
-    def _mean_buffers(self) -> list[Tensor]:
-        return [real(b) for b in self.tensors.averaged.values()]
-
-    @property
-    def layout(self) -> FlatLayout:
-        """Layout of the parameters that travel."""
-        return self._sections[0].plan.layout
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """The parameters that travel, as real numbers: those that require gradients, each once."""
-        return self._sections[0].tensors
-
-    @property
-    def numel(self) -> int:
-        """Elements of a message."""
-        return self._sections[-1].end
-
-    # ---- comparing and judging ----
-
-    def digests(self) -> tuple[int, int]:
-        """Of the parameters that travel, and of all else that replicas share; see `engine.digest`."""
-        self.refresh()
-        _, buffers, state = self._sections
-        rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
-        return digest([*self.parameters, *self.remainders.values()]), digest(rest)
-
-    def judge(self) -> tuple[bool, bool]:
-        """Whether parameters, and the optimizers' state with what is watched, are finite as they are now; and whether
-        buffers and frozen parameters are, but for what was not when replicas agreed."""
-        self.refresh()
-        parameters, buffers, state = self._sections
-        rest = [*self._judged(buffers.tensors), *self.tensors.judged_frozen]
-        return is_finite([*parameters.tensors, *state.tensors, *self.watched()]), is_finite(rest)
-
-    def judge_packed(self, bucket: Tensor) -> tuple[bool, bool]:
-        """The same of what was packed in ``bucket``."""
-        if ops.all_finite(bucket):
-            return True, True
-        parameters, buffers, state = self._sections
-        views = buffers.plan.layout.views(buffers.of(bucket))
-        return is_finite([parameters.of(bucket), state.of(bucket)]), is_finite(self._judged(views))
-
-    def _judged(self, buffers: Iterable[Tensor]) -> list[Tensor]:
-        return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
-
-    # ---- moving ----
-
-    num_fragments = 1
-    """Parts of the parameters that travel one at a time, each with a rule state of its own."""
-
-    def of_rule(self, bucket: Tensor, fragment: int = 0) -> Tensor:
-        """The part of a bucket that belongs to the rule: the parameters, or a fragment of them."""
-        assert fragment < self.num_fragments
-        return self._sections[0].of(bucket)
-
-    def beyond_rule(self, bucket: Tensor) -> Tensor:
-        """The rest of a bucket: buffers and optimizer state, which take the plain mean."""
-        return bucket[self._sections[0].end :]
-
-    def pack_(self, bucket: Tensor, for_round: bool = False) -> None:
-        """Parameters, buffers and optimizer state into ``bucket``, as fp32; ``for_round``: buffers as differences."""
-        self.refresh()
-        self.pack_parameters_(self.of_rule(bucket))
-        for section in self._sections[1:]:
-            section.plan.pack_(section.of(bucket))
-        if for_round:
-            self._sections[1].of(bucket).sub_(self.reference)
-
-    def updates(self) -> Updates:
-        """Return how often buffers, and the optimizers' state, have been updated by now."""
-        _, buffers, state = self._sections
-        return (
-            count(self.tensors.running_means()) if buffers.tensors else (),
-            count(self._running_means_of_state()) if state.tensors else (),
-        )
-
-    def _running_means_of_state(self) -> Sequence[RunningMean]:
-        known = () if self._state_means is None else self._state_means()
-        return known or [RunningMean()] * len(self._sections[2].tensors)
-
-    def pack_parameters_(self, part: Tensor) -> None:
-        """The parameters into the rule's part of a bucket, as fp32."""
-        self._sections[0].plan.pack_(part)
-
-    def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool, of_rule: bool = True) -> None:
-        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from one rank alone.
-
-        Args:
-            is_source: that is this rank.
-            of_rule: also of the rule's part.
-        """
-        start = 0 if of_rule else self._sections[0].end
-        self.scaled_(out[start:], source[start:], weight)
-        if self.policy == "broadcast":
-            buffers = self._sections[1]
-            self.scaled_(buffers.of(out), buffers.of(source), float(is_source))
-
-    @staticmethod
-    def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
-        """``out = weight * source``; weight zero gives zeros, whatever ``source`` holds (NaN too)."""
-        if weight == 0.0:
-            out.zero_()
-        else:
-            ops.scale_(out, source, weight)
-
-    @torch.no_grad()
-    def merge_(
-        self,
-        target: Tensor,
-        base: Tensor | None,
-        with_state: bool,
-        buffers_too: bool = True,
-        still: bool = False,
-        of_round: bool = False,
-    ) -> None:
-        """Move the parameters by ``target - base`` (``base`` is used up), or copy ``target`` if ``base`` is None.
-
-        Args:
-            with_state: also overwrite buffers and optimizer state.
-            buffers_too: False where no rank's buffers are in ``target`` (one rank broadcasts them and was absent).
-            still: the parameters are what was packed: what fp32 does not hold of a float64 stays.
-            of_round: buffers in ``target`` are differences.
-        """
-        self.refresh()
-        if of_round and with_state and buffers_too and self.reference.numel():
-            self._merge_buffers(self._sections[1].of(target) + self.reference)
-            buffers_too = False
-        finer = [(p, p - p.float()) for p in self.parameters if still and p.dtype is torch.float64]
-        for i, section in enumerate(self._sections):
-            if i == 0:
-                part = section.of(base) if base is not None else None
-                section.plan.apply_(section.of(target), part)
-            elif with_state and section.tensors and (i != 1 or buffers_too):
-                section.plan.apply_(section.of(target))
-        for p, rest in finer:
-            p.add_(rest)
-
-    def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
-        """Let buffers and optimizer state take up a round's mean, and keep their updates since the snapshot.
-
-        Args:
-            target: the bucket with the mean.
-            snapshot: the bucket with what this replica packed.
-            updates: what `updates` said then.
-            buffers_too: see `merge_`.
-        """
-        self.refresh()
-        _, buffers, state = self._sections
-        if buffers.tensors and buffers_too:
-            merge_late_(
-                buffers.tensors, buffers.of(target), buffers.of(snapshot), self.tensors.running_means(), updates[0],
-                self.reference,
-            )  # fmt: skip
-        if state.tensors:
-            means = self._running_means_of_state()
-            merge_late_(state.tensors, state.of(target), state.of(snapshot), means, updates[1])
-
-    def _merge_buffers(self, mean: Tensor) -> None:
-        section = self._sections[1]
-        before = [(b, b.clone()) for b in section.tensors if b.dtype is torch.float64]
-        section.plan.apply_(mean)
-        for buffer, old in before:  # one that is the mean, as far as fp32 can tell, is not cut
-            buffer.copy_(torch.where(buffer == old.float(), old, buffer))

@@ -1,4 +1,7 @@
-"""What the training thread and the engine's thread of one rank share, beside the buckets; all under one lock."""
+"""What the training thread and the engine's thread of one rank share, beside the buckets; all under one lock.
+
+`SharedState` is that; `Header` is what a rank says of it to all others, whichever component it is for.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lightning_async.errors import CollectiveError, PeerLost
-
-# What every rank says in a header, whichever wing it is for.
 
 
 class SyncPointKind(enum.IntEnum):
@@ -31,7 +32,7 @@ class SyncPointKind(enum.IntEnum):
 
 
 class Arrival(enum.Enum):
-    """How a rendezvous ended."""
+    """How a sync point ended."""
 
     OPEN = "open"
     """Every rank is here and holds the same model."""
@@ -64,7 +65,7 @@ class Vote(enum.Flag):
 
     @property
     def lasting(self) -> Vote:
-        """What is still to be done once a gate has opened: all but what asks for a gate."""
+        """What is still to be done once a sync point has opened: all but what asks for a sync point."""
         return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE | Vote.EPOCH)
 
 
@@ -74,8 +75,8 @@ class Mark(NamedTuple):
     Args:
         number: of the save, the same on all ranks.
         step: optimizer steps per replica, the mean over all.
-        members: the names of those that take part: they have a message, or stand at a gate. Names, as the exchange may
-            be committed in a generation in which numbers are others.
+        members: the names of those that take part: they have a message, or stand at a sync point. Names, as the
+            exchange may be committed in a generation in which numbers are others.
     """
 
     number: int
@@ -90,14 +91,14 @@ class Header(NamedTuple):
         exchange: id of the exchange that this rank would commit next.
         ready: priority of the kind of round that it has a message for; 0 for none.
         votes: what it asks of all.
-        excused: nobody need wait for its message: it stands at a gate, is done, or has been silent for long.
+        excused: nobody need wait for its message: it stands at a sync point, is done, or has been silent for long.
         sync_point: where its training thread stands.
-        sync_point_index: which of the gates of that kind (the epoch).
+        sync_point_index: which of the sync points of that kind (the epoch).
         layout: fingerprint of what its buckets hold.
         version: how often that has changed since training began.
         clock: optimizer steps that it has taken in all.
         samples: samples that it has seen in all.
-        opened: gates that have opened for it.
+        opened: sync points that have opened for it.
         last_sync_point: the last of them.
         last_moved: whether the model had changed when that one opened.
         last_clock: steps of all ranks at that time.
@@ -185,16 +186,16 @@ class SharedState:
     """Number of the last header composed: what changes now is heard of with the next one."""
     agreed: Vote = Vote.NONE
     opened: bool = False
-    """The gate at which the training thread stands has opened."""
+    """The sync point at which the training thread stands has opened."""
     num_opened: int = 0
     last_sync_point: SyncPointKind = SyncPointKind.NONE
-    """The gate that opened last, on whichever ranks stood there."""
+    """The sync point that opened last, on whichever ranks stood there."""
     last_clock: float = 0.0
     """Steps of all ranks when it did."""
     last_exchange: int = 1
     """The exchange that was to come next."""
     moved: bool = False
-    """Whether the model had changed, on any rank, since the gate before."""
+    """Whether the model had changed, on any rank, since the sync point before."""
     next_exchange: int = 1
     """The exchange that comes next; equal on all ranks, but for one that lost the last answer."""
     saved: int = 0
@@ -214,7 +215,7 @@ class SharedState:
     steps_then: float = 0.0
     """The same, of this replica, at the last header."""
     places: dict[str, float] = field(default_factory=dict)
-    """By name, how far each rank was in its data with what all have committed; equal on all ranks at a gate."""
+    """By name, how far each rank was in its data with what all have committed; equal on all ranks at a sync point."""
     failed: int = 0
     """Exchanges that failed and were repeated."""
     error: BaseException | None = None
@@ -227,8 +228,8 @@ class SharedState:
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Whether the training thread goes on when that gate opens: where one is for synchronous steps, others stand at
-        gates of their own. Under the lock."""
+        """Whether the training thread goes on when that sync point opens: where one is for synchronous steps, others
+        stand at sync points of their own. Under the lock."""
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:

@@ -11,10 +11,10 @@ from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 
 
 class SyncPointParticipant(Protocol):
-    """What a wing does at gates, on the training thread."""
+    """What a component does at sync points, on the training thread."""
 
     def come(self) -> None:
-        """The training thread is about to stand at a gate."""
+        """The training thread is about to stand at a sync point."""
         ...
 
     def stand(self) -> None:
@@ -26,7 +26,7 @@ class SyncPointParticipant(Protocol):
         ...
 
     def leave(self) -> None:
-        """A batch begins, or another gate: what was done at the last one counts from now on."""
+        """A batch begins, or another sync point: what was done at the last one counts from now on."""
         ...
 
     def resume(self) -> None:
@@ -39,7 +39,7 @@ class SyncPoints:
 
     Args:
         control: the control plane, which serves headers meanwhile.
-        visitors: the wings that have something to do at gates.
+        visitors: the components that have something to do at sync points.
     """
 
     def __init__(self, control: ControlPlane, *visitors: SyncPointParticipant) -> None:
@@ -47,20 +47,20 @@ class SyncPoints:
         self._box = control.shared_state
         self._visitors = visitors
         self.moved_at_sync_point = False
-        """Whether the model had changed, on any rank, between the last two gates."""
+        """Whether the model had changed, on any rank, between the last two sync points."""
         self.coming = SyncPointKind.NONE
         """Where the training thread is about to stand, stands, or stood last."""
         self.waited_s = 0.0
-        """How long the training thread has stood still for others, at gates and elsewhere."""
+        """How long the training thread has stood still for others, at sync points and elsewhere."""
         self._at_sync_point = True
-        """No batch has begun since the last gate, or since training began."""
+        """No batch has begun since the last sync point, or since training began."""
 
     def add(self, participant: SyncPointParticipant) -> None:
         """Another one that has something to do there."""
         self._visitors = (*self._visitors, participant)
 
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> Arrival:
-        """Wait, serving headers, until every rank stands at this gate and holds the same model.
+        """Wait, serving headers, until every rank stands at this sync point and holds the same model.
 
         The model is the work-weighted mean of all replicas (or what the rule says of it). Two in a row change
         no bit: where no rank has moved since the last one, nothing is exchanged.
@@ -169,13 +169,14 @@ class SyncPoints:
 
     @property
     def places(self) -> dict[str, float]:
-        """By name, how far each rank was in its data with what all have committed; equal on all ranks at a gate."""
+        """By name, how far each rank was in its data with what all have committed; equal on all ranks at a sync
+        point."""
         with self._box.changed:
             return dict(self._box.places)
 
     @property
     def standing(self) -> bool:
-        """Whether the training thread stands at a gate."""
+        """Whether the training thread stands at a sync point."""
         return self._box.sync_point is not SyncPointKind.NONE
 
     @property

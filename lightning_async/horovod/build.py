@@ -24,8 +24,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# Wheels that take long to build: kept for the next environment, and compared with their checksums before use.
-
 
 class BuildError(RuntimeError):
     """What stands in the way of a build, and what to do about it."""

@@ -1,4 +1,11 @@
-"""Collectives through Horovod."""
+"""Collectives through Horovod, which is imported only when it is asked for.
+
+`HorovodWorld` is what a process has of Horovod, and `HorovodCollectives` one communicator of it. Nothing in Horovod can
+be cancelled, and its blocking calls know no deadline. So every operation is asynchronous, named, and polled; a failed
+or late one *poisons* the world: nothing more is submitted, the buffers of what is under way stay alive until Horovod
+has shut down, and every later operation raises at once. `run_elastic` is Horovod Elastic: it runs, and runs again with
+whoever is there, from what all ranks have committed.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +36,6 @@ from lightning_async.comm.collectives import (
 )
 from lightning_async.errors import CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.membership.generation import Generation
-
-# What a process has of Horovod, which is imported only when it is asked for.
-#
-# Nothing in Horovod can be cancelled, and its blocking calls know no deadline. So every operation here is
-# asynchronous, named, and polled; a failed or late one *poisons* the world: nothing more is submitted, the
-# buffers of what is under way stay alive until Horovod has shut down, and every later operation raises at once.
 
 T = TypeVar("T")
 Start = Callable[[str], int]
@@ -308,7 +309,6 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         return self._reduce(buffer, ReduceOp.SUM, "adasum", lambda _: self.horovod.hvd.Adasum, in_pieces=False)
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`."""
         hvd = self.horovod.hvd
         ops = {ReduceOp.SUM: hvd.Sum, ReduceOp.MIN: hvd.Min, ReduceOp.MAX: hvd.Max}
         return self._reduce(buffer, op, f"all_reduce({op.value})", ops.__getitem__)
@@ -492,8 +492,6 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         child._process_set = self._process_set
         return child
 
-
-# Horovod Elastic: run, and run again with whoever is there, from what all ranks have committed.
 
 C = TypeVar("C")
 

@@ -1,4 +1,7 @@
-"""Commits in memory, under Horovod Elastic: moments of a fit that all ranks have agreed on, and go back to."""
+"""Horovod Elastic: `fit_elastic` enters a fit again, from memory, when ranks are lost or come.
+
+`Commits` makes what it goes back to: commits in memory, moments of a fit that all ranks have agreed on.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
 class Commits(Callback):
     """Puts a fit where the last commit was made, and commits: every so many steps, and at the end of each epoch.
 
-    Ranks that step together commit after the same step. Replicas that drift come to a gate for it.
+    Ranks that step together commit after the same step. Replicas that drift come to a sync point for it.
 
     Args:
         committed: what is replaced.
@@ -276,8 +279,6 @@ def _to_memory(value: Any) -> Any:
         return type(value)(_to_memory(each) for each in value)
     return copy.deepcopy(value)
 
-
-# `trainer.fit` under Horovod Elastic: entered again from memory when ranks are lost or come.
 
 _fits = itertools.count(1)  # of this process
 

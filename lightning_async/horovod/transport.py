@@ -1,4 +1,7 @@
-"""Ranks of Horovod: started by horovodrun or mpirun, their bytes moved by Horovod."""
+"""Ranks of Horovod: started by horovodrun or mpirun, their bytes moved by Horovod.
+
+`HorovodTransport` connects them; `HorovodEnvironment` is the cluster environment that numbers them.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,6 @@ from lightning_async.membership.signing import Seal
 from lightning_async.membership.startup import WaitWithLog, open_store
 from lightning_async.trainer.environment.environments import ClusterEnvironment, started_by_horovodrun
 from lightning_async.transports.base import Connection, Transport, short_world
-
-# The cluster environment of ranks whose collectives are Horovod's.
 
 
 class HorovodEnvironment(ClusterEnvironment):

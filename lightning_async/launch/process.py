@@ -1,8 +1,12 @@
 """One process of a rank: started in a session of its own, told, noticed to have ended, and ended with what it started.
 
-Signals go to the rank alone: its DataLoader workers would die of a SIGTERM, and the rank of that, before it has saved.
-When it has ended, what is left in its process group is killed. What shall outlive it needs a session of its own, as the
-process that writes checkpoints has.
+Read `Process` first. Signals go to the rank alone: its DataLoader workers would die of a SIGTERM, and the rank of that,
+before it has saved. When it has ended, what is left in its process group is killed. What shall outlive it needs a
+session of its own, as the process that writes checkpoints has.
+
+`ErrorFiles` are where each rank of this host writes what it has died of, as torch.distributed.elastic has it: programs
+under torch's ``@record`` write them, and the Trainers of this package's strategies. `report` says in words who has died
+of what.
 """
 
 from __future__ import annotations
@@ -26,87 +30,15 @@ from typing import Any
 from lightning_async.launch.state_machine import TRY_AGAIN
 from lightning_async.membership.launcher_channel import LONGEST, Death, named, news
 
-# Where each rank of this host writes what it has died of, as torch.distributed.elastic has it, and what is read
-# there.
-#
-# Programs under torch's ``@record`` write it, and the Trainers of this package's strategies.
-
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The environment variable of a rank that names its file."""
 _LONGEST = 300
 _MOST_BYTES = 1 << 22
-
-
-class ErrorFiles:
-    """A file for each rank, which is there once the rank has failed.
-
-    Args:
-        logs: where they are, and stay; None for a directory that goes with the launcher.
-    """
-
-    def __init__(self, logs: Path | None) -> None:
-        self._logs = logs
-        self._own: str | None = None
-
-    def begin(self, rank: int) -> dict[str, str]:
-        """A rank is about to start: what an earlier start has left goes; the variable that it gets.
-
-        Raises:
-            OSError: the directory cannot be made.
-        """
-        path = self._path(rank)
-        path.unlink(missing_ok=True)
-        return {ERROR_FILE: str(path)}
-
-    def read(self, rank: int) -> str:
-        """What a rank that has ended has written, in one line; "" where that is nothing."""
-        try:
-            with self._path(rank).open("rb") as file:
-                said = json.loads(file.read(_MOST_BYTES))
-        except (OSError, ValueError, RecursionError):
-            return ""
-        message = _message(said).strip()
-        line = message.splitlines()[0] if message else ""
-        return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
-
-    def close(self) -> None:
-        """Those that were not asked for."""
-        if self._own is not None:
-            shutil.rmtree(self._own, ignore_errors=True)
-
-    def _path(self, rank: int) -> Path:
-        if self._logs is not None:
-            return (self._logs / f"rank-{rank}.error.json").absolute()
-        if self._own is None:
-            self._own = tempfile.mkdtemp(prefix="lightning-async-errors-")
-        return Path(self._own) / f"rank-{rank}.error.json"
-
-
-def _message(said: Any) -> str:
-    """Of either form: {"message": {"message": ...}}, {"message": ...}."""
-    for _ in range(2):
-        with contextlib.suppress(TypeError, KeyError):
-            said = said["message"]
-    return said if isinstance(said, str) else ""
-
-
 _PR_SET_PDEATHSIG = 1
 _MESSAGES = 512  # more than a socket keeps
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-
-
-def watched(popen: subprocess.Popen[bytes]) -> int:
-    """A descriptor of a process, which becomes readable when it ends.
-
-    Raises:
-        OSError: there is none left; then the process is killed.
-    """
-    try:
-        return os.pidfd_open(popen.pid)
-    except OSError:
-        popen.kill()
-        popen.wait()
-        raise
+HUNG = 70
+"""The exit code of `HangWatchdog`."""
 
 
 class Process:
@@ -201,10 +133,71 @@ class Process:
         return status
 
 
-# Who has died of what, in words.
+def watched(popen: subprocess.Popen[bytes]) -> int:
+    """A descriptor of a process, which becomes readable when it ends.
 
-HUNG = 70
-"""The exit code of `HangWatchdog`."""
+    Raises:
+        OSError: there is none left; then the process is killed.
+    """
+    try:
+        return os.pidfd_open(popen.pid)
+    except OSError:
+        popen.kill()
+        popen.wait()
+        raise
+
+
+class ErrorFiles:
+    """A file for each rank, which is there once the rank has failed.
+
+    Args:
+        logs: where they are, and stay; None for a directory that goes with the launcher.
+    """
+
+    def __init__(self, logs: Path | None) -> None:
+        self._logs = logs
+        self._own: str | None = None
+
+    def begin(self, rank: int) -> dict[str, str]:
+        """A rank is about to start: what an earlier start has left goes; the variable that it gets.
+
+        Raises:
+            OSError: the directory cannot be made.
+        """
+        path = self._path(rank)
+        path.unlink(missing_ok=True)
+        return {ERROR_FILE: str(path)}
+
+    def read(self, rank: int) -> str:
+        """What a rank that has ended has written, in one line; "" where that is nothing."""
+        try:
+            with self._path(rank).open("rb") as file:
+                said = json.loads(file.read(_MOST_BYTES))
+        except (OSError, ValueError, RecursionError):
+            return ""
+        message = _message(said).strip()
+        line = message.splitlines()[0] if message else ""
+        return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
+
+    def close(self) -> None:
+        """Those that were not asked for."""
+        if self._own is not None:
+            shutil.rmtree(self._own, ignore_errors=True)
+
+    def _path(self, rank: int) -> Path:
+        if self._logs is not None:
+            return (self._logs / f"rank-{rank}.error.json").absolute()
+        if self._own is None:
+            self._own = tempfile.mkdtemp(prefix="lightning-async-errors-")
+        return Path(self._own) / f"rank-{rank}.error.json"
+
+
+def _message(said: Any) -> str:
+    """Of either form: {"message": {"message": ...}}, {"message": ...}."""
+    for _ in range(2):
+        with contextlib.suppress(TypeError, KeyError):
+            said = said["message"]
+    return said if isinstance(said, str) else ""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@
 A death before anybody has told a generation ends the others at once. What becomes of a rank that is lost and started
 again changes nothing for those who train, until it has joined them; where they have ended, it is told to end. So is a
 rank that is left behind: the others went on without it, and its process lives (it is stopped, or cut off).
+
+There are no clocks, processes or signals in here. The values come first: `Policy` is what is asked of the launcher,
+`LaunchState` what it knows of a job, `Event` what can happen, `Action` what can be done. `decide` has what follows.
 """
 
 from __future__ import annotations
@@ -21,10 +24,6 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from lightning_async._checks import check_int, check_real
-
-# What the launcher knows of a job, what can happen to it, and what can be done then: values.
-#
-# There are no clocks, processes or signals in here; `decide` has what follows from what.
 
 TRY_AGAIN = 75
 """EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again."""

@@ -1,6 +1,7 @@
-"""What one rank makes of everybody's records: who lives, who is lost, and what generation may come next.
+"""What ranks publish about themselves, and what one rank makes of it: who lives, who is lost, what comes next.
 
-Without threads, store or clock: its owner reads the records, holds a lock, and says how much time has passed.
+`Record` is what one rank publishes, `Peer` what another one knows of it, and `FailureDetector` decides. It has no
+threads, store or clock: its owner reads the records, holds a lock, and says how much time has passed.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from dataclasses import dataclass
 
 from lightning_async.errors import START_AGAIN
 from lightning_async.membership.generation import Generation, in_order, listed
-
-# What ranks publish about themselves, and what one rank makes of another's records.
 
 PREFIX = "lightning_async/membership"
 
@@ -156,7 +155,7 @@ class FailureDetector:
     """The others by name, and the generation this rank is in.
 
     Args:
-        generation: the first; of a newcomer, itself alone.
+        generation: the first; of a joining rank, itself alone.
         fresh: see `Membership`.
         dead_s, start_s: the silence that is death, of a peer that was seen and of one that was not yet.
         elastic: whether ranks may join: then who has been in longest comes first; else all keep their order.
@@ -273,9 +272,9 @@ class FailureDetector:
     def proposal(self, mine: Record) -> list[str] | None:
         """Who would be in the generation that ``mine`` wants, in the order of their ranks; None while it is too early.
 
-        Where ranks may join, who has been in longest comes first: rank 0 has lived through what newcomers have not.
-        Else a rank that only heard too late of a generation with it keeps its number, too. A newcomer decides nothing,
-        as it may not have heard of all.
+        Where ranks may join, who has been in longest comes first: rank 0 has lived through what joining ranks have not.
+        Else a rank that only heard too late of a generation with it keeps its number, too. A joining rank decides
+        nothing, as it may not have heard of all.
         """
         if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
             return None

@@ -37,7 +37,7 @@ class Generation:
 
     @classmethod
     def joining(cls, name: str) -> Generation:
-        """What a newcomer is in, before others take it into theirs: alone, in none of theirs."""
+        """What a joining rank is in, before others take it into theirs: alone, in none of theirs."""
         return cls(_NOBODYS, (name,), 0)
 
     @property
@@ -78,7 +78,8 @@ class Generation:
 
 
 def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
-    """What a rank is in at first, from the arguments of ``who``: with all ranks, or, as the newcomer ``member``, alone.
+    """What a rank is in at first, from the arguments of ``who``: with all ranks, or, as the joining rank ``member``,
+    alone.
 
     Raises:
         ValueError: they do not fit together.

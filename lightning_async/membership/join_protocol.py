@@ -1,13 +1,16 @@
 """Where a rank that comes back asks those that train to take it in: notes in the store, beside those of their runs.
 
-those that train              the newcomer
-pin(notice of their run)
-                              read_notice, compares, beats beside their hearts as a guest, see `Membership.guests`
-all stand at a gate:
-invite(guest, to a new run)
-                              read_invitation, and connects with all of them
-answer(guest, admitted)
-                              read_answer: it is one of them, or ends, or comes again
+    those that train                 the joining rank
+    pin(notice of their run)
+                                     read_notice, compares, sends heartbeats beside theirs, see `Membership.guests`
+    all stand at a sync point:
+    invite(it, to a new run)
+                                     read_invitation, and connects with all of them
+    answer(it, admitted)
+                                     read_answer: it is one of them, or ends, or comes again
+
+`JoinBoard` is these notes. `JoinBoardWithTimeout` reads them where that may be given up: a store that stands still, or
+whose host is gone, says nothing, and torch waits for it in C, past every timeout, where nobody hears of a signal.
 """
 
 from __future__ import annotations
@@ -27,10 +30,13 @@ from lightning_async.membership.store import Contact, PrefixStore, Store, TCPSto
 
 _NOTICE = "notice"
 _KEEPERS = "keepers"
+T = TypeVar("T")
+_LOOK_S = 0.05
+_GOODBYE_S = 2.0
 
 
 class JoinBoard:
-    """Notes are small, of JSON's terms, and signed where the job has a secret. Reading never waits for one.
+    """The notes: small, of JSON's terms, and signed where the job has a secret. Reading never waits for one.
 
     Args:
         store: of the job; never blocked in, so that any number of threads may share it.
@@ -42,7 +48,8 @@ class JoinBoard:
         self.seal = seal.within("door")
 
     def pin(self, notice: Mapping[str, Any]) -> None:
-        """Say which run goes on, and what a newcomer must have in common with it. Empty: none that takes anybody in."""
+        """Say which run goes on, and what a joining rank must have in common with it. Empty: none that takes anybody
+        in."""
         self.write(_NOTICE, notice)
 
     def read_notice(self) -> dict[str, Any]:
@@ -50,20 +57,20 @@ class JoinBoard:
         return self.read(_NOTICE)
 
     def invite(self, joining_rank: str, invitation: Mapping[str, Any]) -> None:
-        """Say to which run a guest is invited, and as which rank."""
+        """Say to which run a joining rank is invited, and as which rank."""
         self.write(f"invitation/{joining_rank}", invitation)
 
     def read_invitation(self, joining_rank: str) -> dict[str, Any]:
-        """The invitation of this guest; empty where there is none yet."""
+        """The invitation of this joining rank; empty where there is none yet."""
         return self.read(f"invitation/{joining_rank}")
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
-        """Say whether a guest is one of those who train from now on, or else, whether it may come ``again``: where
-        nobody has stood still for it. All of them do."""
+        """Say whether a joining rank is one of those who train from now on, or else, whether it may come ``again``:
+        where nobody has stood still for it. All of them do."""
         self.write(f"answer/{joining_rank}", {"admitted": admitted, "again": again})
 
     def read_answer(self, joining_rank: str) -> dict[str, Any]:
-        """The answer to this guest; empty where there is none yet."""
+        """The answer to this joining rank; empty where there is none yet."""
         return self.read(f"answer/{joining_rank}")
 
     def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
@@ -108,19 +115,11 @@ class JoinBoard:
         return note if isinstance(note, dict) else {}
 
 
-# Reading the store where that may be given up: a store that stands still, or whose host is gone, says nothing,
-# and torch waits for it in C, past every timeout, where nobody hears of a signal.
-
-T = TypeVar("T")
-_LOOK_S = 0.05
-_GOODBYE_S = 2.0
-
-
 class JoinBoardWithTimeout(JoinBoard):
-    """A door whose notes are read through a client of its own, and on another thread than the one that waits for them.
+    """A board whose notes are read through a client of its own, and on another thread than the one that waits for them.
 
     Args:
-        door: the same, of the job.
+        door: the board of the job.
         rank: for messages.
         dead_after: the silence after which the store is lost.
         check: called all the time while the store is silent; raises to give up.
@@ -140,7 +139,6 @@ class JoinBoardWithTimeout(JoinBoard):
         self.seal = door.seal
 
     def read(self, key: str) -> dict[str, Any]:
-        """See `JoinBoard`."""
         read = super().read
         return self.ask(lambda: read(key))
 

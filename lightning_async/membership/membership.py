@@ -42,8 +42,6 @@ from lightning_async.membership.store import Contact, Store
 log = logging.getLogger(__name__)
 
 
-# The thread of a heartbeat, from its start to an end in order.
-
 _THREAD_END_S = 2.0
 _started: weakref.WeakSet[HeartbeatThread] = weakref.WeakSet()
 
@@ -133,9 +131,10 @@ class Membership:
     Args:
         store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
         rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
-        member: the name of a newcomer, of rank 0 in a world of 1, which is to be taken into a generation of the others.
+        member: the name of a joining rank, of rank 0 in a world of 1, which is to be taken into a generation of the
+            others.
         visits: it is to be taken into none, but waits to be invited elsewhere.
-        elastic: whether newcomers are; all ranks say the same. Else nobody looks for them.
+        elastic: whether joining ranks are; all ranks say the same. Else nobody looks for them.
         readmit: whether a rank that the others have gone on without may come back; else nobody listens to it.
         interval: between two beats.
         dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
@@ -252,7 +251,7 @@ class Membership:
             return frozenset(name for name, peer in self._failure_detector.peers.items() if peer.has_left)
 
     def guests(self) -> tuple[str, ...]:
-        """The names of the newcomers that wait to be invited, by this rank's view. No I/O."""
+        """The names of the joining ranks that wait to be invited, by this rank's view. No I/O."""
         with self._lock:
             return tuple(self._failure_detector.guests())
 
@@ -363,7 +362,7 @@ class Membership:
     # ------------------------------------------------------------------ under the lock
 
     def _enter(self, number: int, members: tuple[str, ...]) -> Generation:
-        if self._mine.since == OUTSIDE or number != self.generation.number + 1:  # a newcomer, or left out meanwhile
+        if self._mine.since == OUTSIDE or number != self.generation.number + 1:  # a joining rank, or left out meanwhile
             self._mine = replace(self._mine, since=number)
         self._failure_detector.enter(number, members)
         return self.generation

@@ -1,8 +1,18 @@
 """The peers' processes: that one has ended is seen, and not concluded from its silence.
 
 Each rank says in its record where its process is found. Who finds it there, on its own host, holds on to it, and knows
-from then on whether it lives, however busy, stopped or silent it is. Others are called when they are silent, see
-`lifeline`; where both tell nothing, silence has to.
+from then on whether it lives, however busy, stopped or silent it is: `LocalProcessWatch`. Peers on other hosts are
+called when they are silent, and one whom its host refuses for has ended: `LivenessProbes`. Where both tell nothing,
+silence has to.
+
+    a rank that is quiet             its host                                    what is known
+    is busy, or stopped              accepts, as somebody listens                it lives
+    has ended                        refuses: nobody listens there any more      it has ended
+    its host is gone, or cut off     does not answer                             nothing: its silence has to tell
+
+A rank listens at its `LivenessPort`, and says where, for as long as its process lives; the system accepts for it,
+whatever its threads do. Nothing is said on these connections. Only who was reached there before is believed to be gone:
+else something between the two may refuse for it.
 """
 
 from __future__ import annotations
@@ -20,16 +30,6 @@ from pathlib import Path
 from lightning_async._sockets import keep_from_forks
 from lightning_async.membership.failure_detector import UP, VISITING, Record
 from lightning_async.membership.launcher_channel import CHANNEL
-
-# The peers on other hosts: one that is silent is called, and whom its host refuses for it has ended.
-#
-# a rank that is quiet its host what is known is busy, or stopped accepts, as somebody listens it lives has
-# ended refuses: nobody listens there any more it has ended its host is gone, or cut off does not answer
-# nothing: its silence has to tell
-#
-# A rank listens, and says where, for as long as its process lives; the system accepts for it, whatever its
-# threads do. Nothing is said on these connections. Only who was reached there before is believed to be gone:
-# else something between the two may refuse for it.
 
 _QUIET = 2
 """Readings in which a record has not changed, after which its rank is called."""

@@ -1,6 +1,9 @@
 """The start: all ranks find the store, and say who they are, before anything is built on it.
 
-Nobody waits in silence: what is waited for, and until when, is said at once, and then at growing intervals.
+`open_store` and `greet` are that; nobody waits in silence, see `WaitWithLog`: what is waited for, and until when, is
+said at once, and then at growing intervals. `Assembly` says before anything else whether this process begins together
+with all, or comes back to others who train. `ProcessHeartbeat` says that a rank's process lives, for as long as it
+does: by this, ranks wait for each other between two runs.
 """
 
 from __future__ import annotations
@@ -242,19 +245,6 @@ def _parse(value: bytes | None) -> dict[str, Any] | None:
     return said if all(type(said[name]) is kind for name, kind in kinds.items()) else None
 
 
-# Before anything else: does this process begin together with all, or come back to others who train? The store
-# says.
-#
-# assembly/next the number of the next start of all; 0 at first assembly/<n>/<rank> who has come to that start,
-# and counts up there as long as it waits assembly/lives/<rank> how many processes of this rank have come
-# assembly/ended/<rank> which of these has ended in order status/... who trains, and with whom: see `standing`
-#
-# Each process comes to the next start. When all are there whoever sees it first counts ``next`` on, and they
-# begin. Where others train meanwhile, and this rank is not one of them, it is a rank that was lost: it joins
-# that training, which began with the start before. So nobody who starts processes again need know whether the
-# others still train. Where all others have ended in order, and this rank has not, there is nothing to come back
-# to, and nobody to begin with.
-
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """The environment variable that is "True" where whoever starts the ranks has the store, which outlives rank 0."""
 _NEXT = "next"
@@ -276,6 +266,18 @@ class ProcessRole(NamedTuple):
 
 class Assembly:
     """All ranks of a job, each time that all are started.
+
+    assembly/next          the number of the next start of all; 0 at first
+    assembly/<n>/<rank>    who has come to that start, and counts up there as long as it waits
+    assembly/lives/<rank>  how many processes of this rank have come
+    assembly/ended/<rank>  which of these has ended in order
+    status/...             who trains, and with whom: see `membership.status`
+
+    Each process comes to the next start. When all are there whoever sees it first counts ``next`` on, and they begin.
+    Where others train meanwhile, and this rank is not one of them, it is a rank that was lost: it joins that training,
+    which began with the start before. So nobody who starts processes again need know whether the others still train.
+    Where all others have ended in order, and this rank has not, there is nothing to come back to, and nobody to begin
+    with.
 
     Args:
         store: of the job, which outlives the ranks.
@@ -403,8 +405,6 @@ class Assembly:
         me = str(self._rank)
         return any(each.members and me not in each.members and each.state not in (ENDED, FAILED) for each in said)
 
-
-# That a rank's process lives, for as long as it does: by this, ranks wait for each other between two runs.
 
 _INTERVAL = timedelta(seconds=1)
 _SEVERAL = 8  # beats within the silence after which a process is lost

@@ -61,7 +61,7 @@ class StatusRecord:
         round_s: what a round's exchange takes, on average.
         failed_rounds: that were repeated.
         hidden_share: of communication.
-        idle_s: at gates.
+        idle_s: at sync points.
         slow: where it takes much longer for a sample than the others do: how much, and what for.
         sent_bytes: in all.
         restarts: of all ranks together.

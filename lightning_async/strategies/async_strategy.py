@@ -1,4 +1,4 @@
-"""What strategies share whose replicas run at their own pace between gates, whatever they exchange."""
+"""What strategies share whose replicas run at their own pace between sync points, whatever they exchange."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _fits = itertools.count(1)  # of this process, in the order of its script, which
 
 
 class AsyncStrategy(ReplicatedStrategy):
-    """Replicas that meet at gates, and in the background in between.
+    """Replicas that meet at sync points, and in the background in between.
 
     Args:
         rule: how they become one model where they differ.
@@ -133,12 +133,10 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.begin()
 
     def start_over(self) -> None:
-        """See `Drifting`."""
         if self.fit_sessions is not None:
             self.fit_sessions.start_over()
 
     def begin_again(self) -> None:
-        """See `Drifting`."""
         if self.fit_sessions is not None:
             self.fit_sessions.begin_again()
 
@@ -171,7 +169,6 @@ class AsyncStrategy(ReplicatedStrategy):
             session.step_runner.start_batch(batch)
 
     def finish_batch(self) -> None:
-        """See `LocalSteps.finish_batch`."""
         if self._session is not None:
             self._session.step_runner.finish_batch()
 
@@ -205,15 +202,13 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def patience(self) -> timedelta:
-        """See `Drifting`."""
         return self.config.timeouts.replicas
 
     @property
     def shrinks(self) -> bool:
-        """See `Drifting`."""
         return self.fewest < max(started(self), (self.host and self.config.max_replicas) or 0)
 
-    # ---- gates ----
+    # ---- sync points ----
 
     @property
     def _session(self) -> Session | None:
@@ -227,7 +222,6 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def sync_points(self) -> SyncPoints | None:
-        """See `Drifting`."""
         fit_sessions = self.fit_sessions  # not by `_session`: it is asked for a dozen times a step
         return (
             None if fit_sessions is None or fit_sessions.session is None else fit_sessions.session.averager.sync_points
@@ -244,27 +238,22 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def gathers(self) -> bool:
-        """See `Drifting`."""
         return self._trainer.fit_loop.epoch_loop._should_accumulate()
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        """See `Drifting`."""
         averager = None if self.lr_clock == "local" else self.averager
         return None if averager is None else (averager.first_step, averager.global_step())
 
     def end_epoch(self) -> None:
-        """See `Drifting`."""
         if self.averager is not None:
             self.averager.epoch += 1
 
     def on_model_changed(self) -> None:
-        """See `Drifting`."""
         if self._session is not None:
             self._session.on_model_changed()
 
     def summarise(self) -> None:
-        """See `Drifting`."""
         if self.fit_sessions is not None:
             self.fit_sessions.summarise()
 
@@ -286,10 +275,10 @@ class AsyncStrategy(ReplicatedStrategy):
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         """These ranks are lost, and this one has another number; on the engine's thread."""
 
-    # ---- newcomers ----
+    # ---- joining ranks ----
 
     def handed_over(self) -> dict[str, Any]:
-        """What newcomers need of this strategy besides."""
+        """What joining ranks need of this strategy besides."""
         return {}
 
     def take_handed_over(self, told: dict[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Averaging's state in checkpoints: it goes with the weights that it belongs to, and with no others."""
+"""Averaging's state in checkpoints: it goes with the weights that it belongs to, and with no others.
+
+`SavedState` holds what a checkpoint has said, and writes the next one; `state_of` asks the engine for it.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,7 @@ class SavedState:
         self._owner: Any = None
 
     def begin_run(self) -> None:
-        """A run begins: what an earlier one has loaded is not its own."""
+        """Begin a run: what an earlier one has loaded is not its own."""
         self.origin = "none"
         self._has_loaded = False
         self._loaded = None
@@ -49,7 +52,7 @@ class SavedState:
         self.own = False
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
-        """The run has loaded its checkpoint, if any: a fit goes on from it, evaluation leaves it with the weights."""
+        """Begin a stage of the run: a fit goes on from its checkpoint, evaluation leaves it with the weights."""
         if fitting:
             self._last = None
         elif self._has_loaded:
@@ -60,8 +63,10 @@ class SavedState:
         self._owner = module
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """A checkpoint was read."""
-        self._has_loaded, self._loaded, self._last = True, checkpoint.get(self._key), None
+        """Take what averaging has in a checkpoint that was read."""
+        self._has_loaded = True
+        self._loaded = checkpoint.get(self._key)
+        self._last = None
         self._is_read = True
         self.own = bool((self._loaded or {}).get("own"))
         self.origin = (self._loaded or {}).get("origin") or _describe(checkpoint, self._loaded)
@@ -104,7 +109,7 @@ class SavedState:
         self._last = state
 
     def write(self, checkpoint: dict[str, Any], now: dict[str, Any] | None, origin: str = "") -> None:
-        """Into a checkpoint: the state ``now``; before a fit's start and after its end what goes with the weights.
+        """Write into a checkpoint the state ``now``; before a fit's start and after its end what goes with the weights.
 
         Args:
             checkpoint: what it is written into.
@@ -116,7 +121,7 @@ class SavedState:
             checkpoint[self._key] = {**state, "origin": origin} if origin else state
 
     def leave_behind(self) -> None:
-        """A world of one goes on from the weights alone."""
+        """Drop the state: a world of one goes on from the weights alone."""
         if (saved := self.take()) is not None:
             self._warn_of_windows(saved)
 
@@ -141,7 +146,7 @@ class SavedState:
         samples = [float(window["samples"]) for window in windows if window is not None]
         if not self._is_read or not any(samples):
             return
-        alone = len(windows) == 1  # it was saved between gates, where a rank knows of itself
+        alone = len(windows) == 1  # it was saved between sync points, where a rank knows of itself
         log.warning(
             "The checkpoint of %s was saved within windows of gradients: %g samples that %s had gathered are in no "
             "step%s, and are dropped. `FaultTolerantCheckpoint` keeps them for the same number of ranks; so does "
@@ -152,7 +157,7 @@ class SavedState:
 
 
 def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -> dict[str, Any]:
-    """The engine's state; at a gate with every replica's clocks, between gates with this one's for all."""
+    """Return the engine's state: at a sync point with every replica's clocks, else with this one's for all."""
     if world is None or world.asynchronous:
         replicas = [averager.clocks()]
     else:

@@ -1,4 +1,8 @@
-"""What every strategy of this package shares: ranks and their launch, one model at the start, collectives."""
+"""What every strategy of this package shares: ranks and their launch, one model at the start, collectives.
+
+`ReplicatedStrategy` is that; `Roles` say which ranks are replicas. `come_together` asks the store which process comes
+back, where nobody counts the starts of a rank, or somebody does for each rank alone.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +50,6 @@ from lightning_async.transports.resolve import TransportName, choose_transport, 
 
 log = logging.getLogger(__name__)
 
-
-# Where nobody counts the starts of a rank, or somebody does for each rank alone: the store says who comes back.
 
 _AUTO = "auto"
 
@@ -106,9 +108,6 @@ def come_together(strategy: Any) -> bool:
     elif found.attempt:
         log.info("Rank %d begins with all others, which were started again, too.", rank)
     return bool(found.again)
-
-
-# Which ranks are replicas.
 
 
 class Roles(Protocol):
@@ -199,7 +198,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.live_ranks: RankMap | None = left_here()
         """Who is left, where training goes on without those that are lost."""
         self.host: Any = None
-        """Takes newcomers in; None where nobody can come, as the transport is no `ElasticTransport`."""
+        """Takes joining ranks in; None where nobody can come, as the transport is no `ElasticTransport`."""
         self.own_steps = OwnSteps(self)
         self._own_steps_undo: list[Undo] = []
 
@@ -405,7 +404,6 @@ class ReplicatedStrategy(ParallelStrategy):
         self.module.to(self.root_device)
 
     def make_equal(self) -> None:
-        """See `one_model.make_equal`."""
         if self.world is not None:
             make_equal(self.world, self.module)
 

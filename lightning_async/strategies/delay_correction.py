@@ -5,7 +5,7 @@
 - `ParameterLookahead` swaps the parameters with a predicted copy for a batch's forward and backward pass, and for
   nothing else; at every other time they are those that were stepped with.
 
-A gate forgets all of it: what follows depends on nothing that a checkpoint lacks.
+A sync point forgets all of it: what follows depends on nothing that a checkpoint lacks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lightning_async.engine.gradients.reduction import Reduction, SynchronousGra
 
 
 class Correcting:
-    """Nothing is done about the delay; others depart from that.
+    """What is done about the delay: here, nothing.
 
     Args:
         gradients: of the windows.
@@ -41,10 +41,10 @@ class Correcting:
         """See the mean that has arrived before the optimizer does, and correct it in place."""
 
     def forget(self) -> None:
-        """A gate has opened."""
+        """Forget everything: a sync point has opened."""
 
     def state(self) -> Any:
-        """For a checkpoint: plain values and tensors."""
+        """Return the state for a checkpoint: plain values and tensors."""
         return None
 
     def load(self, state: Any) -> None:
@@ -52,11 +52,11 @@ class Correcting:
 
 
 class LateGradientCorrection(Correcting):
-    """For a `GradientCorrection`.
+    """What corrects each late gradient, by a `GradientCorrection`.
 
     Args:
-    correction: of gradients.
-    number: how many steps were taken.
+        correction: of gradients.
+        number: how many steps were taken.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class LateGradientCorrection(Correcting):
             self._before = state.to(self._replica.device)
 
     def change_(self, mean: Tensor, arrived: Reduction) -> None:
-        """Of a mean that is late by a step, make one for the parameters of now."""
+        """Make of a mean that is late by a step one for the parameters of now."""
         now = torch.empty_like(mean)
         before = self._before
         self._replica.pack_parameters_(now)
@@ -85,10 +85,10 @@ class LateGradientCorrection(Correcting):
 
 
 class ParameterLookahead(Correcting):
-    """For a `Prediction`.
+    """What computes gradients ahead, by a `Prediction`.
 
     Args:
-    correction: says where gradients are computed.
+        correction: says where gradients are computed.
     """
 
     def __init__(self, gradients: SynchronousGradients, correction: Prediction) -> None:
@@ -167,7 +167,7 @@ class ParameterLookahead(Correcting):
 def correcting(
     correction: DelayCorrection | None, gradients: SynchronousGradients, number: Callable[[], int]
 ) -> Correcting:
-    """What does as a correction says; ``number``: of steps that were taken."""
+    """Make what does as a correction says; ``number``: of steps that were taken."""
     if isinstance(correction, GradientCorrection):
         return LateGradientCorrection(gradients, correction, number)
     if isinstance(correction, Prediction):

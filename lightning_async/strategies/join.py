@@ -1,18 +1,19 @@
-"""A rank that was lost comes back: those who train take it in at a gate, and go on with it from there.
+"""A rank that was lost comes back: those who train take it in at a sync point, and go on with it from there.
 
-    those who train                          the newcomer, a process of its own, see `joining_rank`
+    those who train                          the joining rank, a process of its own, see `JoiningRank`
     pin a notice: which run, which settings
-                                             builds its model, compares, waits beside the run as a guest
-    see the guest, and rank 0 invites it
-    ------ all connect beside the connection that they have, and while they train, see `join_preparation` ------
-    all go to a gate, where rank 0 copies its state, and tell over the old connection whether they can
+                                             builds its model, compares, sends heartbeats beside those of the run
+    see it, and rank 0 invites it
+    ------ all connect beside the connection that they have, and while they train, see `JoinPreparation` ------
+    all go to a sync point, where rank 0 copies its state, and tell over the old connection whether they can
         all can: it is closed, and averaging goes on over the new one
         rank 0 hands its state over
                                              takes that over, and is one of them
         else: the new one is closed; nothing has happened
                                              hears that, and ends
 
-So whatever becomes of the newcomer meanwhile, those who train go on.
+So whatever becomes of the joining rank meanwhile, those who train go on. Read `JoinCoordinator` first, the side of
+those who train; `JoinPreparation` works for it on a thread of each rank; `JoiningRank` is the other side.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -37,8 +38,8 @@ from lightning_async.membership.generation import Generation
 from lightning_async.membership.join_protocol import JoinBoard, JoinBoardWithTimeout
 from lightning_async.membership.launcher_channel import came_back
 from lightning_async.membership.startup import WaitWithLog
-from lightning_async.strategies.averaging_state import SavedState, clocks_of
-from lightning_async.strategies.join_connection import PATIENCE, Connected, PreparedJoin, connect, release
+from lightning_async.strategies.averaging_state import clocks_of
+from lightning_async.strategies.join_connection import PATIENCE, PreparedJoin, connect, release
 from lightning_async.strategies.rank_mapping import RankMap, count_run, next_run, run_name
 from lightning_async.strategies.session import FitSessions
 from lightning_async.trainer.data.join import StateCopying, begin_within_epoch, state_for_joining_ranks, take_over
@@ -47,47 +48,224 @@ from lightning_async.trainer.loops.loop_state import without_own
 from lightning_async.trainer.namespace import in_words, pytorch
 from lightning_async.transports.base import Connection, ElasticTransport
 
+if TYPE_CHECKING:
+    from lightning_async.strategies.async_strategy import AsyncStrategy
+
 log = logging.getLogger(__name__)
-
-
-# Those who train connect with a newcomer beside training, on a thread of each rank, before they stand still for
-# it.
-#
-# waits for guests --(one beats)--> invites it (rank 0), or finds the invitation --> all connect, and form all
-# groups ^ | |<--(somebody does not come, is lost, or fails: it is answered, and released)------| | v
-# '<-----------------(the same, until it is taken)-------------------------- ready, calls to a gate --> taken
-#
-# A guest is prepared once: one that could not be comes again by another name.
-
 _LOOK_S = 0.02
 _END_S = 5.0
+_GONE = "rank 0 was lost."
+_BOARD_LOOK_S = 0.05
+_HEAR_S = 0.002  # while the others train, and while they stand and wait
+_ANSWER_S = 5.0
+_WAITS = (
+    "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
+    "their `max_replicas` already, or on the way to a gate"
+)
 
 
-def for_life(joining_rank: str) -> str:
-    """What a guest was called when it was started."""
-    return joining_rank.partition(".")[0]
+class JoinCoordinator:
+    """The side of those who train: it takes joining ranks in at sync points; see `CollectiveCallback`.
+
+    Args:
+        strategy: whose training they come to.
+    """
+
+    def __init__(self, strategy: AsyncStrategy) -> None:
+        self._strategy = strategy
+        self.call_together: Callable[[], None] | None = None
+        self._door: JoinBoard | None = None
+        self._join_preparation: JoinPreparation | None = None
+        self._hands_over: threading.Thread | None = None
+        self._copying = StateCopying()
+
+    def open(self, trainer: Any) -> None:
+        """Announce that training begins, or goes on as another run."""
+        strategy = self._strategy
+        transport = self._strategy.transport
+        connection = strategy.connection
+        live_ranks = strategy.live_ranks
+        if not isinstance(transport, ElasticTransport) or connection is None or live_ranks is None:
+            return
+        self._door = transport.door(strategy.cluster_environment)
+        most = strategy.config.max_replicas or live_ranks.started
+        self._join_preparation = JoinPreparation(strategy, self._door, most, self._prepare_for, self._call)
+        if self._speaks:
+            self._pin(
+                {
+                    "room": connection.name,
+                    "fit": strategy.num_fits,
+                    "settings": settings_of(strategy, trainer),
+                    "model": digest(strategy.module),
+                }
+            )
+        self.notice()
+
+    def close(self) -> None:
+        """End the joins with training. Where this rank alone fails, the others may train on."""
+        if self._speaks and not self._strategy.failed:
+            self._pin({})
+        if self._join_preparation is not None:
+            self._join_preparation.close()
+        if self._hands_over is not None:
+            self._hands_over.join(PATIENCE.total_seconds())
+        self._copying.close()
+        self._door = self._join_preparation = self._hands_over = None
+
+    @property
+    def _speaks(self) -> bool:
+        """Whether it is this rank that tells joining ranks of those that train."""
+        live_ranks = self._strategy.live_ranks
+        return self._door is not None and live_ranks is not None and live_ranks.generation.rank == 0
+
+    def _pin(self, notice: dict[str, Any]) -> None:
+        assert self._door is not None
+        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+            self._door.pin(notice)
+
+    def notice(self) -> None:
+        """Look at what is new among the heartbeats, on whose thread this is called."""
+        if (join_preparation := self._join_preparation) is not None:
+            join_preparation.look()
+
+    def _prepare_for(self) -> None:
+        if (fit_sessions := self._strategy.fit_sessions) is None:
+            return
+        fit_sessions.patches.prepare_for()
+        if self._speaks and fit_sessions.session is not None:
+            self._copying.prepare_for(self._strategy.module.trainer, fit_sessions.session.averager.agreed.nbytes())
+
+    def _call(self) -> None:
+        if (call := self.call_together) is not None:
+            call()
+
+    def decide(self, world: LightningCollectives) -> bool:
+        """Go on with a joining rank if all can take the same one: all ranks stand here, and hold one model.
+
+        One exchange says that, and where each is; nobody takes back what it has said in it. Returns False: the model
+        stays as it is.
+        """
+        strategy = self._strategy
+        fit_sessions = self._strategy.fit_sessions
+        join_preparation = self._join_preparation
+        if join_preparation is None or fit_sessions is None or fit_sessions.session is None:
+            return False
+        averager = fit_sessions.session.averager
+        place = fit_sessions.patches.place
+        # For rank 0, and so for whoever is as it is, it may be too late.
+        ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else join_preparation.hold()
+        mine = ["", None, {}, []]
+        own = None
+        if ready is not None:
+            own, why = self._pack(ready, fit_sessions)  # what each has gathered stays with it
+            mine = [ready.joining_rank, why, {**clocks_of(averager, world.rank), "gathered": None}, place(self._name)]
+        told: list[Any] = world.gather_objects(mine)
+        if ready is None or any(offer != ready.joining_rank for offer, *_ in told):
+            join_preparation.let_go()
+            return False
+        join_preparation.take()
+        try:
+            why = next((why for _, why, *_ in told if why is not None), _GONE)
+            join_preparation.answer(ready.joining_rank, admitted=not why, again=why is _GONE)
+            if why:
+                join_preparation.drop(ready, why)
+                tell_failed(world.rank, ready.joining_rank, why)
+            else:
+                self._take_in(ready, own, [clocks for *_, clocks, _ in told], [place for *_, place in told], world)
+        except BaseException as error:
+            if strategy.connection is not ready.connection:
+                release(ready.connection, in_words(error))
+            raise
+        return False
+
+    def _take_in(
+        self, ready: PreparedJoin, own: Packed | None, clocks: list[Any], places: list[Any], world: LightningCollectives
+    ) -> None:
+        """Go on with the joining rank: all can."""
+        strategy = self._strategy
+        fit_sessions = self._strategy.fit_sessions
+        assert fit_sessions is not None
+        assert fit_sessions.session is not None
+        averager = fit_sessions.session.averager
+        places = [*places, ready.place]
+        steps = [each["step"] for each in clocks]
+        clocks.append({**without_own(clocks[0]), "alike": None, "summary": RunSummary().state_dict()})
+        # The clock of all does not jump as one more comes.
+        gathered = {"replicas": clocks, "mean_steps": sum(steps) / len(steps)}
+        handed = {"averaging": gathered, "places": places, "strategy": strategy.handed_over()}
+        rest = packed(handed) if own is not None else None
+        rank = world.rank
+        run = count_run(ready.run)
+        joining_rank = for_life(ready.joining_rank)
+        size = len(ready.names)
+        words = f"Rank {rank}: rank {joining_rank} has joined, and {size} replicas train from here."
+        tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=size)
+        strategy.saved.go_on({**averager.state_dict(), **gathered}, averager.gathered())
+        fit_sessions.stop()  # from here on nobody is lost by its count
+        live_ranks = strategy.live_ranks
+        assert live_ranks is not None
+        # By names, as one may be lost since it was made.
+        strategy.live_ranks = live_ranks.with_joining_ranks(ready.rank, ready.names, run)
+        fit_sessions.widen(ready.connection, run)
+        fit_sessions.patches.go_on(ready.connection.world, ready.name, places)
+        if own is not None and rest is not None:
+            self._hands_over = threading.Thread(
+                target=_hand_over, args=(ready, own, rest), name="lightning_async hand-over", daemon=True
+            )
+            self._hands_over.start()
+
+    def _pack(self, ready: PreparedJoin, fit_sessions: FitSessions) -> tuple[Packed | None, str | None]:
+        """Pack on rank 0 what the joining rank needs of it, and say why that could not be; "" where it could."""
+        if ready.pair is None:
+            return None, None
+        assert fit_sessions.session is not None
+        try:
+            own = state_for_joining_ranks(self._strategy.module.trainer)
+            averaging = fit_sessions.session.averager.state_dict()
+            return self._copying.packed({**own, **fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
+        except Exception as error:  # of hooks of the user's, too: who trains goes on
+            ready.connection.membership.fail(in_words(error))  # nobody waits for it
+            return None, f"{type(error).__name__}: {error}"
+
+    @property
+    def _name(self) -> str:
+        """This rank's stable id."""
+        live_ranks = self._strategy.live_ranks
+        assert live_ranks is not None
+        return live_ranks.names[live_ranks.generation.rank]
 
 
-def tell_failed(rank: int, joining_rank: str, why: str) -> None:
-    """A newcomer could not be taken in."""
-    words = f"Rank {rank}: rank {for_life(joining_rank)} could not be taken in, and training goes on without: {why}"
-    tell("join_failed", logging.WARNING, words, rank=rank)
+def _hand_over(ready: PreparedJoin, *states: Packed) -> None:
+    """Hand states over to the joining rank, which waits for them; nobody else does."""
+    assert ready.pair is not None
+    try:
+        world = LightningCollectives(ready.pair, ready.connection.membership.check)
+        for state in states:
+            world.hand_over(state)
+    except Exception as error:  # it is lost, as any rank may be, or training has ended
+        log.warning("Rank %s did not get what it needs to take part: %s", for_life(ready.joining_rank), error)
 
 
 class JoinPreparation:
-    """Of one run; closed by `close`.
+    """The preparation of joins in one run, beside training; closed by `close`.
+
+    waits for joining ranks --(one sends heartbeats)--> invites it (rank 0), or finds the invitation
+    --> all connect, and form all groups --> ready, calls to a sync point --> taken
+
+    Where a rank does not come, is lost, or fails, the joining rank is answered and released, at any time until it is
+    taken. A joining rank is prepared once: one that could not be taken in comes again by another name.
 
     Args:
         strategy: of a rank that trains.
-        door: where newcomers ask.
+        door: where joining ranks ask.
         most: so many replicas there may be.
         on_coming: called when one is about to come, before all connect, on that thread.
-        on_ready: called when a newcomer can be taken, on a thread of its own.
+        on_ready: called when a joining rank can be taken, on a thread of its own.
     """
 
     def __init__(
         self,
-        strategy: Connected,
+        strategy: AsyncStrategy,
         door: JoinBoard,
         most: int,
         on_coming: Callable[[], None],
@@ -111,7 +289,7 @@ class JoinPreparation:
         self._making: Connection | None = None
 
     def look(self) -> None:
-        """Something is new among those who train, or wait: from any thread, and never blocks."""
+        """Look at what is new among those who train, or wait: from any thread, and never blocks."""
         with self._lock:
             if self._thread is None and (self._broken() or self._waiting()):
                 self._thread = threading.Thread(target=self._run, name="lightning_async reception", daemon=True)
@@ -125,29 +303,29 @@ class JoinPreparation:
             return self._ready if self._held else None
 
     def let_go(self) -> None:
-        """Others cannot take it, or cannot yet."""
+        """Release the hold: others cannot take it, or cannot yet."""
         with self._lock:
             self._held = False
         self.look()
 
     def take(self) -> None:
-        """Who was held is the caller's now."""
+        """Give who was held to the caller."""
         with self._lock:
             self._ready = None
             self._held = False
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
-        """Without a word a newcomer ends: it is not to train alone what the others train without it."""
+        """Answer a joining rank. It ends where it hears nothing: it is not to train alone what the others train."""
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
             self._door.answer(joining_rank, admitted, again)
 
     def drop(self, ready: PreparedJoin, why: str) -> None:
-        """Who was taken cannot stay: it is released beside training."""
+        """Release who was taken and cannot stay, beside training."""
         threading.Thread(target=release, args=(ready.connection, why), name="lightning_async goodbye").start()
         self.look()
 
     def close(self) -> None:
-        """Nobody is prepared any more."""
+        """End the preparation."""
         self._ends.set()
         with self._lock:
             thread = self._thread
@@ -166,7 +344,7 @@ class JoinPreparation:
     # ---- under the lock ----
 
     def _waiting(self) -> list[str]:
-        """Those who wait, and are not taken for one who is there; nobody while one is ready."""
+        """Return those who wait, and are not taken for one who is there; nobody while one is ready."""
         live_ranks = self._strategy.live_ranks
         if self._ends.is_set() or self._ready is not None or live_ranks is None:
             return []
@@ -290,244 +468,30 @@ class JoinPreparation:
         tell_failed(live_ranks.generation.rank, joining_rank, why)
 
     def _send_again(self, joining_rank: str) -> None:
-        """It is to come again; told before it hears that its connection is gone."""
+        """Ask it to come again, before it hears that its connection is gone."""
         self.answer(joining_rank, admitted=False, again=True)
 
 
-_GONE = "rank 0 was lost."
+def for_life(joining_rank: str) -> str:
+    """Return the stable id of a joining rank: what it was called when it was started."""
+    return joining_rank.partition(".")[0]
 
 
-class JoinCoordinatorView(Connected, Protocol):
-    """What a strategy has to whose training ranks come back."""
-
-    num_fits: int
-    num_runs: int
-    failed: bool
-    saved: SavedState
-    fit_sessions: FitSessions | None
-
-    @property
-    def module(self) -> Any: ...
-
-    def settings(self) -> dict[str, object]: ...
-
-    def handed_over(self) -> dict[str, Any]: ...
-
-    def take_handed_over(self, told: dict[str, Any]) -> None: ...
-
-    def usual_settings(self) -> dict[str, object]: ...
-
-
-class JoinCoordinator:
-    """Takes newcomers in; see `CollectiveCallback`.
-
-    Args:
-        strategy: whose training they come to.
-    """
-
-    def __init__(self, strategy: JoinCoordinatorView) -> None:
-        self._strategy = strategy
-        self.call_together: Callable[[], None] | None = None
-        self._door: JoinBoard | None = None
-        self._join_preparation: JoinPreparation | None = None
-        self._hands_over: threading.Thread | None = None
-        self._copying = StateCopying()
-
-    def open(self, trainer: Any) -> None:
-        """Training begins, or goes on as another run: let it be known."""
-        strategy = self._strategy
-        transport = self._strategy.transport
-        connection = strategy.connection
-        live_ranks = strategy.live_ranks
-        if not isinstance(transport, ElasticTransport) or connection is None or live_ranks is None:
-            return
-        self._door = transport.door(strategy.cluster_environment)
-        most = strategy.config.max_replicas or live_ranks.started
-        self._join_preparation = JoinPreparation(strategy, self._door, most, self._prepare_for, self._call)
-        if self._speaks:
-            self._pin(
-                {
-                    "room": connection.name,
-                    "fit": strategy.num_fits,
-                    "settings": settings_of(strategy, trainer),
-                    "model": digest(strategy.module),
-                }
-            )
-        self.notice()
-
-    def close(self) -> None:
-        """Training ends: it takes nobody in any more. Where this rank alone fails, the others may train on."""
-        if self._speaks and not self._strategy.failed:
-            self._pin({})
-        if self._join_preparation is not None:
-            self._join_preparation.close()
-        if self._hands_over is not None:
-            self._hands_over.join(PATIENCE.total_seconds())
-        self._copying.close()
-        self._door = self._join_preparation = self._hands_over = None
-
-    @property
-    def _speaks(self) -> bool:
-        """Whether it is this rank that tells newcomers of those that train."""
-        live_ranks = self._strategy.live_ranks
-        return self._door is not None and live_ranks is not None and live_ranks.generation.rank == 0
-
-    def _pin(self, notice: dict[str, Any]) -> None:
-        assert self._door is not None
-        with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
-            self._door.pin(notice)
-
-    def notice(self) -> None:
-        """Something is new among the heartbeats, on whose thread this is called."""
-        if (join_preparation := self._join_preparation) is not None:
-            join_preparation.look()
-
-    def _prepare_for(self) -> None:
-        if (fit_sessions := self._strategy.fit_sessions) is None:
-            return
-        fit_sessions.patches.prepare_for()
-        if self._speaks and fit_sessions.session is not None:
-            self._copying.prepare_for(self._strategy.module.trainer, fit_sessions.session.averager.agreed.nbytes())
-
-    def _call(self) -> None:
-        if (call := self.call_together) is not None:
-            call()
-
-    def decide(self, world: LightningCollectives) -> bool:
-        """All ranks stand, and hold one model: if each of them can take the same newcomer, they go on with it.
-
-        One exchange says that, and where each is; nobody takes back what it has said in it. Returns False: the model
-        stays as it is.
-        """
-        strategy = self._strategy
-        fit_sessions = self._strategy.fit_sessions
-        join_preparation = self._join_preparation
-        if join_preparation is None or fit_sessions is None or fit_sessions.session is None:
-            return False
-        averager = fit_sessions.session.averager
-        place = fit_sessions.patches.place
-        # For rank 0, and so for whoever is as it is, it may be too late.
-        ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else join_preparation.hold()
-        mine = ["", None, {}, []]
-        own = None
-        if ready is not None:
-            own, why = self._pack(ready, fit_sessions)  # what each has gathered stays with it
-            mine = [ready.joining_rank, why, {**clocks_of(averager, world.rank), "gathered": None}, place(self._name)]
-        told: list[Any] = world.gather_objects(mine)
-        if ready is None or any(offer != ready.joining_rank for offer, *_ in told):
-            join_preparation.let_go()
-            return False
-        join_preparation.take()
-        try:
-            why = next((why for _, why, *_ in told if why is not None), _GONE)
-            join_preparation.answer(ready.joining_rank, admitted=not why, again=why is _GONE)
-            if why:
-                join_preparation.drop(ready, why)
-                tell_failed(world.rank, ready.joining_rank, why)
-            else:
-                self._take_in(ready, own, [clocks for *_, clocks, _ in told], [place for *_, place in told], world)
-        except BaseException as error:
-            if strategy.connection is not ready.connection:
-                release(ready.connection, in_words(error))
-            raise
-        return False
-
-    def _take_in(
-        self, ready: PreparedJoin, own: Packed | None, clocks: list[Any], places: list[Any], world: LightningCollectives
-    ) -> None:
-        """All can, and go on with the newcomer."""
-        strategy = self._strategy
-        fit_sessions = self._strategy.fit_sessions
-        assert fit_sessions is not None
-        assert fit_sessions.session is not None
-        averager = fit_sessions.session.averager
-        places = [*places, ready.place]
-        steps = [each["step"] for each in clocks]
-        clocks.append({**without_own(clocks[0]), "alike": None, "summary": RunSummary().state_dict()})
-        # The clock of all does not jump as one more comes.
-        gathered = {"replicas": clocks, "mean_steps": sum(steps) / len(steps)}
-        handed = {"averaging": gathered, "places": places, "strategy": strategy.handed_over()}
-        rest = packed(handed) if own is not None else None
-        rank = world.rank
-        run = count_run(ready.run)
-        joining_rank = for_life(ready.joining_rank)
-        size = len(ready.names)
-        words = f"Rank {rank}: rank {joining_rank} has joined, and {size} replicas train from here."
-        tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=size)
-        strategy.saved.go_on({**averager.state_dict(), **gathered}, averager.gathered())
-        fit_sessions.stop()  # from here on nobody is lost by its count
-        live_ranks = strategy.live_ranks
-        assert live_ranks is not None
-        # By names, as one may be lost since it was made.
-        strategy.live_ranks = live_ranks.with_joining_ranks(ready.rank, ready.names, run)
-        fit_sessions.widen(ready.connection, run)
-        fit_sessions.patches.go_on(ready.connection.world, ready.name, places)
-        if own is not None and rest is not None:
-            self._hands_over = threading.Thread(
-                target=_hand_over, args=(ready, own, rest), name="lightning_async hand-over", daemon=True
-            )
-            self._hands_over.start()
-
-    def _pack(self, ready: PreparedJoin, fit_sessions: FitSessions) -> tuple[Packed | None, str | None]:
-        """On rank 0 what the newcomer needs of it, as it is now, and why that could not be; "" where it could."""
-        if ready.pair is None:
-            return None, None
-        assert fit_sessions.session is not None
-        try:
-            own = state_for_joining_ranks(self._strategy.module.trainer)
-            averaging = fit_sessions.session.averager.state_dict()
-            return self._copying.packed({**own, **fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
-        except Exception as error:  # of hooks of the user's, too: who trains goes on
-            ready.connection.membership.fail(in_words(error))  # nobody waits for it
-            return None, f"{type(error).__name__}: {error}"
-
-    @property
-    def _name(self) -> str:
-        """This rank's, for life."""
-        live_ranks = self._strategy.live_ranks
-        assert live_ranks is not None
-        return live_ranks.names[live_ranks.generation.rank]
-
-
-def _hand_over(ready: PreparedJoin, *states: Packed) -> None:
-    """The newcomer is one of them, and waits for this; nobody else does."""
-    assert ready.pair is not None
-    try:
-        world = LightningCollectives(ready.pair, ready.connection.membership.check)
-        for state in states:
-            world.hand_over(state)
-    except Exception as error:  # it is lost, as any rank may be, or training has ended
-        log.warning("Rank %s did not get what it needs to take part: %s", for_life(ready.joining_rank), error)
-
-
-def digest(module: Any) -> int:
-    """Of the names, shapes and types of all that replicas share; what is trained of it may change in an epoch."""
-    return zlib.crc32(repr([line.rpartition(", ")[0] for line in describe(module)]).encode())
-
-
-# A process that was started while others train: it waits until they take it in, and goes on from where they
-# are.
-#
-# What happens between the two is drawn in `host`.
-
-_GUEST_LOOK_S = 0.05
-_HEAR_S = 0.002  # while the others train, and while they stand and wait
-_ANSWER_S = 5.0
-_WAITS = (
-    "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
-    "their `max_replicas` already, or on the way to a gate"
-)
+def tell_failed(rank: int, joining_rank: str, why: str) -> None:
+    """Report that a joining rank could not be taken in."""
+    words = f"Rank {rank}: rank {for_life(joining_rank)} could not be taken in, and training goes on without: {why}"
+    tell("join_failed", logging.WARNING, words, rank=rank)
 
 
 class JoiningRank:
-    """See `join`.
+    """A process that was started while others train: it waits to be taken in, and goes on from where they are.
 
     Args:
         strategy: its own.
         trainer: about to train.
     """
 
-    def __init__(self, strategy: JoinCoordinatorView, trainer: Any) -> None:
+    def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._number = int(strategy.cluster_environment.started_as)
@@ -536,7 +500,7 @@ class JoiningRank:
             f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
         )
         self.patience = timedelta(minutes=30)
-        """How long to wait for a training to begin, and for its ranks to come to a gate."""
+        """How long to wait for a training to begin, and for its ranks to come to a sync point."""
 
     def join(self) -> None:
         """Wait to be taken in, and take over what the others have.
@@ -575,9 +539,9 @@ class JoiningRank:
         self,
         look: Callable[[], dict[str, Any]],
         worthwhile: Callable[[], bool] = lambda: True,
-        look_s: float = _GUEST_LOOK_S,
+        look_s: float = _BOARD_LOOK_S,
     ) -> dict[str, Any]:
-        """What is found, or nothing where it is no longer worthwhile to wait."""
+        """Return what is found, or nothing where it is no longer worthwhile to wait."""
         patience = WaitWithLog(
             self._number, self.patience, self._end_if_told, sleep=lambda seconds: time.sleep(min(seconds, look_s))
         )
@@ -604,10 +568,10 @@ class JoiningRank:
             )
 
     def _visit(self, transport: ElasticTransport, door: JoinBoardWithTimeout, room: str) -> bool:
-        """Beat beside a run until it invites this rank, connect, and go on with it; False where that came to nothing
+        """Send heartbeats beside a run until it invites this rank, and go on with it; False where that came to nothing
         before this rank had anything of theirs."""
         strategy = self._strategy
-        self._attempts = self._attempts + 1
+        self._attempts += 1
         joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
         dead_after = strategy.config.timeouts.dead_after
         membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
@@ -631,7 +595,7 @@ class JoiningRank:
         return True
 
     def _connect(self, joining_rank: str, place: dict[str, Any], door: JoinBoardWithTimeout) -> PreparedJoin | None:
-        """With all who train; None where they could not come, and train on."""
+        """Connect with all who train; None where they could not come, and train on."""
 
         def check() -> None:
             self._end_if_told()
@@ -651,7 +615,7 @@ class JoiningRank:
             return None
 
     def _receive(self, ready: PreparedJoin, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """What rank 0 has, once all stand at a gate; None where it does not come to that, and they train on.
+        """Receive what rank 0 has, once all stand at a sync point; None where that does not happen, and they train on.
 
         Raises:
             AsyncTrainingError: they have stood there, and could not.
@@ -718,3 +682,8 @@ class JoiningRank:
 
         if not self._wait(answer, worthwhile, look_s=_HEAR_S).get("admitted"):
             raise AsyncTrainingError(self._refused)
+
+
+def digest(module: Any) -> int:
+    """Hash the names, shapes and types of all that replicas share; what is trained of it may change in an epoch."""
+    return zlib.crc32(repr([line.rpartition(", ")[0] for line in describe(module)]).encode())

@@ -5,49 +5,34 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from lightning_async.comm.collectives import Collectives
-from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.control_plane import forks_of
-from lightning_async.strategies.rank_mapping import RankMap, name_in_run
+from lightning_async.strategies.rank_mapping import name_in_run
 from lightning_async.trainer.environment.environments import RenumberedEnvironment
 from lightning_async.trainer.namespace import in_words
-from lightning_async.transports.base import Connection, ElasticTransport, Transport
+from lightning_async.transports.base import Connection, ElasticTransport
+
+if TYPE_CHECKING:
+    from lightning_async.strategies.async_strategy import AsyncStrategy
 
 PATIENCE = timedelta(seconds=30)
 """How long those who connect wait for each other at most."""
 
 
-class Connected(Protocol):
-    """What a strategy has whose ranks connect with newcomers."""
-
-    config: AveragerConfig
-    transport: Transport
-    live_ranks: RankMap | None
-
-    @property
-    def cluster_environment(self) -> Any: ...
-
-    @property
-    def connection(self) -> Connection | None: ...
-
-    @property
-    def root_device(self) -> torch.device: ...
-
-
 class PreparedJoin(NamedTuple):
-    """All who train, and a newcomer, are connected.
+    """A connection of all who train with a joining rank.
 
     Args:
-        joining_rank: the newcomer's name as a guest.
-        names: for life, of all; the newcomer's is the last.
+        joining_rank: the name under which the joining rank waits.
+        names: for life, of all; the joining rank's is the last.
         run: the number that their run will have.
         connection: of all, with all groups that training needs.
-        pair: of rank 0 and the newcomer; None on the others.
-        place: where the newcomer is, see `JoinerData.place`.
+        pair: of rank 0 and the joining rank; None on the others.
+        place: where the joining rank is, see `JoinerData.place`.
     """
 
     joining_rank: str
@@ -69,10 +54,10 @@ class PreparedJoin(NamedTuple):
 
 
 def connect(
-    strategy: Connected, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
+    strategy: AsyncStrategy, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
     made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
 ) -> PreparedJoin:  # fmt: skip
-    """With all that an invitation names, the newcomer included.
+    """Connect all that an invitation names, the joining rank included.
 
     Args:
         strategy: of this rank.
@@ -81,7 +66,7 @@ def connect(
         place: the invitation.
         check: raises where somebody does not come.
         made: called with the connection before its groups are formed: closing it ends that.
-        own: of the newcomer: where it is.
+        own: of the joining rank: where it is.
 
     Raises:
         AsyncTrainingError: it came to nothing, and nothing is left open.
@@ -101,11 +86,11 @@ def connect(
         connection.forks = forks_of(connection.root, connection.payload, config.timeouts)
         pair = connection.root.split((0, len(names) - 1), "joining")
         connection.open()
-        told = connection.world.gather_objects(own or [])
+        places = connection.world.gather_objects(own or [])
     except BaseException as error:
         release(connection, in_words(error))
         raise
-    return PreparedJoin(joining_rank, names, int(place["run"]), connection, pair, told[-1])
+    return PreparedJoin(joining_rank, names, int(place["run"]), connection, pair, places[-1])
 
 
 def release(connection: Connection, why: str) -> None:

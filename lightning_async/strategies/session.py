@@ -1,4 +1,9 @@
-"""One training of this replica among the others: what lives from its first batch to its last."""
+"""Training of this replica among the others: `FitSessions` for one fit, `Session` from a first batch to a last one.
+
+`FitSessions` begins a session as training begins, begins anew, or goes on with joining ranks; there is one at a time.
+`Session` builds the engine, the averager and the step runner, and closes them. `status_record_of` is what a replica
+says of itself for ``lightning-async status``.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +11,16 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.schedules import Pace, straggler
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import AveragedState, every_tensor, recompute_batch_norm, reset
 from lightning_async.engine.averaging.report import RunSummary
-from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.gradients.reduction import SynchronousGradients
-from lightning_async.engine.metrics import Totals
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.membership.generation import Generation
@@ -28,24 +28,273 @@ from lightning_async.membership.signing import SECRET
 from lightning_async.membership.status import ENDED, FAILED, StatusPublisher, StatusRecord, publish
 from lightning_async.strategies.averaging_state import SavedState, state_of
 from lightning_async.strategies.rank_mapping import RankMap, started
-from lightning_async.strategies.step_runner import LocalStepsView, is_scaled
+from lightning_async.strategies.step_runner import is_scaled
 from lightning_async.trainer.data.samplers import SamplerResize
 from lightning_async.trainer.loop_patches import DriftPatches, ShortEpochs
 from lightning_async.trainer.loops.averaged_models import AveragedModels
-from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import Undo, rank_zero_info, searches_lr, take_back
-from lightning_async.trainer.protocols import AsyncStrategyView
-from lightning_async.transports.base import Connection, Transport
+from lightning_async.transports.base import Connection
 from lightning_async.transports.resolve import how_to_have_more
 
+if TYPE_CHECKING:
+    from lightning_async.strategies.async_strategy import AsyncStrategy
+
 log = logging.getLogger(__name__)
+_GOODBYE_S = 40.0  # longer than a connection takes to close
 
 
-# What a replica that trains says of itself for ``lightning-async status``.
+class FitSessions:
+    """The sessions of one fit, of which there is one at a time, from its first batch to its last.
+
+    Args:
+        strategy: has a connection to the other ranks; in a world of one it has none, and there are no sessions.
+        trainer: its loops are patched, from `install` to `end`.
+    """
+
+    def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
+        self._strategy = strategy
+        self._trainer = trainer
+        self.patches = DriftPatches(strategy, trainer)
+        self.session: Session | None = None
+        self.undo: list[Undo] = []
+        """What takes back what was patched, in the order in which it was."""
+        self._begins_anew = self._stops = False
+        self._goodbyes: list[threading.Thread] = []
+
+    def install(self, world: LightningCollectives | None) -> None:
+        """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
+        if world is None:
+            self.undo += SamplerResize(self._strategy, self._trainer).install()
+            self.undo += ShortEpochs(self._trainer).install()
+            return
+        self.come()
+        AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
+
+    def come(self) -> None:
+        """The same, of one that comes while the others train, and is told what they have."""
+        self.undo.append(self.patches.remove)
+        self.patches.install()
+
+    def begin(self) -> None:
+        """Let this replica drift, if the others are here to begin with it."""
+        strategy = self._strategy
+        self._begins_anew = False
+        connection = strategy.connection
+        if connection is None:
+            strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
+            strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
+            if (began := started(strategy)) == 1:
+                strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
+            else:
+                log.warning(
+                    "%s: this rank trains on alone, with all of the data: %d of %d were lost before, or have raised "
+                    "what the program has caught. `min_replicas=%d` ends training on all ranks instead.",
+                    type(strategy).__name__, began - 1, began, began,
+                )  # fmt: skip
+            return
+        self.patches.begin(connection.world)
+        self._go_on(connection)
+        self.patches.begin_steps(connection.world)
+
+    def start_over(self) -> None:
+        """All ranks are here, and the next training begins on a connection of its own."""
+        self.stop()
+        self._strategy.disconnect(in_order=True)
+        self._strategy.connect_ranks()
+        self._begins_anew = True
+        self.patches.start_over()
+
+    def begin_again(self) -> None:
+        """Before a batch or a sync point: if a checkpoint was restored during training, average from there."""
+        if self._begins_anew:
+            self.begin()
+
+    def widen(self, connection: Connection, run: int) -> None:
+        """Average over this connection, of more ranks, from where averaging stood as it was stopped."""
+        before = self._strategy.connection
+        self._strategy.use(connection, run)
+        if before is not None:
+            connection.world.follow(before.world)
+            # Nobody needs it any more, and nobody is to wait until all have heard that
+            name = "lightning_async goodbye"
+            self._goodbyes.append(threading.Thread(target=before.close, args=(True,), name=name, daemon=True))
+            self._goodbyes[-1].start()
+        self._go_on(connection)
+
+    def summarise(self) -> None:
+        """Sum the run up: all replicas are at the last sync point."""
+        if self.session is not None:
+            self.session.sum_up()
+            self._strategy.saved.keep(self.session.state())
+            if not searches_lr(self._trainer):
+                self.session.tell()
+
+    def end(self) -> None:
+        """End the sessions, and give the loops back to Lightning; it waits for no other rank."""
+        take_back(self.undo)
+        self.stop()
+        while self._goodbyes:
+            self._goodbyes.pop().join(_GOODBYE_S)
+
+    def _go_on(self, connection: Connection) -> None:
+        strategy = self._strategy
+        self.session = Session(strategy, connection, self.patches.within_batch, strategy.saved)
+        strategy.summary = self.session.averager.summary
+        self.session.start()
+        if self._stops:
+            self.session.averager.sync_points.request_stop()
+        if strategy.host is not None:
+            strategy.host.open(self._trainer)
+
+    def stop(self) -> None:
+        """End the session; it does nothing where there is none."""
+        if self._strategy.host is not None:
+            self._strategy.host.close()
+        if (session := self.session) is not None:
+            session.close()
+            self.session = None
+            self._stops = session.averager.sync_points.stop_requested  # by a signal that nobody else has heard of yet
+
+
+class Session:
+    """What averages in the background while the replica trains; closed by `close`.
+
+    A fit has one, and another one for each time that training begins anew within it.
+
+    Args:
+        strategy: its module, its optimizers and its policies.
+        connection: of all ranks.
+        meet: how a sync point that a step needs is opened.
+        saved: averaging goes on from there, if it holds anything.
+    """
+
+    def __init__(
+        self,
+        strategy: AsyncStrategy,
+        connection: Connection,
+        meet: Callable[[SyncPointKind], Arrival],
+        saved: SavedState,
+    ) -> None:
+        self._strategy = strategy
+        self._connection = connection
+        self._world = connection.world
+        replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device)
+        self._averaged: AveragedState | None = None
+        if strategy.optimizer_state_policy == "average":
+            state = AveragedState(strategy.optimizers)
+            self._averaged = state
+            replica.build(state, state.running_means)
+        replica.watched = lambda: every_tensor(strategy.optimizers)
+        config = strategy.config
+        control = ControlPlane(
+            connection.root, connection.membership, replica, config.timeouts,
+            payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
+            min_replicas=strategy.fewest, forks=connection.forks,
+        )  # fmt: skip
+        if control.regroup.possible:
+            generation = connection.membership.generation
+            before = strategy.live_ranks
+            wanted = config.fewest(started(strategy))
+            strategy.live_ranks = RankMap(generation, strategy.num_runs, strategy.fewest, before, wanted)
+            if strategy.shrinks:
+                strategy.live_ranks.tell()
+            control.regroup.on_loss = self._go_on
+        elif strategy.shrinks:
+            raise ValueError(
+                f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that the "
+                "first rank that is lost ends training. Use `TorchTransport()`, or leave it out: over Horovod, "
+                "`fit_elastic` trains on without ranks that are lost."
+            )
+
+        def on_change() -> None:
+            control.wake()
+            self._look()
+
+        connection.membership.on_change = on_change
+        self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
+        averager = self.averager
+        gradients = SynchronousGradients(
+            control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
+        )
+        self.gradients = gradients
+        gradients.rounds.drops = not is_scaled(strategy)  # a scaler sees them, skips on all ranks, and lowers its scale
+        gradients.rounds.on_drop = averager.summary.drop
+        self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
+        self._saved = saved
+        saved.resume(self.averager, strategy.global_rank, strategy.world_size)
+        self.step_runner = strategy.make_step_runner(strategy, self.averager, gradients, meet)
+        self._publisher: StatusPublisher | None = None
+
+    def start(self) -> None:
+        """Start averaging; all ranks call this together, with equal replicas."""
+        self._connection.open()
+        self.averager.start()
+        if (store := self._connection.store) is not None:
+            strategy = self._strategy
+            averager = self.averager
+            run = self._strategy.num_runs
+            secret = os.environ.get(SECRET)
+            self._publisher = publish(store, lambda: status_record_of(averager, strategy.live_ranks, run), secret)
+        if (replica := self._saved.take_replica()) is not None:
+            self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
+
+    def _go_on(self, generation: Generation, why: str) -> None:
+        """Go on without ranks that are lost: whoever had no room beside them has."""
+        live_ranks = self._strategy.live_ranks
+        assert live_ranks is not None
+        lost = [name for name in live_ranks.generation.members if name not in generation.members]
+        live_ranks.go_on(generation, why)
+        self._strategy.go_on_without(lost, generation.rank)
+        self._look()
+
+    def _look(self) -> None:
+        if self._strategy.host is not None:
+            self._strategy.host.notice()
+
+    def close(self) -> None:
+        """Close the session; it waits for no other rank."""
+        self.averager.close()
+        self.step_runner.close()
+        if self._averaged is not None:
+            self._averaged.close()
+        if self._publisher is not None:
+            self._publisher.end(FAILED if self._strategy.failed else ENDED)
+
+    def on_model_changed(self) -> None:
+        """Follow another model, which a sync point has given all replicas."""
+        strategy = self._strategy
+        if strategy.optimizer_state_policy == "reset":
+            reset(strategy.optimizers)
+        if strategy.buffers == "recompute":
+            recompute_batch_norm(strategy.module, list(self.step_runner.recent), self._world)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint."""
+        return state_of(self.averager, self._world)
+
+    def sum_up(self) -> None:
+        """Complete the summary of the run: all replicas are at the last sync point."""
+        summary = self.averager.summary
+        summary.elapsed_s = time.monotonic() - self.averager.started_at
+        summary.samples_by_rank = self._world.gather_objects(summary.samples)
+        names = self._world.gather_objects(self.averager.sync_points.name)
+        paces = self._world.gather_objects(list(self._strategy.pacing.mean))
+        self.step_runner.sum_up()
+        summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
+        if (live_ranks := self._strategy.live_ranks) is not None:
+            summary.rank = live_ranks.generation.rank
+            summary.lost = live_ranks.lost
+
+    def tell(self) -> None:
+        """Print one summary of the run, on rank 0."""
+        summary = self.averager.summary
+        rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
+        if summary.rank == 0 and (advice := summary.advice(self._strategy.schedule)):
+            log.warning(advice)
 
 
 def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, run: int) -> StatusRecord:
-    """Where this replica stands: read without locks, as nothing depends on it.
+    """Return where this replica stands: read without locks, as nothing depends on it.
 
     Args:
         averager: of the run.
@@ -90,306 +339,3 @@ def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, r
         sent_bytes=summary.sent_bytes,
         restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0),
     )
-
-
-class Averaged(LocalStepsView, Protocol):
-    """What a strategy has whose training this is."""
-
-    config: AveragerConfig
-    rule: AveragingRule
-    live_ranks: RankMap | None
-    host: Any
-    num_runs: int
-    transport: Transport
-    failed: bool
-    make_step_runner: Callable[..., Any]
-    make_totals: Callable[[], Totals] | None
-    pacing: Pacing
-
-    def go_on_without(self, names: Sequence[str], rank: int) -> None: ...
-
-    @property
-    def bucket_device(self) -> torch.device: ...
-
-    @property
-    def fewest(self) -> int: ...
-
-    @property
-    def shrinks(self) -> bool: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-
-class Session:
-    """Averages in the background while the replica trains; closed by `close`.
-
-    A fit has one, and another one for each time that training begins anew within it.
-
-    Args:
-        strategy: its module, its optimizers and its policies.
-        connection: of all ranks.
-        meet: how a gate that a step needs is opened.
-        saved: averaging goes on from there, if it holds anything.
-    """
-
-    def __init__(
-        self,
-        strategy: Averaged,
-        connection: Connection,
-        meet: Callable[[SyncPointKind], Arrival],
-        saved: SavedState,
-    ) -> None:
-        self._strategy = strategy
-        self._connection = connection
-        self._world = connection.world
-        replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device)
-        self._averaged: AveragedState | None = None
-        if strategy.optimizer_state_policy == "average":
-            self._averaged = state = AveragedState(strategy.optimizers)
-            replica.build(state, state.running_means)
-        replica.watched = lambda: every_tensor(strategy.optimizers)
-        config = strategy.config
-        control = ControlPlane(
-            connection.root, connection.membership, replica, config.timeouts,
-            payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,
-            min_replicas=strategy.fewest, forks=connection.forks,
-        )  # fmt: skip
-        if control.regroup.possible:
-            generation = connection.membership.generation
-            before = strategy.live_ranks
-            wanted = config.fewest(started(strategy))
-            strategy.live_ranks = RankMap(generation, strategy.num_runs, strategy.fewest, before, wanted)
-            if strategy.shrinks:
-                strategy.live_ranks.tell()
-            control.regroup.on_loss = self._go_on
-        elif strategy.shrinks:
-            raise ValueError(
-                f"`min_replicas={config.min_replicas}`: {strategy.transport!r} cannot form groups anew, so that the "
-                "first rank that is lost ends training. Use `TorchTransport()`, or leave it out: over Horovod, "
-                "`fit_elastic` trains on without ranks that are lost."
-            )
-
-        def on_change() -> None:
-            control.wake()
-            self._look()
-
-        connection.membership.on_change = on_change
-        self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
-        averager = self.averager
-        self.gradients = gradients = SynchronousGradients(
-            control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
-        )
-        gradients.rounds.drops = not is_scaled(strategy)  # a scaler sees them, skips on all ranks, and lowers its scale
-        gradients.rounds.on_drop = averager.summary.drop
-        self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
-        self._saved = saved
-        saved.resume(self.averager, strategy.global_rank, strategy.world_size)
-        self.step_runner = strategy.make_step_runner(strategy, self.averager, gradients, meet)
-        self._publisher: StatusPublisher | None = None
-
-    def start(self) -> None:
-        """All ranks call this together, with equal replicas."""
-        self._connection.open()
-        self.averager.start()
-        if (store := self._connection.store) is not None:
-            strategy = self._strategy
-            averager = self.averager
-            run = self._strategy.num_runs
-            secret = os.environ.get(SECRET)
-            self._publisher = publish(store, lambda: status_record_of(averager, strategy.live_ranks, run), secret)
-        if (replica := self._saved.take_replica()) is not None:
-            self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
-
-    def _go_on(self, generation: Generation, why: str) -> None:
-        """Ranks are lost: whoever had no room beside them has."""
-        live_ranks = self._strategy.live_ranks
-        assert live_ranks is not None
-        lost = [name for name in live_ranks.generation.members if name not in generation.members]
-        live_ranks.go_on(generation, why)
-        self._strategy.go_on_without(lost, generation.rank)
-        self._look()
-
-    def _look(self) -> None:
-        if self._strategy.host is not None:
-            self._strategy.host.notice()
-
-    def close(self) -> None:
-        """Waits for no other rank."""
-        self.averager.close()
-        self.step_runner.close()
-        if self._averaged is not None:
-            self._averaged.close()
-        if self._publisher is not None:
-            self._publisher.end(FAILED if self._strategy.failed else ENDED)
-
-    def on_model_changed(self) -> None:
-        """A gate has given all replicas another model."""
-        strategy = self._strategy
-        if strategy.optimizer_state_policy == "reset":
-            reset(strategy.optimizers)
-        if strategy.buffers == "recompute":
-            recompute_batch_norm(strategy.module, list(self.step_runner.recent), self._world)
-
-    def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
-        return state_of(self.averager, self._world)
-
-    def sum_up(self) -> None:
-        """All replicas are at the last gate: complete the summary of the run."""
-        summary = self.averager.summary
-        summary.elapsed_s = time.monotonic() - self.averager.started_at
-        summary.samples_by_rank = self._world.gather_objects(summary.samples)
-        names = self._world.gather_objects(self.averager.sync_points.name)
-        paces = self._world.gather_objects(list(self._strategy.pacing.mean))
-        self.step_runner.sum_up()
-        summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
-        if (live_ranks := self._strategy.live_ranks) is not None:
-            summary.rank = live_ranks.generation.rank
-            summary.lost = live_ranks.lost
-
-    def tell(self) -> None:
-        """One summary of the run, on rank 0."""
-        summary = self.averager.summary
-        rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
-        if summary.rank == 0 and (advice := summary.advice(self._strategy.schedule)):
-            log.warning(advice)
-
-
-# Averaging within one fit: session after session, as training begins anew, or as ranks come back.
-
-_GOODBYE_S = 40.0  # longer than a connection takes to close
-
-
-class Fitted(Averaged, Protocol):
-    """What a strategy has whose fit this is."""
-
-    saved: SavedState
-    summary: RunSummary
-    alone: str
-    transport: Transport
-
-    @property
-    def connection(self) -> Connection | None: ...
-
-    def connect_ranks(self) -> None: ...
-
-    def disconnect(self, in_order: bool) -> None: ...
-
-    def tell_alone(self, why: str = "") -> None: ...
-
-    def use(self, connection: Connection, run: int) -> None: ...
-
-
-class FitSessions:
-    """The sessions of one fit, of which there is one at a time, from its first batch to its last.
-
-    Args:
-        strategy: has a connection to the other ranks; in a world of one it has none, and there are no sessions.
-        trainer: its loops are patched, from `install` to `end`.
-    """
-
-    def __init__(self, strategy: Any, trainer: Any) -> None:
-        self._strategy: Fitted = strategy
-        self._asynchronous: AsyncStrategyView = strategy
-        self._trainer = trainer
-        self.patches = DriftPatches(strategy, trainer)
-        self.session: Session | None = None
-        self.undo: list[Undo] = []
-        """What takes back what was patched, in the order in which it was."""
-        self._begins_anew = self._stops = False
-        self._goodbyes: list[threading.Thread] = []
-
-    def install(self, world: LightningCollectives | None) -> None:
-        """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
-        if world is None:
-            self.undo += SamplerResize(self._asynchronous, self._trainer).install()
-            self.undo += ShortEpochs(self._trainer).install()
-            return
-        self.come()
-        AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
-
-    def come(self) -> None:
-        """The same, of one that comes while the others train, and is told what they have."""
-        self.undo.append(self.patches.remove)
-        self.patches.install()
-
-    def begin(self) -> None:
-        """Let this replica drift, if the others are here to begin with it."""
-        strategy = self._strategy
-        self._begins_anew = False
-        connection = strategy.connection
-        if connection is None:
-            strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
-            strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
-            if (began := started(strategy)) == 1:
-                strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
-            else:
-                log.warning(
-                    "%s: this rank trains on alone, with all of the data: %d of %d were lost before, or have raised "
-                    "what the program has caught. `min_replicas=%d` ends training on all ranks instead.",
-                    type(strategy).__name__, began - 1, began, began,
-                )  # fmt: skip
-            return
-        self.patches.begin(connection.world)
-        self._go_on(connection)
-        self.patches.begin_steps(connection.world)
-
-    def start_over(self) -> None:
-        """All ranks are here, and the next training begins on a connection of its own."""
-        self.stop()
-        self._strategy.disconnect(in_order=True)
-        self._strategy.connect_ranks()
-        self._begins_anew = True
-        self.patches.start_over()
-
-    def begin_again(self) -> None:
-        """Before a batch or a gate: if a checkpoint was restored during training, average from there."""
-        if self._begins_anew:
-            self.begin()
-
-    def widen(self, connection: Connection, run: int) -> None:
-        """Average over this connection, of more ranks, from where averaging stood as it was stopped."""
-        before = self._strategy.connection
-        self._strategy.use(connection, run)
-        if before is not None:
-            connection.world.follow(before.world)
-            # Nobody needs it any more, and nobody is to wait until all have heard that
-            name = "lightning_async goodbye"
-            self._goodbyes.append(threading.Thread(target=before.close, args=(True,), name=name, daemon=True))
-            self._goodbyes[-1].start()
-        self._go_on(connection)
-
-    def summarise(self) -> None:
-        """All replicas are at the last gate."""
-        if self.session is not None:
-            self.session.sum_up()
-            self._strategy.saved.keep(self.session.state())
-            if not searches_lr(self._trainer):
-                self.session.tell()
-
-    def end(self) -> None:
-        """Waits for no other rank; the loops are Lightning's again."""
-        take_back(self.undo)
-        self.stop()
-        while self._goodbyes:
-            self._goodbyes.pop().join(_GOODBYE_S)
-
-    def _go_on(self, connection: Connection) -> None:
-        strategy = self._strategy
-        self.session = Session(strategy, connection, self.patches.within_batch, strategy.saved)
-        strategy.summary = self.session.averager.summary
-        self.session.start()
-        if self._stops:
-            self.session.averager.sync_points.request_stop()
-        if strategy.host is not None:
-            strategy.host.open(self._trainer)
-
-    def stop(self) -> None:
-        """End the session; it does nothing where there is none."""
-        if self._strategy.host is not None:
-            self._strategy.host.close()
-        if (session := self.session) is not None:
-            session.close()
-            self.session = None
-            self._stops = session.averager.sync_points.stop_requested  # by a signal that nobody else has heard of yet

@@ -1,4 +1,8 @@
-"""One replica's optimizer steps, as the averager sees them: planned before, counted after."""
+"""One replica's optimizer steps, as the averager sees them: planned before, counted after.
+
+`LocalSteps` is the step runner of averaging, in automatic and in manual optimization. `StepBatches` counts the batch
+under way, and keeps the last ones where BatchNorm's statistics are recomputed.
+"""
 
 from __future__ import annotations
 
@@ -19,110 +23,15 @@ from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.trainer.namespace import batch_size, changes_gradients, pulled, pulls
 
-# The batch under way: what it counts, and what is kept of the last ones.
-
-
-class StepBatches:
-    """Of one replica. One that `training_step` takes by itself is known once it has been taken: it is looked at where
-    its gradients are, at the latest as the next one begins.
-
-    Args:
-        strategy: counts them; its module, what is done about buffers, and its `Pacing`.
-        tell: called once for each batch, with its samples.
-    """
-
-    def __init__(self, strategy: Any, tell: Callable[[float], None]) -> None:
-        self._strategy = strategy
-        self._tell = tell
-        self._pulls = pulls(strategy.module)
-        self._unseen = False
-        self._taken: Any = None
-        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
-        """For recomputing BatchNorm's statistics, where that is asked for."""
-
-    def start(self, batch: Any) -> None:
-        """The training thread has a batch; or the one before, where `training_step` takes them."""
-        self.see()
-        self._unseen = self._pulls
-        if not self._pulls:
-            self._see(batch)
-
-    def see(self) -> None:
-        """Whatever batch there is has been taken by now."""
-        if not self._pulls:
-            return
-        taken = pulled(self._strategy.module.trainer)
-        if taken is not None and (self._unseen or taken is not self._taken):  # it may take several
-            self._unseen = False
-            self._taken = taken
-            self._see(taken)
-
-    def _see(self, batch: Any) -> None:
-        if self._strategy.buffers == "recompute":
-            self.recent.append(batch)
-        counted = self._strategy.count(batch)
-        self._strategy.pacing.samples = counted if self._strategy.count is batch_size else batch_size(batch)
-        self._tell(counted)
-
-
-def learning_rate(optimizers: Iterable[Any]) -> float:
-    """That of the first optimizer's first group; 0.0 where there is none, as optimizers of users' own may have it."""
-    groups = next((optimizer.param_groups for optimizer in optimizers), ())
-    lr = groups[0].get("lr") if groups else None
-    return 0.0 if lr is None else float(lr)
-
-
-def _weighs_by_samples(trainer: Any) -> bool:
-    """Return whether the batches of a window are weighted by their samples already."""
-    return any(isinstance(callback, AdaptiveGradientAccumulation) for callback in trainer.callbacks)
-
-
-class LocalStepsView(Protocol):
-    """What a strategy has whose steps these are."""
-
-    buffers: BufferPolicy
-    optimizer_state_policy: OptimizerPolicy
-    schedule: Schedule
-    count: Callable[[Any], float]
-
-    @property
-    def global_rank(self) -> int: ...
-
-    @property
-    def module(self) -> Any: ...
-
-    @property
-    def optimizers(self) -> list[Any]: ...
-
-    @property
-    def precision_plugin(self) -> Any: ...
-
-
-def is_scaled(strategy: Any) -> bool:
-    """Whether mixed precision multiplies losses, and so gradients until the step."""
-    scaler = getattr(strategy.precision_plugin, "scaler", None)
-    return scaler is not None and scaler.is_enabled()
-
-
-def loss_scale(strategy: LocalStepsView) -> float:
-    """What mixed precision multiplies losses by."""
-    return float(strategy.precision_plugin.scaler.get_scale()) if is_scaled(strategy) else 1.0
-
-
-def begin_scaling(strategy: Any) -> Tensor:
-    """In place of a loss: a gradient scaler makes its scale with the first one, and a rank may have had none yet."""
-    zero = torch.zeros((), device=strategy.module.device)
-    return strategy.precision_plugin.scaler.scale(zero) if is_scaled(strategy) else zero
-
 
 class LocalSteps:
-    """Tells the averager of every step; closed by `close`.
+    """The step runner that tells the averager of every step; closed by `close`.
 
     Args:
         strategy: its module, optimizers and precision.
         averager: started.
         gradients: makes synchronous steps.
-        meet: how a gate that a step needs is opened, so that all hear of it whom it concerns.
+        meet: how a sync point that a step needs is opened, so that all hear of it whom it concerns.
     """
 
     def __init__(
@@ -170,11 +79,11 @@ class LocalSteps:
             self._counted = self._seen
 
     def _count_samples(self, samples: float) -> None:
-        self._samples = self._samples + samples
+        self._samples += samples
         self._of_batch = samples
 
     def sum_up(self) -> None:
-        """All replicas are at the last gate: hear of the run what others count."""
+        """All replicas are at the last sync point: hear of the run what others count."""
 
     def finish_batch(self) -> None:
         """Manual optimization: a batch is one step, and merges happen between batches.
@@ -205,7 +114,7 @@ class LocalSteps:
     def skip_batch(self) -> None:
         """Automatic optimization: `training_step` has made no loss of the batch under way."""
         self._batches.see()
-        self._samples = self._samples - self._of_batch
+        self._samples -= self._of_batch
         self._of_batch = 0.0
         self._skipped = True
         self._without_loss += 1
@@ -313,3 +222,96 @@ class LocalSteps:
                 "averaged gradients, and the optimizer has stepped on this replica's own. With manual optimization "
                 "`self.manual_backward(loss)` is what averages them; `loss.backward()` does not."
             )
+
+
+class StepBatches:
+    """The batches of one replica. One that `training_step` takes by itself is known once it has been taken: it is
+    looked at where its gradients are, at the latest as the next one begins.
+
+    Args:
+        strategy: counts them; its module, what is done about buffers, and its `Pacing`.
+        tell: called once for each batch, with its samples.
+    """
+
+    def __init__(self, strategy: Any, tell: Callable[[float], None]) -> None:
+        self._strategy = strategy
+        self._tell = tell
+        self._pulls = pulls(strategy.module)
+        self._unseen = False
+        self._taken: Any = None
+        self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
+        """For recomputing BatchNorm's statistics, where that is asked for."""
+
+    def start(self, batch: Any) -> None:
+        """The training thread has a batch; or the one before, where `training_step` takes them."""
+        self.see()
+        self._unseen = self._pulls
+        if not self._pulls:
+            self._see(batch)
+
+    def see(self) -> None:
+        """Whatever batch there is has been taken by now."""
+        if not self._pulls:
+            return
+        taken = pulled(self._strategy.module.trainer)
+        if taken is not None and (self._unseen or taken is not self._taken):  # it may take several
+            self._unseen = False
+            self._taken = taken
+            self._see(taken)
+
+    def _see(self, batch: Any) -> None:
+        if self._strategy.buffers == "recompute":
+            self.recent.append(batch)
+        counted = self._strategy.count(batch)
+        self._strategy.pacing.samples = counted if self._strategy.count is batch_size else batch_size(batch)
+        self._tell(counted)
+
+
+class LocalStepsView(Protocol):
+    """What a strategy has whose steps these are."""
+
+    buffers: BufferPolicy
+    optimizer_state_policy: OptimizerPolicy
+    schedule: Schedule
+    count: Callable[[Any], float]
+
+    @property
+    def global_rank(self) -> int: ...
+
+    @property
+    def module(self) -> Any: ...
+
+    @property
+    def optimizers(self) -> list[Any]: ...
+
+    @property
+    def precision_plugin(self) -> Any: ...
+
+
+def learning_rate(optimizers: Iterable[Any]) -> float:
+    """Return that of the first optimizer's first group; 0.0 where there is none, as in some users' optimizers."""
+    groups = next((optimizer.param_groups for optimizer in optimizers), ())
+    lr = groups[0].get("lr") if groups else None
+    return 0.0 if lr is None else float(lr)
+
+
+def _weighs_by_samples(trainer: Any) -> bool:
+    """Return whether the batches of a window are weighted by their samples already."""
+    return any(isinstance(callback, AdaptiveGradientAccumulation) for callback in trainer.callbacks)
+
+
+def is_scaled(strategy: Any) -> bool:
+    """Whether mixed precision multiplies losses, and so gradients until the step."""
+    scaler = getattr(strategy.precision_plugin, "scaler", None)
+    return scaler is not None and scaler.is_enabled()
+
+
+def loss_scale(strategy: LocalStepsView) -> float:
+    """Return what mixed precision multiplies losses by."""
+    return float(strategy.precision_plugin.scaler.get_scale()) if is_scaled(strategy) else 1.0
+
+
+def begin_scaling(strategy: Any) -> Tensor:
+    """Return zero in place of a loss: a gradient scaler makes its scale with the first loss."""
+    zero = torch.zeros((), device=strategy.module.device)
+    return strategy.precision_plugin.scaler.scale(zero) if is_scaled(strategy) else zero

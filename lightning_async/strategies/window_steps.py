@@ -1,226 +1,36 @@
-"""One replica's windows of gradients: when one closes, when it leaves, and when the step that it is for is taken."""
+"""One replica's windows of gradients: when one closes, when it leaves, and when the step that it is for is taken.
+
+`WindowSteps` is the step runner of automatic optimization, `ManualWindowSteps` that of manual optimization, where each
+of several optimizers asks for steps of its own. `WindowSchedule` says what holds for windows just now: whether they
+have a size, and steps a delay. `LastBackward` lets the gradients of a step without delay leave as the last backward
+pass makes them. `take` and `put` are for checkpoints: the open window, and the residual of compression.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import nn
 from torch.optim import Optimizer
 
 from lightning_async.algorithms.accumulation import BalancedWindows
 from lightning_async.algorithms.schedules import Action, Step
-from lightning_async.algorithms.staleness import DelayCorrection
 from lightning_async.engine.averaging.averager import BackgroundAverager
-from lightning_async.engine.gradients.compression import GradientCompression
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.gradients.window import Window, WindowTotals
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.sync_points import SyncPoints
-from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.delay_correction import correcting
 from lightning_async.strategies.server_steps import SampleCounts
-from lightning_async.strategies.step_runner import LocalStepsView, StepBatches, learning_rate, loss_scale
-from lightning_async.trainer.loops.updates import ExternalWindowSize, OptimizerUpdates
+from lightning_async.strategies.step_runner import StepBatches, learning_rate, loss_scale
+from lightning_async.trainer.loops.updates import OptimizerUpdates
 from lightning_async.trainer.namespace import changes_gradients, pulls, searches_lr
 
-# What a replica has gathered towards steps to come, in checkpoints: the open window, and what compression owes.
-
-
-class WindowsView(LocalStepsView, Protocol):
-    """What a strategy has whose windows these are."""
-
-    accumulate: int | BalancedWindows | Literal["until_reduced"]
-    sizes: ExternalWindowSize | None
-    delay: int
-    warmup_steps: int
-    correction: DelayCorrection | None
-    compression: GradientCompression
-    updates: OptimizerUpdates | None
-    saved: SavedState
-
-    def tell_place(self) -> None: ...
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Any: ...
-
-
-def size_of(accumulate: int | BalancedWindows | Literal["until_reduced"], sync_points: SyncPoints) -> int:
-    """Batches in the window that begins, at the least."""
-    if isinstance(accumulate, BalancedWindows):
-        speeds = sync_points.speeds
-        name = sync_points.name
-        if name not in speeds:
-            return accumulate.batches
-        return accumulate.size(list(speeds.values()), list(speeds).index(name))
-    return 1 if accumulate == "until_reduced" else accumulate
-
-
-def take(window: Window, gradients: SynchronousGradients, size: float, ends_epoch: bool) -> dict[str, Any] | None:
-    """With what has left the window and is in no step yet, where training ends between the two.
-
-    Args:
-        window: that is open.
-        gradients: by which it leaves.
-        size: that it is to have.
-        ends_epoch: see `SharedLearningRates.ends_epoch`.
-    """
-    carried_residual = gradients.carried_residual()
-    held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
-    if ends_epoch:
-        held["ends_epoch"] = True
-    if window.batches or gradients.unstepped() is not None:
-        held |= {"size": size, "asks": list(gradients.asks), "window": window.state_dict()}
-    return held or None
-
-
-def put(saved: dict[str, Any], window: Window, gradients: SynchronousGradients) -> float | None:
-    """Go on with it; the size that the window is to have, where one is open."""
-    if gradients.rounds.feedback is not None and "compression" in saved:
-        gradients.rounds.feedback.load_state_dict(saved["compression"])
-    if "window" not in saved:
-        return None
-    window.load_state_dict(saved["window"])
-    if "asks" in saved:  # it may leave at a gate, before a batch begins that says so
-        gradients.asks = saved["asks"][0], saved["asks"][1]
-    return float(saved["size"])
-
-
-# What holds for the windows of one replica just now: whether they have a size, and steps a delay.
-
-
-class WindowSchedule:
-    """Asked of the strategy at any moment: callbacks may change what it says.
-
-    Args:
-        strategy: says how it accumulates.
-        averager: counts the steps.
-    """
-
-    def __init__(self, strategy: WindowsView, averager: BackgroundAverager) -> None:
-        self._strategy = strategy
-        self._averager = averager
-
-    @property
-    def updates(self) -> OptimizerUpdates:
-        """Steps of this fit."""
-        assert self._strategy.updates is not None
-        return self._strategy.updates
-
-    @property
-    def warming_up(self) -> bool:
-        """Steps have no delay yet."""
-        return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
-
-    @property
-    def in_turn(self) -> bool:
-        """Windows have a size; else each lasts until the one before is reduced."""
-        return self.warming_up or self._strategy.accumulate != "until_reduced"
-
-    @property
-    def late(self) -> bool:
-        """Steps have a delay by now."""
-        return self._strategy.delay > 0 and not self.warming_up
-
-    @property
-    def size(self) -> int:
-        """Batches in the window that begins, at the least."""
-        sizes = self._strategy.sizes
-        return size_of(self._strategy.accumulate, self._averager.sync_points) if sizes is None else sizes.size
-
-    def fills(self, batches: int, samples: float, size: float) -> bool:
-        """Whether so many batches, of so many samples, are a window that is to have ``size`` batches."""
-        sizes = self._strategy.sizes
-        return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
-
-    @property
-    def scale(self) -> float:
-        """What mixed precision multiplies losses by."""
-        return loss_scale(self._strategy)
-
-    @property
-    def batch_scale(self) -> float:
-        """What a batch's gradients are multiplied by: Lightning divides the loss, too."""
-        return self.scale / self._strategy.module.trainer.accumulate_grad_batches
-
-
-# The last backward pass of a window whose step has no delay: gradients leave as it makes them.
-#
-# the training thread the engine's thread the last batch's backward pass begins: what the window holds goes into
-# `sent`, and the message is ready ---> headers meet the pass makes gradients, from the tail on ---------> of
-# each part, that in `sent` and that of the pass are summed the batch ends: the window is empty
-# ----------------> the rest, and the commit its step is taken
-
-
-class LastBackward:
-    """Of one replica, on its training thread. Until the pass is over the window holds what it has held.
-
-    A window leaves as a whole, behind the pass, where its gradients may change without a trace, a module takes its
-    batches by itself, in manual optimization, compressed, and on GPUs.
-
-    Args:
-        strategy: whose windows these are.
-        terms: of these.
-        gradients: by which they leave.
-        window: the open one.
-    """
-
-    def __init__(
-        self, strategy: WindowsView, window_schedule: WindowSchedule, gradients: SynchronousGradients, window: Window
-    ) -> None:
-        self._strategy = strategy
-        self._window_schedule = window_schedule
-        self._gradients = gradients
-        self._window = window
-        module = strategy.module
-        self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
-        self._samples = 0.0
-        self.under_way = False
-        """The window is on its way, and its pass, or the batch that it is of, is not over."""
-
-    def begin(self, samples: float, size: float, step: int) -> None:
-        """A backward pass begins, of a batch of so many samples.
-
-        Args:
-            samples: of the batch.
-            size: batches that the window is to have.
-            step: steps that were taken before.
-        """
-        window = self._window
-        window_schedule = self._window_schedule
-        if (
-            self.under_way
-            or not self._possible
-            or samples <= 0.0
-            or window_schedule.late
-            or not window_schedule.in_turn
-        ):
-            return
-        full = window_schedule.fills(window.batches + 1, window.samples + samples, size)
-        if not (full or window_schedule.updates.ends_epoch) or window_schedule.updates.left <= 0:
-            return
-        self._samples = window.samples + samples
-        self._strategy.tell_place()
-        self.under_way = window.leave_with(samples, window_schedule.batch_scale, step)
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """The pass, or all of its batch: where that fails nobody waits for its gradients."""
-        try:
-            yield
-        except BaseException:
-            if self.under_way:
-                self.under_way = False
-                self._gradients.withdraw()
-            raise
-
-    def finish(self) -> float:
-        """The batch is over: it is in the window, which has left. Returns the samples behind that."""
-        self.under_way = False
-        self._window.clear()
-        self._gradients.finish_last()
-        return self._samples
+if TYPE_CHECKING:
+    from lightning_async.strategies.gradients import AsyncGradientStrategy
 
 
 _GRADIENTS = Step(Action.GRADIENTS)
@@ -228,22 +38,22 @@ _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 
 
 class WindowSteps:
-    """In place of `LocalSteps`, which it is like to whoever calls it; at gates, see `SyncPointParticipant`.
+    """The step runner of windows, in place of `LocalSteps`; at sync points, see `SyncPointParticipant`.
 
-    A gate finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so are the
-    gradients of others who train on, so that all replicas have taken the same steps when it opens. The last gates, of
-    an epoch and of training, close the open window, too.
+    A sync point finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so
+    are the gradients of others who train on, so that all replicas have taken the same steps when it opens. The last
+    sync points, of an epoch and of training, close the open window, too.
 
     Args:
         strategy: its module, optimizers and precision, and how it accumulates.
-        averager: started; has the gates, and counts the steps.
+        averager: started; has the sync points, and counts the steps.
         gradients: by which windows leave.
-        meet: how a gate that a step needs is opened; no step needs one here.
+        meet: how a sync point that a step needs is opened; no step needs one here.
     """
 
     def __init__(
         self,
-        strategy: WindowsView,
+        strategy: AsyncGradientStrategy,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
         meet: Callable[[SyncPointKind], Arrival],
@@ -258,7 +68,8 @@ class WindowSteps:
         self._pass = LastBackward(strategy, self._window_schedule, gradients, self._window)
         self._size = self._batch_samples = self._sent_samples = 0.0
         self._totals = cast(WindowTotals, averager.summary.totals)
-        self._seen, self._batches = 0, StepBatches(strategy, self._count_samples)
+        self._seen = 0
+        self._batches = StepBatches(strategy, self._count_samples)
         self._made = self._held = self._restored = False
         """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
         self._correcting = correcting(strategy.correction, gradients, lambda: averager.step)
@@ -281,7 +92,8 @@ class WindowSteps:
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         if (size := put(saved, self._window, self._gradients)) is not None:
-            self._size, self._held = size, self._window_schedule.fills(self._window.batches, self._window.samples, size)
+            self._size = size
+            self._held = self._window_schedule.fills(self._window.batches, self._window.samples, size)
         self._window_schedule.updates.rates.ends_epoch |= "ends_epoch" in saved
         if alike is not None:
             self._correcting.load(alike)
@@ -464,10 +276,10 @@ class WindowSteps:
             lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
         )
 
-    # ---- at gates, see `SyncPointParticipant` ----
+    # ---- at sync points, see `SyncPointParticipant` ----
 
     def come(self) -> None:
-        """Ahead of the gate, while nobody goes on without this replica: what it says there shall hold."""
+        """Ahead of the sync point, while nobody goes on without this replica: what it says there shall hold."""
         averager = self._averager
         sync_point = averager.sync_points.coming  # those of no size end wherever that helps
         ends = sync_point in _LAST or (sync_point is SyncPointKind.DECIDE and not self._window_schedule.in_turn)
@@ -483,31 +295,11 @@ class WindowSteps:
     def go(self, waited_s: float) -> None: ...
 
     def leave(self) -> None:
-        if not self._restored:  # else training goes on as from within an epoch, behind no gate
+        if not self._restored:  # else training goes on as from within an epoch, behind no sync point
             self._correcting.forget()
         self._restored = False
 
     def resume(self) -> None: ...
-
-
-# Windows of gradients in manual optimization, where each of several optimizers asks for steps of its own.
-
-
-def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Whether each parameter is of one optimizer at most.
-
-    Raises:
-        ValueError: one is of two; names it.
-    """
-    names = {p: name for name, p in module.named_parameters()}
-    seen: dict[Any, int] = {}
-    for number, optimizer in enumerate(optimizers):
-        for p in (p for group in optimizer.param_groups for p in group["params"]):
-            if seen.setdefault(p, number) != number:
-                raise ValueError(
-                    f"Optimizers {seen[p]} and {number} both have {names.get(p, 'a parameter')!r}: `{owner}` gathers "
-                    "gradients by optimizer. Give each parameter to one of them."
-                )
 
 
 class ManualWindowSteps(WindowSteps):
@@ -524,7 +316,7 @@ class ManualWindowSteps(WindowSteps):
 
     def __init__(
         self,
-        strategy: WindowsView,
+        strategy: AsyncGradientStrategy,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
         meet: Callable[[SyncPointKind], Arrival],
@@ -593,7 +385,7 @@ class ManualWindowSteps(WindowSteps):
     # ---- steps ----
 
     def _take(self) -> None:
-        """As always, beside gradients that wait for their optimizer to ask."""
+        """Step as always, beside gradients that wait for their optimizer to ask."""
         if self._gradients.arrived is None:
             return
         kept = [(p, p.grad) for p in self._gradients.replica.tensors.trained.values()]
@@ -632,3 +424,200 @@ class ManualWindowSteps(WindowSteps):
             self._strategy.optimizer_step(optimizer, closure)
         finally:
             self.steps = False
+
+
+def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Check that each parameter is of one optimizer at most.
+
+    Raises:
+        ValueError: one is of two; names it.
+    """
+    names = {p: name for name, p in module.named_parameters()}
+    seen: dict[Any, int] = {}
+    for number, optimizer in enumerate(optimizers):
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if seen.setdefault(p, number) != number:
+                raise ValueError(
+                    f"Optimizers {seen[p]} and {number} both have {names.get(p, 'a parameter')!r}: `{owner}` gathers "
+                    "gradients by optimizer. Give each parameter to one of them."
+                )
+
+
+class WindowSchedule:
+    """What holds for the windows of one replica now. Callbacks may change what the strategy says at any moment.
+
+    Args:
+        strategy: says how it accumulates.
+        averager: counts the steps.
+    """
+
+    def __init__(self, strategy: AsyncGradientStrategy, averager: BackgroundAverager) -> None:
+        self._strategy = strategy
+        self._averager = averager
+
+    @property
+    def updates(self) -> OptimizerUpdates:
+        """Steps of this fit."""
+        assert self._strategy.updates is not None
+        return self._strategy.updates
+
+    @property
+    def warming_up(self) -> bool:
+        """Steps have no delay yet."""
+        return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
+
+    @property
+    def in_turn(self) -> bool:
+        """Windows have a size; else each lasts until the one before is reduced."""
+        return self.warming_up or self._strategy.accumulate != "until_reduced"
+
+    @property
+    def late(self) -> bool:
+        """Steps have a delay by now."""
+        return self._strategy.delay > 0 and not self.warming_up
+
+    @property
+    def size(self) -> int:
+        """Batches in the window that begins, at the least."""
+        sizes = self._strategy.sizes
+        return size_of(self._strategy.accumulate, self._averager.sync_points) if sizes is None else sizes.size
+
+    def fills(self, batches: int, samples: float, size: float) -> bool:
+        """Whether so many batches, of so many samples, are a window that is to have ``size`` batches."""
+        sizes = self._strategy.sizes
+        return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
+
+    @property
+    def scale(self) -> float:
+        """What mixed precision multiplies losses by."""
+        return loss_scale(self._strategy)
+
+    @property
+    def batch_scale(self) -> float:
+        """What a batch's gradients are multiplied by: Lightning divides the loss, too."""
+        return self.scale / self._strategy.module.trainer.accumulate_grad_batches
+
+
+def size_of(accumulate: int | BalancedWindows | Literal["until_reduced"], sync_points: SyncPoints) -> int:
+    """Return the number of batches in the window that begins, at the least."""
+    if isinstance(accumulate, BalancedWindows):
+        speeds = sync_points.speeds
+        name = sync_points.name
+        if name not in speeds:
+            return accumulate.batches
+        return accumulate.size(list(speeds.values()), list(speeds).index(name))
+    return 1 if accumulate == "until_reduced" else accumulate
+
+
+class LastBackward:
+    """The last backward pass of a window whose step has no delay, on the training thread of one replica.
+
+    the training thread                                the engine's thread
+    the pass begins: what the window holds goes into
+    `sent`, and the message is ready       ----------> headers meet
+    the pass makes gradients, from the
+    last parameter on                      ----------> of each part, that in `sent` and that of the pass are summed
+    the batch ends: the window is empty    ----------> the rest, and the commit
+    its step is taken
+
+    Until the pass is over the window holds what it has held.
+
+    A window leaves as a whole, behind the pass, where its gradients may change without a trace, a module takes its
+    batches by itself, in manual optimization, compressed, and on GPUs.
+
+    Args:
+        strategy: whose windows these are.
+        window_schedule: of these.
+        gradients: by which they leave.
+        window: the open one.
+    """
+
+    def __init__(
+        self,
+        strategy: AsyncGradientStrategy,
+        window_schedule: WindowSchedule,
+        gradients: SynchronousGradients,
+        window: Window,
+    ) -> None:
+        self._strategy = strategy
+        self._window_schedule = window_schedule
+        self._gradients = gradients
+        self._window = window
+        module = strategy.module
+        self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
+        self._samples = 0.0
+        self.under_way = False
+        """The window is on its way, and its pass, or the batch that it is of, is not over."""
+
+    def begin(self, samples: float, size: float, step: int) -> None:
+        """A backward pass begins, of a batch of so many samples.
+
+        Args:
+            samples: of the batch.
+            size: batches that the window is to have.
+            step: steps that were taken before.
+        """
+        window = self._window
+        window_schedule = self._window_schedule
+        if (
+            self.under_way
+            or not self._possible
+            or samples <= 0.0
+            or window_schedule.late
+            or not window_schedule.in_turn
+        ):
+            return
+        full = window_schedule.fills(window.batches + 1, window.samples + samples, size)
+        if not (full or window_schedule.updates.ends_epoch) or window_schedule.updates.left <= 0:
+            return
+        self._samples = window.samples + samples
+        self._strategy.tell_place()
+        self.under_way = window.leave_with(samples, window_schedule.batch_scale, step)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """The pass, or all of its batch: where that fails nobody waits for its gradients."""
+        try:
+            yield
+        except BaseException:
+            if self.under_way:
+                self.under_way = False
+                self._gradients.withdraw()
+            raise
+
+    def finish(self) -> float:
+        """The batch is over: it is in the window, which has left. Returns the samples behind that."""
+        self.under_way = False
+        self._window.clear()
+        self._gradients.finish_last()
+        return self._samples
+
+
+def take(window: Window, gradients: SynchronousGradients, size: float, ends_epoch: bool) -> dict[str, Any] | None:
+    """Return the state of the open window, with what has left it and is in no step yet.
+
+    Args:
+        window: that is open.
+        gradients: by which it leaves.
+        size: that it is to have.
+        ends_epoch: see `SharedLearningRates.ends_epoch`.
+    """
+    carried_residual = gradients.carried_residual()
+    held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
+    if ends_epoch:
+        held["ends_epoch"] = True
+    if window.batches or gradients.unstepped() is not None:
+        held |= {"size": size, "asks": list(gradients.asks), "window": window.state_dict()}
+    return held or None
+
+
+def put(saved: dict[str, Any], window: Window, gradients: SynchronousGradients) -> float | None:
+    """Go on with it; return the size that the window is to have, where one is open."""
+    if gradients.rounds.feedback is not None and "compression" in saved:
+        gradients.rounds.feedback.load_state_dict(saved["compression"])
+    if "window" not in saved:
+        return None
+    window.load_state_dict(saved["window"])
+    if "asks" in saved:  # it may leave at a sync point, before a batch begins that says so
+        gradients.asks = saved["asks"][0], saved["asks"][1]
+    return float(saved["size"])

@@ -1,4 +1,8 @@
-"""The training thread's side of averaging: count work, pack, merge."""
+"""The training thread's side of averaging: count work, pack, merge.
+
+`BackgroundAverager` is what strategies see; `Merger` moves the parameters by what has arrived, the last step of a
+round.
+"""
 
 from __future__ import annotations
 
@@ -22,81 +26,6 @@ from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPoints
 
 log = logging.getLogger(__name__)
-
-
-# Moving the parameters by what arrived: the training thread's last step of a round.
-
-
-class Merger:
-    """Merges committed rounds into one replica's parameters.
-
-    Args:
-        buckets: what has arrived.
-        agreed: the rule, which says what becomes of progress made meanwhile, and of local models at a rendezvous.
-        component: hears whether the parameters only show a model.
-        exact: False where a message counts as what its codes decode to: what they lack stays in the parameters.
-    """
-
-    def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
-        self._buckets = buckets
-        self._agreed = agreed
-        self._component = component
-        self._replica = buckets.replica
-        self._exact = exact
-        self._local: Tensor | None = None
-        """What training goes on from, while the parameters show the model of a rendezvous."""
-
-    def merge(self, arrived: Merge, step: int) -> None:
-        """Move the parameters; ``step`` is the replica's step count."""
-        replica = self._replica
-        rule = self._agreed.rule
-        message = arrived.message
-        consensus = arrived.is_consensus
-        self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
-        stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
-        copies = consensus or arrived.base is None or stood_still
-        # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
-        if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
-            replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
-        target = arrived.target
-        base = None if copies else arrived.base
-        if consensus and rule.restores_local and self._local is None:
-            self._local = torch.empty_like(target)
-            replica.pack_(self._local)
-        if base is not None and rule.mixes:
-            target = self._mix(arrived, base)
-            base = None
-        replica.merge_(
-            target,
-            base,
-            with_state=consensus or (message is not None and arrived.base is None),
-            buffers_too=arrived.plan.source is not None,
-            still=stood_still and not consensus and arrived.base is not None,
-            of_round=not consensus,
-        )
-        self._buckets.at_target = copies
-        if consensus:
-            replica.tensors.set_apart(arrived.apart)
-            self._component.showing = self._local is not None
-
-    def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
-        """The target, with as much of the progress since ``base`` as the rule takes up."""
-        replica = self._replica
-        mixed = arrived.target.clone()
-        live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
-        replica.pack_parameters_(live)
-        self._agreed.mix_(live, snapshot, target, arrived.round)
-        return mixed
-
-    def restore_local(self) -> bool:
-        """Where the parameters only show a model, put this replica's own back; whether it did."""
-        if self._local is None:
-            return False
-        self._replica.merge_(self._local, None, with_state=True)
-        self._local = None
-        self._buckets.at_target = False
-        self._component.showing = False
-        return True
 
 
 class BackgroundAverager:
@@ -169,7 +98,7 @@ class BackgroundAverager:
 
     def plan(self, meet: Callable[[SyncPointKind], Arrival] | None = None) -> Step:
         """Return what to do with the step that the training thread is about to take; ``meet``, by default `rendezvous`,
-        opens a gate that it needs first."""
+        opens a sync point that it needs first."""
         box = self._box
         ledger = self.ledger
         with box.changed:
@@ -311,7 +240,7 @@ class BackgroundAverager:
         pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
 
-    # ---- at gates, see `SyncPointParticipant` ----
+    # ---- at sync points, see `SyncPointParticipant` ----
 
     def come(self) -> None:
         self.replica.tensors.check_unchanged()
@@ -319,7 +248,7 @@ class BackgroundAverager:
         self._stood_at, self._in_flight = self._now(), isinstance(self._buckets.message, LocalMessage)
 
     def stand(self) -> None:
-        """Take what arrives; what is left over counts, even if the gate does not open for long."""
+        """Take what arrives; what is left over counts, even if the sync point does not open for long."""
         if self._in_flight:
             self._reports.blocked_s = self._now() - self._stood_at
         if self._take() is not None:
@@ -336,7 +265,7 @@ class BackgroundAverager:
         self._merger.restore_local()
 
     def leave(self) -> None:
-        """Parameters were unfrozen at a gate: they travel with the others from now on."""
+        """Parameters were unfrozen at a sync point: they travel with the others from now on."""
         replica = self.replica
         buckets = self._buckets
         followed = False
@@ -358,7 +287,7 @@ class BackgroundAverager:
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
-        """The rule's state and the round, equal on all replicas where it is taken at a rendezvous; a copy."""
+        """The rule's state and the round, equal on all replicas where it is taken at a sync point; a copy."""
         return self.agreed.state_dict()
 
     def clocks(self) -> dict[str, Any]:
@@ -385,3 +314,75 @@ class BackgroundAverager:
         box.steps_then = box.steps = float(self.step)
         box.mean_steps = float(clocks.get("mean_steps", self.step))
         box.samples = self.summary.samples
+
+
+class Merger:
+    """What merges committed rounds into one replica's parameters.
+
+    Args:
+        buckets: what has arrived.
+        agreed: the rule, which says what becomes of progress made meanwhile, and of local models at a sync point.
+        component: hears whether the parameters only show a model.
+        exact: False where a message counts as what its codes decode to: what they lack stays in the parameters.
+    """
+
+    def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
+        self._buckets = buckets
+        self._agreed = agreed
+        self._component = component
+        self._replica = buckets.replica
+        self._exact = exact
+        self._local: Tensor | None = None
+        """What training goes on from, while the parameters show the model of a sync point."""
+
+    def merge(self, arrived: Merge, step: int) -> None:
+        """Move the parameters; ``step`` is the replica's step count."""
+        replica = self._replica
+        rule = self._agreed.rule
+        message = arrived.message
+        consensus = arrived.is_consensus
+        self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
+        stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
+        copies = consensus or arrived.base is None or stood_still
+        # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
+        if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
+            replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
+        target = arrived.target
+        base = None if copies else arrived.base
+        if consensus and rule.restores_local and self._local is None:
+            self._local = torch.empty_like(target)
+            replica.pack_(self._local)
+        if base is not None and rule.mixes:
+            target = self._mix(arrived, base)
+            base = None
+        replica.merge_(
+            target,
+            base,
+            with_state=consensus or (message is not None and arrived.base is None),
+            buffers_too=arrived.plan.source is not None,
+            still=stood_still and not consensus and arrived.base is not None,
+            of_round=not consensus,
+        )
+        self._buckets.at_target = copies
+        if consensus:
+            replica.tensors.set_apart(arrived.apart)
+            self._component.showing = self._local is not None
+
+    def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
+        """The target, with as much of the progress since ``base`` as the rule takes up."""
+        replica = self._replica
+        mixed = arrived.target.clone()
+        live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
+        replica.pack_parameters_(live)
+        self._agreed.mix_(live, snapshot, target, arrived.round)
+        return mixed
+
+    def restore_local(self) -> bool:
+        """Where the parameters only show a model, put this replica's own back; whether it did."""
+        if self._local is None:
+            return False
+        self._replica.merge_(self._local, None, with_state=True)
+        self._local = None
+        self._buckets.at_target = False
+        self._component.showing = False
+        return True

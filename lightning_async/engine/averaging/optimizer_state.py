@@ -3,6 +3,9 @@
 Optimizers make their state at the first step that has a gradient. To be averaged it must be there from the start on
 every replica, one without any data too, and must begin as the optimizer itself would begin it. What an optimizer does
 is found out with a small stand-in: the same class and options, a parameter of a few elements.
+
+`recompute_batch_norm` stands beside that: it recomputes the BatchNorm statistics of an averaged model from recent
+batches, as the statistics of an average are not the average of statistics (precise BatchNorm, Wu and Johnson, 2021).
 """
 
 from __future__ import annotations
@@ -26,11 +29,6 @@ from lightning_async.engine.replica import RunningMean, with_statistics
 
 log = logging.getLogger(__name__)
 
-
-# BatchNorm statistics of an averaged model, recomputed from recent batches.
-#
-# The statistics of an average are not the average of statistics (as with `torch.optim.swa_utils.update_bn`;
-# precise BatchNorm, Wu and Johnson, 2021).
 
 RECENT_BATCHES = 16
 

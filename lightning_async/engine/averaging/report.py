@@ -136,7 +136,7 @@ class RunSummary:
 
     @property
     def sent_bytes(self) -> int:
-        """By this replica, at gates included."""
+        """By this replica, at sync points included."""
         return self.payload_bytes + (0 if self.totals is None else self.totals.sent_bytes)
 
     def shown(self) -> dict[str, float]:

@@ -1,4 +1,11 @@
-"""Averaging as the control plane sees it: what a rank says of it in headers, and what all headers together ask for."""
+"""Averaging as a component of the engine: what a rank says of it in headers, and the rounds that move parameters.
+
+The records come first: what one rank says (`AveragingPart`), sends (`LocalMessage`), what all decide (`AveragingPlan`)
+and what then moves (`Merge`). `AveragingComponent` composes and decides. Three round types move parameters:
+`AveragingRound` makes one mean of all messages, `ConsensusRound` makes one model of all replicas at a sync point,
+`AnchorRound` begins the rule's state anew after synchronous steps. `CheckpointMarkers` copies what all have agreed on
+with the round that is marked for a checkpoint, while replicas are asynchronous.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +31,6 @@ from lightning_async.errors import AsyncTrainingError, CollectiveError
 log = logging.getLogger(__name__)
 
 
-# The records of averaging: what one rank says, sends, what all decide, and what then moves.
-
 ROUND = 1
 """The priority of averaging rounds: the lowest."""
 NOT_COMPARED = -1
@@ -37,7 +42,7 @@ class AveragingPart(NamedTuple):
     """What one rank says of averaging in a header.
 
     Args:
-        due: its schedule asked for the message; else it only sends along what it had when it came to a gate.
+        due: its schedule asked for the message; else it only sends along what it had when it came to a sync point.
         work: work in its message that no agreement holds: its weight.
         steps: optimizer steps in its message that no round holds.
         unreported: its weight in a consensus: all its work since replicas last agreed.
@@ -45,7 +50,7 @@ class AveragingPart(NamedTuple):
         healthy: its parameters and its optimizers' state are finite.
         sound: its buffers and frozen parameters are; looked at where some rank's are.
         fresh: it has taken synchronous steps since the rule's state was begun: that begins anew with the next round.
-        digest: of the parameters that the rule applies to, see `engine.digest`; compared at gates.
+        digest: of the parameters that the rule applies to, see `engine.digest`; compared at sync points.
         digest_rest: of all else that replicas share.
         fragment: which part of the parameters the message carries.
         scalars: the rule's.
@@ -71,8 +76,9 @@ class LocalMessage(Message):
 
     Args:
         work: since replicas last agreed.
-        steps: that no round holds; more than in ``work``, where a gate came between.
-        due: the schedule asked for it. Else it is what a replica had when it came to a gate, and is dropped with that.
+        steps: that no round holds; more than in ``work``, where a sync point came between.
+        due: the schedule asked for it. Else it is what a replica had when it came to a sync point, and is dropped with
+            that.
         lr: the inner learning rate.
         fragment: which part of the parameters it is.
         updates: how often buffers and the optimizers' state had been updated, see `Replica.updates`.
@@ -147,11 +153,180 @@ class Merge(InFlightRound):
     healed: bool = False
 
 
-# A round: the messages of all replicas become one mean, and the rule says what that means.
+class AveragingComponent:
+    """The component that averages parameters.
+
+    Args:
+        control: the control plane.
+        agreed: the rule and its state.
+        ledger: this replica's work.
+        config: weights.
+    """
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
+        self._control = control
+        self._agreed = agreed
+        self._ledger = ledger
+        self._config = config
+        self._buckets = control.buckets
+        self._replica = control.buckets.replica
+        self.rule = agreed.rule
+        self.blank = AveragingPart(scalars=(0.0,) * self.rule.num_scalars)
+        self.average = AveragingRound(control, agreed, ledger, config)
+        self.consensus = ConsensusRound(control, agreed, ledger, self.average)
+        self.start = AnchorRound(control, agreed, ledger, self.average)
+        self.showing = False
+        """The parameters only show the model of a sync point, and are not this replica's own."""
+        self._diverged = False
+
+    # ---- what this rank says ----
+
+    def is_indispensable(self) -> bool:
+        return self._ledger.synchronous or self._ledger.fresh
+
+    def compose(self) -> AveragingPart:
+        ledger = self._ledger
+        weighting = self._config.weighting
+        weight = ledger.work.weight(weighting)
+        if self._config.compression != "none":
+            weight += REST * ledger.reported.weight(weighting)
+        return self.blank._replace(unreported=weight, fresh=ledger.fresh)
+
+    def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
+        """The message becomes the rule's on its first header."""
+        if isinstance(message, LocalMessage):
+            if not message.announced and not part.fresh:
+                self._announce(message)
+            part = part._replace(
+                due=message.due,
+                work=message.work.weight(self._config.weighting) if message.healthy else 0.0,
+                steps=message.steps if message.healthy else 0.0,
+                lr=message.lr,
+                healthy=message.healthy,
+                sound=message.sound,
+                fragment=message.fragment,
+                scalars=message.scalars or part.scalars,
+            )
+        return self._compared(part) if compare else part
+
+    def _announce(self, message: LocalMessage) -> None:
+        sent = self._buckets.sent
+        message.announced = True
+        message.healthy, message.sound = self._replica.judge_packed(sent)
+        message.healthy = message.healthy and bool(message.state_is_finite)
+        if message.healthy:  # else the rule's state would learn of it
+            message.scalars = self._agreed.message_(sent, message.fragment)
+
+    def _compared(self, part: AveragingPart) -> AveragingPart:
+        """With what this replica holds, for the sync point at which all ranks stand."""
+        whole, rest = self._replica.digests()
+        if self.rule.restores_local and not self.showing:
+            whole = UNLIKE  # a replica's own model, in place of the one that the sync point shows
+        healthy, sound = self._replica.judge()
+        return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
+
+    def weigh_step(self, samples: float) -> float:
+        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would; of none,
+        nothing."""
+        return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
+
+    # ---- what all headers ask for ----
+
+    def is_due(self, parts: Sequence[AveragingPart]) -> bool:
+        return any(p.due for p in parts)
+
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan | None:
+        """A round of those who have something to average; after synchronous steps first where the rule begins."""
+        if priority != ROUND:
+            return None
+        able = able_to_share(headers, parts)
+        present = [rank for rank, ok in enumerate(able) if ok and headers[rank].ready == ROUND]
+        work = [parts[rank].work if rank in present else 0.0 for rank in range(len(parts))]
+        # Where an agreement left no work to weigh by, one brings for all what the anchor has yet to learn.
+        steps = [parts[rank].steps if rank in present else 0.0 for rank in range(len(parts))]
+        if sum(work) <= 0.0 and not any(steps):
+            return AveragingPlan(None)
+        source = min(present, default=None)
+        fresh = any(p.fresh for p in parts)
+        if fresh:
+            first = max(present, key=lambda rank: work[rank])
+            weights = tuple(float(rank == first) for rank in range(len(work)))
+        else:
+            weights = self.rule.topology.row(Round(0, self._control.transfer.rank, tuple(work), tuple(steps)))
+        kind = self.start if fresh else self.average
+        return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
+
+    def settle(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> tuple[bool, AveragingPlan | None]:
+        """A sync point opens where all hold the same, to the bit; else there is one model to be made."""
+        held = {(p.digest, p.digest_rest) for p in parts}
+        if any(p.digest == NOT_COMPARED for p in parts):
+            return False, None
+        unlike = any(p.digest == UNLIKE for p in parts)
+        if len(held) == 1 and not unlike:
+            return True, None
+        able = able_to_share(headers, parts)
+        work = [p.unreported if ok else 0.0 for p, ok in zip(parts, able, strict=True)]
+        if (total := sum(work)) <= 0.0:  # something has moved without a step
+            work = [float(ok) for ok in able]
+            total = sum(work)
+        weights = tuple(w / total for w in work)
+        alike = len({p.digest for p in parts}) == 1 and not unlike
+        fresh = any(p.fresh for p in parts)
+        return False, AveragingPlan(self.consensus, weights, tuple(able), able.index(True), fresh, alike)
+
+    def opened(self, here: bool) -> None:
+        """All replicas hold one model, which is the last target from now on."""
+        if not self.rule.restores_local:
+            self._ledger.agree()
+            self.average.forget_debts()
+            self._replica.note_agreed()
+            if not self._buckets.at_target:  # equal without an exchange
+                self._replica.pack_(self._buckets.received)
+                self._buckets.at_target = True
+        if here:
+            self.drop_left_over()
+
+    def drop_left_over(self) -> None:
+        """Take back a message that its schedule did not ask for; its work stays. Under the lock."""
+        message = self._buckets.message
+        if isinstance(message, LocalMessage) and not message.due:
+            self.average.abandon()
+
+    def drop(self) -> None:
+        """Nobody has anything to average."""
+        message = self._buckets.message
+        self.average.abandon()
+        if isinstance(message, LocalMessage) and not message.healthy and not self._diverged:
+            self._diverged = True
+            log.error(
+                "Rank %d: no replica is finite at step %d, so there is no model to take over: training has diverged. "
+                "Lower the learning rate, clip gradients, or resume from the last checkpoint.",
+                self._control.transfer.rank, message.step,
+            )  # fmt: skip
+
+
+def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
+    """The part of the parameters that all messages carry.
+
+    Raises:
+        CollectiveError: they differ.
+    """
+    fragments = {parts[rank].fragment for rank in present}
+    if len(fragments) != 1:
+        raise CollectiveError(f"The ranks' messages carry different fragments: {[p.fragment for p in parts]}.")
+    return fragments.pop()
+
+
+def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
+    """Which ranks hold what others may take over. Where none does at a sync point, nobody is to be healed: all do."""
+    some_sound = any(p.sound and p.healthy for p in parts)
+    able = [p.healthy and (p.sound or not some_sound) for p in parts]
+    at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
+    return able if any(able) or not at_sync_points else [True] * len(parts)
 
 
 class AveragingRound:
-    """See `RoundType`.
+    """The round type of averaging: all messages become one mean, and the rule says what that means.
 
     Args:
         control: the control plane.
@@ -193,7 +368,7 @@ class AveragingRound:
         return exchange
 
     def record(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
-        """What is known of a round before anything moves; it lands in `received`."""
+        """Return what is known of a round before anything moves; it lands in `received`."""
         rank = self._transfer.rank
         replica = self._replica
         facts = Round(
@@ -236,7 +411,7 @@ class AveragingRound:
             exchange.tally = share * ops.sq_distance(replica.of_rule(sent), replica.of_rule(target))
 
     def commit(self, exchange: Merge) -> None:
-        """Averages that are averages of have moved themselves: what they owe is paid with the next."""
+        """Merge what has arrived; what compression did not deliver is sent with the next round."""
         takes_part = exchange.message is not None and exchange.able
         self._agreed.merge_(self._buckets.sent if takes_part else None, exchange.target, exchange.round)
         if self._compressed is not None and exchange.carried_residual is not None:
@@ -256,7 +431,7 @@ class AveragingRound:
         self.deliver(exchange)
 
     def _moved_from(self, exchange: Merge) -> Tensor | None:
-        """Absent: from the last target to the new one. With a round that is not merged yet, from where that began."""
+        """Return the base of an absent replica: the last target, or where a round began that is not merged yet."""
         last = self._buckets.turn(exchange.target)
         pending = self._buckets.arrived
         if self._ledger.synchronous:  # there is no last target, and all that it did is in the others' models
@@ -272,23 +447,20 @@ class AveragingRound:
             exchange.healed = exchange.healed or pending.healed
 
     def abandon(self) -> None:
-        """The message goes nowhere; its work stays for another one. Under the lock."""
+        """Drop the message; its work stays for another one. Under the lock."""
         message = self._buckets.message
         self._buckets.message = None
         if isinstance(message, LocalMessage) and message.announced and message.healthy:
             self._agreed.abandon_(self._buckets.sent, message.fragment)
 
     def forget_debts(self) -> None:
-        """All replicas hold one model: nothing is owed."""
+        """Drop the residual: all replicas hold one model."""
         if self._compressed is not None:
             self._compressed.carried_residual.zero_()
 
 
-# A consensus: at a gate that every rank has reached, all replicas become one model.
-
-
 class ConsensusRound:
-    """See `RoundType`. It moves what replicas are, not the rule's messages: it is no outer step.
+    """The round type of a sync point: it moves what replicas are, not the rule's messages, and is no outer step.
 
     Args:
         control: the control plane.
@@ -334,7 +506,7 @@ class ConsensusRound:
         self._move_apart(exchange)
 
     def _move_apart(self, exchange: Merge) -> None:
-        """What does not travel in the bucket, where replicas differ in it."""
+        """Move what does not travel in the bucket, where replicas differ in it."""
         apart = self._replica.tensors.apart
         if not apart:
             return
@@ -348,7 +520,7 @@ class ConsensusRound:
                 exchange.apart[name] = tensor.detach().clone()
 
     def _one_of(self, name: str, tensor: Tensor, share: float) -> Tensor:
-        """The largest of integers and bools, the mean of others."""
+        """Return the largest of integers and bools, the mean of others."""
         if not tensor.is_floating_point():
             flat = tensor.to("cpu", torch.int64, copy=True).reshape(-1)
             self._transfer.largest_(flat)
@@ -378,7 +550,40 @@ class ConsensusRound:
         self._average.deliver(exchange)
 
 
-# Checkpoints of replicas that drift: what all have agreed on is copied with the round that was marked for it.
+class AnchorRound:
+    """The round type that gives all ranks the parameters from which one left synchronous training, in its bucket.
+
+    Args:
+        control: the control plane.
+        agreed: the rule, whose state begins.
+        ledger: this replica's work.
+        average: rounds, whose debts end with it.
+    """
+
+    takes_marks = False
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
+        self._buckets = control.buckets
+        self._transfer = control.transfer
+        self._agreed = agreed
+        self._ledger = ledger
+        self._average = average
+        self._source = 0
+
+    def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> InFlightRound:
+        self._source = plan.weights.index(1.0)
+        return InFlightRound(id, self, None, self._buckets.received)
+
+    def move(self, exchange: InFlightRound) -> None:
+        self._transfer.broadcast_(self._buckets.replica.of_rule(exchange.target), self._source)
+
+    def commit(self, exchange: InFlightRound) -> None:
+        self._agreed.begin(exchange.target)
+        self._average.forget_debts()
+
+    def hand_over(self, exchange: InFlightRound) -> None:
+        """Nothing to merge: the round with the messages follows."""
+        self._ledger.fresh = False
 
 
 class MarkedRound(NamedTuple):
@@ -394,7 +599,7 @@ class MarkedRound(NamedTuple):
 
 
 class CheckpointMarkers:
-    """Asks for marked rounds, and hands them to the training thread; the last one only.
+    """Checkpoints while replicas are asynchronous: asks for marked rounds, hands the last one to the training thread.
 
     Args:
         control: the control plane.
@@ -409,7 +614,7 @@ class CheckpointMarkers:
         self._ledger = ledger
         self._name = control.membership.generation.name
         self.settle: Callable[[], None] = lambda: None
-        """Called where a gate comes: what is due is taken now, as this replica is."""
+        """Called where a sync point comes: what is due is taken now, as this replica is."""
         control.on_mark(self._copy)
 
     # ---- the training thread ----
@@ -420,7 +625,7 @@ class CheckpointMarkers:
             self._box.asked |= Vote.SAVE
 
     def begin(self, saved: int) -> None:
-        """Saves up to this number are known to all ranks; before the control plane starts, or at a gate."""
+        """Saves up to this number are known to all ranks; before the control plane starts, or at a sync point."""
         with self._box.changed:
             self._box.saved = max(self._box.saved, saved)
 
@@ -504,214 +709,3 @@ class CheckpointMarkers:
         if not isinstance(exchange, Merge):  # gradients: the step that they are for comes with them
             mark = mark._replace(step=mark.step + 1)
         return MarkedRound(mark, share)
-
-
-# A start: after synchronous steps the rule's state begins anew, with the same parameters on all replicas.
-
-
-class AnchorRound:
-    """A round that gives all ranks the parameters from which one left synchronous training; its bucket holds them.
-
-    Args:
-        control: the control plane.
-        agreed: the rule, whose state begins.
-        ledger: this replica's work.
-        average: rounds, whose debts end with it.
-    """
-
-    takes_marks = False
-
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._buckets = control.buckets
-        self._transfer = control.transfer
-        self._agreed = agreed
-        self._ledger = ledger
-        self._average = average
-        self._source = 0
-
-    def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> InFlightRound:
-        self._source = plan.weights.index(1.0)
-        return InFlightRound(id, self, None, self._buckets.received)
-
-    def move(self, exchange: InFlightRound) -> None:
-        self._transfer.broadcast_(self._buckets.replica.of_rule(exchange.target), self._source)
-
-    def commit(self, exchange: InFlightRound) -> None:
-        self._agreed.begin(exchange.target)
-        self._average.forget_debts()
-
-    def hand_over(self, exchange: InFlightRound) -> None:
-        """Nothing to merge: the round with the messages follows."""
-        self._ledger.fresh = False
-
-
-class AveragingComponent:
-    """See `EngineComponent`.
-
-    Args:
-        control: the control plane.
-        agreed: the rule and its state.
-        ledger: this replica's work.
-        config: weights.
-    """
-
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
-        self._control = control
-        self._agreed = agreed
-        self._ledger = ledger
-        self._config = config
-        self._buckets = control.buckets
-        self._replica = control.buckets.replica
-        self.rule = agreed.rule
-        self.blank = AveragingPart(scalars=(0.0,) * self.rule.num_scalars)
-        self.average = AveragingRound(control, agreed, ledger, config)
-        self.consensus = ConsensusRound(control, agreed, ledger, self.average)
-        self.start = AnchorRound(control, agreed, ledger, self.average)
-        self.showing = False
-        """The parameters only show the model of a rendezvous, and are not this replica's own."""
-        self._diverged = False
-
-    # ---- what this rank says ----
-
-    def is_indispensable(self) -> bool:
-        return self._ledger.synchronous or self._ledger.fresh
-
-    def compose(self) -> AveragingPart:
-        ledger = self._ledger
-        weighting = self._config.weighting
-        weight = ledger.work.weight(weighting)
-        if self._config.compression != "none":
-            weight += REST * ledger.reported.weight(weighting)
-        return self.blank._replace(unreported=weight, fresh=ledger.fresh)
-
-    def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
-        """The message becomes the rule's on its first header."""
-        if isinstance(message, LocalMessage):
-            if not message.announced and not part.fresh:
-                self._announce(message)
-            part = part._replace(
-                due=message.due,
-                work=message.work.weight(self._config.weighting) if message.healthy else 0.0,
-                steps=message.steps if message.healthy else 0.0,
-                lr=message.lr,
-                healthy=message.healthy,
-                sound=message.sound,
-                fragment=message.fragment,
-                scalars=message.scalars or part.scalars,
-            )
-        return self._compared(part) if compare else part
-
-    def _announce(self, message: LocalMessage) -> None:
-        sent = self._buckets.sent
-        message.announced = True
-        message.healthy, message.sound = self._replica.judge_packed(sent)
-        message.healthy = message.healthy and bool(message.state_is_finite)
-        if message.healthy:  # else the rule's state would learn of it
-            message.scalars = self._agreed.message_(sent, message.fragment)
-
-    def _compared(self, part: AveragingPart) -> AveragingPart:
-        """With what this replica holds, for the gate at which all ranks stand."""
-        whole, rest = self._replica.digests()
-        if self.rule.restores_local and not self.showing:
-            whole = UNLIKE  # a replica's own model, in place of the one that the gate shows
-        healthy, sound = self._replica.judge()
-        return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
-
-    def weigh_step(self, samples: float) -> float:
-        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would; of none,
-        nothing."""
-        return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
-
-    # ---- what all headers ask for ----
-
-    def is_due(self, parts: Sequence[AveragingPart]) -> bool:
-        return any(p.due for p in parts)
-
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan | None:
-        """A round of those who have something to average; after synchronous steps first where the rule begins."""
-        if priority != ROUND:
-            return None
-        able = able_to_share(headers, parts)
-        present = [rank for rank, ok in enumerate(able) if ok and headers[rank].ready == ROUND]
-        work = [parts[rank].work if rank in present else 0.0 for rank in range(len(parts))]
-        # Where an agreement left no work to weigh by, one brings for all what the anchor has yet to learn.
-        steps = [parts[rank].steps if rank in present else 0.0 for rank in range(len(parts))]
-        if sum(work) <= 0.0 and not any(steps):
-            return AveragingPlan(None)
-        source = min(present, default=None)
-        fresh = any(p.fresh for p in parts)
-        if fresh:
-            first = max(present, key=lambda rank: work[rank])
-            weights = tuple(float(rank == first) for rank in range(len(work)))
-        else:
-            weights = self.rule.topology.row(Round(0, self._control.transfer.rank, tuple(work), tuple(steps)))
-        kind = self.start if fresh else self.average
-        return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
-
-    def settle(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> tuple[bool, AveragingPlan | None]:
-        """A gate opens where all hold the same, to the bit; else there is one model to be made."""
-        held = {(p.digest, p.digest_rest) for p in parts}
-        if any(p.digest == NOT_COMPARED for p in parts):
-            return False, None
-        unlike = any(p.digest == UNLIKE for p in parts)
-        if len(held) == 1 and not unlike:
-            return True, None
-        able = able_to_share(headers, parts)
-        work = [p.unreported if ok else 0.0 for p, ok in zip(parts, able, strict=True)]
-        if (total := sum(work)) <= 0.0:  # something has moved without a step
-            work = [float(ok) for ok in able]
-            total = sum(work)
-        weights = tuple(w / total for w in work)
-        alike = len({p.digest for p in parts}) == 1 and not unlike
-        fresh = any(p.fresh for p in parts)
-        return False, AveragingPlan(self.consensus, weights, tuple(able), able.index(True), fresh, alike)
-
-    def opened(self, here: bool) -> None:
-        """All replicas hold one model, which is the last target from now on."""
-        if not self.rule.restores_local:
-            self._ledger.agree()
-            self.average.forget_debts()
-            self._replica.note_agreed()
-            if not self._buckets.at_target:  # equal without an exchange
-                self._replica.pack_(self._buckets.received)
-                self._buckets.at_target = True
-        if here:
-            self.drop_left_over()
-
-    def drop_left_over(self) -> None:
-        """Take back a message that its schedule did not ask for; its work stays. Under the lock."""
-        message = self._buckets.message
-        if isinstance(message, LocalMessage) and not message.due:
-            self.average.abandon()
-
-    def drop(self) -> None:
-        """Nobody has anything to average."""
-        message = self._buckets.message
-        self.average.abandon()
-        if isinstance(message, LocalMessage) and not message.healthy and not self._diverged:
-            self._diverged = True
-            log.error(
-                "Rank %d: no replica is finite at step %d, so there is no model to take over: training has diverged. "
-                "Lower the learning rate, clip gradients, or resume from the last checkpoint.",
-                self._control.transfer.rank, message.step,
-            )  # fmt: skip
-
-
-def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
-    """The part of the parameters that all messages carry.
-
-    Raises:
-        CollectiveError: they differ.
-    """
-    fragments = {parts[rank].fragment for rank in present}
-    if len(fragments) != 1:
-        raise CollectiveError(f"The ranks' messages carry different fragments: {[p.fragment for p in parts]}.")
-    return fragments.pop()
-
-
-def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Which ranks hold what others may take over. Where none does at a gate, nobody is to be healed: all do."""
-    some_sound = any(p.sound and p.healthy for p in parts)
-    able = [p.healthy and (p.sound or not some_sound) for p in parts]
-    at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
-    return able if any(able) or not at_sync_points else [True] * len(parts)

@@ -1,4 +1,8 @@
-"""What replicas have agreed on: the rule's state, and which work is in no agreement yet."""
+"""What replicas have agreed on: the rule's state, and which work is in no agreement yet.
+
+`AveragerConfig` says how one replica averages; `RuleState` holds what all have agreed on, `WorkLedger` what this
+replica has done since.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +22,9 @@ from lightning_async.engine.shared_state import SharedState
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import FlatLayout
 
-# How one replica averages.
-
 REST = 1e-6
-"""What a reported step weighs at a gate beside a new one: a compressed message leaves a bit of what it reported in the
-replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
+"""What a reported step weighs at a sync point beside a new one: a compressed message leaves a bit of what it reported
+in the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
 Weighting = Literal["samples", "steps", "equal"]
 
@@ -192,7 +194,7 @@ class WorkLedger:
         self.last_round = self.now()
         self.missed += work is None and self.synchronous
         if work is not None or self.synchronous:
-            # Shared already: what is kept is only who has the newest model, should a rendezvous come next.
+            # Shared already: what is kept is only who has the newest model, should a sync point come next.
             self.work = work or Work()
             self.reported = Work()
             self.since_round = 0.0

@@ -1,11 +1,15 @@
 """Gradients that leave while the backward pass still makes others.
 
-the training thread                               the engine's thread, see `parts`
+the training thread                               the engine's thread, see `InParts`
 begin: a message that is empty  --------------->  headers meet, and decide
 a hook: part 0's gradients are there  --------->  its share goes into `received`, and its sum begins
 a hook: part 1  ------------------------------->  ...
 finish: the rest; which parameters were used,
 and which changed after they had left  -------->  where any has doubts all say that, and sum what changed once more
+
+`Overlap` runs on the training thread, `InParts` on the engine's; `Outgoing` is what both share. Gradients are read
+where the backward pass has put them, and stay there until all have committed: a reduction that fails is repeated, by
+whoever is left. The functions move parameters' gradients into a flat bucket, and back.
 """
 
 from __future__ import annotations
@@ -28,111 +32,94 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import ROOM, FlatLayout, with_tag
 
-# Parameters' gradients into a flat bucket, and back.
-
-
-def used_by(params: Sequence[Any]) -> Tensor:
-    """1.0 for every parameter that has a gradient."""
-    return torch.tensor([float(p.grad is not None) for p in params])
-
-
-def mask_of(used: Tensor) -> int:
-    """A hash of which parameters are used, that a float64 holds exactly."""
-    return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
-
-
-@torch.no_grad()
-def gradients_of(params: Sequence[Any]) -> list[Tensor]:
-    """Their gradients as real numbers; zeros where there is none."""
-    return [real(torch.zeros_like(p) if p.grad is None else strided(p.grad)) for p in params]
-
-
-class Plans:
-    """Ways between gradients, which are other tensors at each step, mostly of the same kinds, and a bucket."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, ops.Plan] = {}
-
-    @contextmanager
-    def of(self, gradients: Sequence[Tensor], key: object = None) -> Iterator[ops.Plan]:
-        """That of these; a ``key`` for each list of which there are others again."""
-        plan = self._known.get(key)
-        if plan is None or not plan.follow(gradients):
-            plan = self._known[key] = ops.Plan(FlatLayout(gradients), gradients)
-        try:
-            yield plan
-        finally:
-            plan.release()
-
-
-def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
-    """Gradients times ``scale``, one behind the other."""
-    ops.Plan(FlatLayout(gradients), gradients).pack_(part, weight=scale)
-
-
-@torch.no_grad()
-def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
-    """Gradients from the parameters' part of a bucket times ``scale``, which it is multiplied by; those that no replica
-    used stay None, sparse ones become dense."""
-    trained = replica.tensors.trained.values()
-    if scale != 1.0:
-        part.mul_(scale)
-    gradients = _places(trained)
-    with plans.of([real(g) for g in gradients]) as plan:
-        plan.apply_(part)
-    for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
-        if not any_used or p.grad is not gradient:
-            p.grad = gradient if any_used else None
-
-
-def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
-    """Make a mean over all samples one over those that each parameter's gradient is of. All ranks call this together.
-
-    Args:
-        layout: of the parameters.
-        mean: flat, of all ranks; changed.
-        behind: of this rank's samples, the part that each parameter's gradient is of; None: it brings nothing.
-        share: of this rank's samples in all ranks'.
-        transfer: adds up what all ranks have.
-    """
-    total = mean.new_zeros(len(layout))
-    if behind is not None:
-        total.add_(behind.to(total), alpha=share)
-    transfer.sum_(total)
-    for view, part in zip(layout.views(mean), total.tolist(), strict=True):
-        if part > 0.0:
-            view.div_(part)
-
-
-def _places(trained: Iterable[Any]) -> list[Tensor]:
-    """Memory for a gradient of each parameter: that of the one it has, unless it shares that, as autograd may give
-    several the same one (those of a stack that is summed)."""
-    places: list[Tensor] = []
-    taken: set[int] = set()
-    for p in trained:
-        place: Any = p.grad
-        if place is None or strided(place) is not place or place.data_ptr() in taken:
-            place = torch.empty_like(p)
-        places.append(place)
-        taken.add(place.data_ptr())
-    return places
-
-
-# Gradients on their way in parts, from the last parameter to the first, while others are still made.
-#
-# They are read where the backward pass has put them, and stay there until all have committed: a reduction that
-# fails is repeated, by whoever is left.
-
 _BEAT_S = 0.1
 _LINE = ROOM
 """Elements: a part begins on a multiple of these in its bucket, as that does behind its room."""
+
+
+class Overlap:
+    """Tells the engine's thread of gradients while the backward pass makes them, see `Backward`.
+
+    They stay where they are, and whole, until their mean replaces them. What has changed after it had left is summed
+    once more.
+
+    Args:
+        replica: whose gradients.
+    """
+
+    def __init__(self, replica: Replica) -> None:
+        self._replica = replica
+        self._layout: FlatLayout | None = None
+        self._params: list[Any] = []
+        self._backward: Backward | None = None
+        self._out: Outgoing | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether gradients and buckets are on the CPU. On GPUs they leave after the backward pass."""
+        on = {p.device.type for p in self._replica.tensors.trained.values()} | {self._replica.device.type}
+        return on == {"cpu"}
+
+    @property
+    def under_way(self) -> bool:
+        """`begin` was called, and not `finish`."""
+        return self._out is not None
+
+    def close(self) -> None:
+        """Leave the parameters alone from now on."""
+        if self._backward is not None:
+            self._backward.close()
+        self._backward = self._out = self._layout = None
+
+    def begin(self, out: Outgoing) -> None:
+        """A backward pass begins: ``out`` is to tell the engine's thread of it."""
+        backward = self._follow()
+        self._out = out
+        backward.begin()
+
+    def _tell(self, whole: Sequence[LayoutSpan]) -> None:
+        assert self._out is not None and self._backward is not None
+        for span in whole:
+            self._out.gradients[span.first : span.last] = gradients_of(self._params[span.first : span.last])
+        self._out.tell(self._backward.filled)
+
+    def finish(self) -> Outgoing:
+        """The backward pass is over. Returns what `begin` was given."""
+        out = self._out
+        params = self._params
+        backward = self._backward
+        assert out is not None and backward is not None
+        changed = backward.finish()
+        self._out = None
+        late = torch.zeros(len(params))
+        for i in changed:
+            late[i] = 1.0
+            (out.gradients[i],) = gradients_of([params[i]])
+        used = used_by(params) if out.used is None else torch.maximum(used_by(params), out.used)
+        out.tell(backward.filled, torch.cat([used, late]))
+        return out
+
+    def give_up(self) -> None:
+        """The backward pass has failed."""
+        self._out = None
+        if self._backward is not None:
+            self._backward.give_up()
+
+    def _follow(self) -> Backward:
+        """Parameters were frozen or unfrozen at a sync point."""
+        layout = self._replica.layout
+        if self._backward is None or self._layout is not layout:
+            self.close()
+            self._layout, self._params = layout, list(self._replica.tensors.trained.values())
+            self._backward = Backward(self._params, layout, self._tell)
+        return self._backward
 
 
 class Outgoing:
     """How far this replica's gradients are there; shared by both threads.
 
     Args:
-        changed: the mailbox's condition.
+        changed: the shared state's condition.
         patience_s: one part is waited for so long; then none is under way until all are there, as sums have timeouts.
         count: of the parameters.
         plans: by which gradients go into a bucket; the engine's thread has them.
@@ -192,7 +179,7 @@ class Outgoing:
 
     @property
     def ready(self) -> bool:
-        """Whether others can count on these gradients. Under the lock of the mailbox."""
+        """Whether others can count on these gradients. Under the lock of the shared state."""
         return self.flags is not None or self.withdrawn or not self.late
 
     def tell(self, filled: int, flags: Tensor | None = None) -> None:
@@ -322,79 +309,88 @@ class InParts:
         return part
 
 
-class Overlap:
-    """Tells the engine's thread of gradients while the backward pass makes them, see `Backward`.
+def used_by(params: Sequence[Any]) -> Tensor:
+    """1.0 for every parameter that has a gradient."""
+    return torch.tensor([float(p.grad is not None) for p in params])
 
-    They stay where they are, and whole, until their mean replaces them. What has changed after it had left is summed
-    once more.
+
+def mask_of(used: Tensor) -> int:
+    """A hash of which parameters are used, that a float64 holds exactly."""
+    return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
+
+
+@torch.no_grad()
+def gradients_of(params: Sequence[Any]) -> list[Tensor]:
+    """Their gradients as real numbers; zeros where there is none."""
+    return [real(torch.zeros_like(p) if p.grad is None else strided(p.grad)) for p in params]
+
+
+class Plans:
+    """Ways between gradients, which are other tensors at each step, mostly of the same kinds, and a bucket."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, ops.Plan] = {}
+
+    @contextmanager
+    def of(self, gradients: Sequence[Tensor], key: object = None) -> Iterator[ops.Plan]:
+        """That of these; a ``key`` for each list of which there are others again."""
+        plan = self._known.get(key)
+        if plan is None or not plan.follow(gradients):
+            plan = self._known[key] = ops.Plan(FlatLayout(gradients), gradients)
+        try:
+            yield plan
+        finally:
+            plan.release()
+
+
+def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
+    """Gradients times ``scale``, one behind the other."""
+    ops.Plan(FlatLayout(gradients), gradients).pack_(part, weight=scale)
+
+
+@torch.no_grad()
+def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
+    """Gradients from the parameters' part of a bucket times ``scale``, which it is multiplied by; those that no replica
+    used stay None, sparse ones become dense."""
+    trained = replica.tensors.trained.values()
+    if scale != 1.0:
+        part.mul_(scale)
+    gradients = _places(trained)
+    with plans.of([real(g) for g in gradients]) as plan:
+        plan.apply_(part)
+    for p, gradient, any_used in zip(trained, gradients, used.tolist(), strict=True):
+        if not any_used or p.grad is not gradient:
+            p.grad = gradient if any_used else None
+
+
+def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
+    """Make a mean over all samples one over those that each parameter's gradient is of. All ranks call this together.
 
     Args:
-        replica: whose gradients.
+        layout: of the parameters.
+        mean: flat, of all ranks; changed.
+        behind: of this rank's samples, the part that each parameter's gradient is of; None: it brings nothing.
+        share: of this rank's samples in all ranks'.
+        transfer: adds up what all ranks have.
     """
+    total = mean.new_zeros(len(layout))
+    if behind is not None:
+        total.add_(behind.to(total), alpha=share)
+    transfer.sum_(total)
+    for view, part in zip(layout.views(mean), total.tolist(), strict=True):
+        if part > 0.0:
+            view.div_(part)
 
-    def __init__(self, replica: Replica) -> None:
-        self._replica = replica
-        self._layout: FlatLayout | None = None
-        self._params: list[Any] = []
-        self._backward: Backward | None = None
-        self._out: Outgoing | None = None
 
-    @property
-    def possible(self) -> bool:
-        """Whether gradients and buckets are on the CPU. On GPUs they leave after the backward pass."""
-        on = {p.device.type for p in self._replica.tensors.trained.values()} | {self._replica.device.type}
-        return on == {"cpu"}
-
-    @property
-    def under_way(self) -> bool:
-        """`begin` was called, and not `finish`."""
-        return self._out is not None
-
-    def close(self) -> None:
-        """Leave the parameters alone from now on."""
-        if self._backward is not None:
-            self._backward.close()
-        self._backward = self._out = self._layout = None
-
-    def begin(self, out: Outgoing) -> None:
-        """A backward pass begins: ``out`` is to tell the engine's thread of it."""
-        backward = self._follow()
-        self._out = out
-        backward.begin()
-
-    def _tell(self, whole: Sequence[LayoutSpan]) -> None:
-        assert self._out is not None and self._backward is not None
-        for span in whole:
-            self._out.gradients[span.first : span.last] = gradients_of(self._params[span.first : span.last])
-        self._out.tell(self._backward.filled)
-
-    def finish(self) -> Outgoing:
-        """The backward pass is over. Returns what `begin` was given."""
-        out = self._out
-        params = self._params
-        backward = self._backward
-        assert out is not None and backward is not None
-        changed = backward.finish()
-        self._out = None
-        late = torch.zeros(len(params))
-        for i in changed:
-            late[i] = 1.0
-            (out.gradients[i],) = gradients_of([params[i]])
-        used = used_by(params) if out.used is None else torch.maximum(used_by(params), out.used)
-        out.tell(backward.filled, torch.cat([used, late]))
-        return out
-
-    def give_up(self) -> None:
-        """The backward pass has failed."""
-        self._out = None
-        if self._backward is not None:
-            self._backward.give_up()
-
-    def _follow(self) -> Backward:
-        """Parameters were frozen or unfrozen at a gate."""
-        layout = self._replica.layout
-        if self._backward is None or self._layout is not layout:
-            self.close()
-            self._layout, self._params = layout, list(self._replica.tensors.trained.values())
-            self._backward = Backward(self._params, layout, self._tell)
-        return self._backward
+def _places(trained: Iterable[Any]) -> list[Tensor]:
+    """Memory for a gradient of each parameter: that of the one it has, unless it shares that, as autograd may give
+    several the same one (those of a stack that is summed)."""
+    places: list[Tensor] = []
+    taken: set[int] = set()
+    for p in trained:
+        place: Any = p.grad
+        if place is None or strided(place) is not place or place.data_ptr() in taken:
+            place = torch.empty_like(p)
+        places.append(place)
+        taken.add(place.data_ptr())
+    return places

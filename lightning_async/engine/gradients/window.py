@@ -22,84 +22,6 @@ from lightning_async.engine.fingerprint import real, strided
 from lightning_async.engine.gradients.reduction import EarlierPasses, Reduction, SynchronousGradients
 from lightning_async.engine.sync_points import SyncPoints
 
-# What a run's windows of gradients add up to.
-
-
-@dataclass
-class WindowTotals:
-    """Of one replica.
-
-    Args:
-        number: windows that were reduced.
-        own: of these, those that this replica had a part in.
-        batches: of this replica, in them.
-        exchange_s: how long they travelled.
-        waited_s: how long the training thread has stood still for that; at gates, for all of it.
-        sent_bytes: of this replica's windows, as they travel.
-        left: batches in the window that has left last, and how long this replica had stood still before.
-    """
-
-    number: int = 0
-    own: int = 0
-    batches: int = 0
-    exchange_s: float = 0.0
-    waited_s: float = 0.0
-    sent_bytes: int = 0
-    left: tuple[int, float] = (0, 0.0)
-
-    title: ClassVar[str] = "Windows of gradients"
-    prefix: ClassVar[str] = "gradients"
-    shown: ClassVar[tuple[str, ...]] = ("windows", "hidden_share")
-
-    def leave(self, batches: int, sync_points: SyncPoints) -> None:
-        """One of so many batches is about to leave."""
-        self.left = batches, sync_points.waited_s
-
-    def arrive(self, arrived: Reduction, sync_points: SyncPoints, message_bytes: int) -> None:
-        """A reduced one is about to be stepped with, of which this replica's part has travelled in so many bytes."""
-        self.number += 1
-        self.exchange_s += arrived.exchange_s
-        batches, before_s = self.left
-        self.left = (0 if arrived.message is not None else batches), sync_points.waited_s
-        standing_s = math.inf if sync_points.standing else sync_points.waited_s - before_s
-        self.waited_s += min(standing_s, arrived.exchange_s)
-        if arrived.message is not None:
-            self.own = self.own + 1
-            self.batches = self.batches + batches
-            self.sent_bytes += message_bytes
-
-    @property
-    def each_s(self) -> float:
-        """See `Totals`."""
-        return self.exchange_s / self.number if self.number else 0.0
-
-    @property
-    def hidden_share(self) -> float:
-        """See `Totals`."""
-        return max(0.0, 1.0 - self.waited_s / self.exchange_s) if self.exchange_s > 0.0 else 1.0
-
-    @property
-    def batches_each(self) -> float:
-        """In a window of this replica, on average; 0.0 while there was none."""
-        return self.batches / self.own if self.own else 0.0
-
-    def rows(self) -> dict[str, str]:
-        """See `Totals`."""
-        return {
-            "windows reduced": f"{self.number}",
-            "batches in a window": f"{self.batches_each:.1f}",
-            "a window travels": f"{self.each_s:.3f} s, {100 * self.hidden_share:.1f}% hidden"
-            if self.number
-            else "no window",
-        }
-
-    def metrics(self) -> dict[str, float]:
-        """See `Totals`; what is of windows, from the first one on."""
-        of_windows = {
-            "window_s": self.each_s, "hidden_share": self.hidden_share, "batches_in_window": self.batches_each,
-        }  # fmt: skip
-        return {"windows": float(self.number), **(of_windows if self.number else {})}
-
 
 class Window:
     r"""Of one replica, on its training thread.
@@ -111,7 +33,7 @@ class Window:
     with gradients of other batches, :math:`n_{i,b}` and :math:`n_i` are those of the parameters of each.
 
     Args:
-        gradients: the wing by which it leaves.
+        gradients: the component by which it leaves.
     """
 
     def __init__(self, gradients: SynchronousGradients) -> None:
@@ -212,7 +134,7 @@ class Window:
         self.batches = 0
 
     def _follow_layout(self) -> None:
-        """Parameters were frozen or unfrozen at a gate: what there is of the others stays."""
+        """Parameters were frozen or unfrozen at a sync point: what there is of the others stays."""
         before = self._layout
         now = self._replica.layout
         if before is now:
@@ -261,3 +183,76 @@ class Window:
         self.samples = float(saved["samples"])
         self.batches = int(saved["batches"])
         self.since = int(saved["since"])
+
+
+@dataclass
+class WindowTotals:
+    """What the windows of one replica's run add up to.
+
+    Args:
+        number: windows that were reduced.
+        own: of these, those that this replica had a part in.
+        batches: of this replica, in them.
+        exchange_s: how long they travelled.
+        waited_s: how long the training thread has stood still for that; at sync points, for all of it.
+        sent_bytes: of this replica's windows, as they travel.
+        left: batches in the window that has left last, and how long this replica had stood still before.
+    """
+
+    number: int = 0
+    own: int = 0
+    batches: int = 0
+    exchange_s: float = 0.0
+    waited_s: float = 0.0
+    sent_bytes: int = 0
+    left: tuple[int, float] = (0, 0.0)
+
+    title: ClassVar[str] = "Windows of gradients"
+    prefix: ClassVar[str] = "gradients"
+    shown: ClassVar[tuple[str, ...]] = ("windows", "hidden_share")
+
+    def leave(self, batches: int, sync_points: SyncPoints) -> None:
+        """One of so many batches is about to leave."""
+        self.left = batches, sync_points.waited_s
+
+    def arrive(self, arrived: Reduction, sync_points: SyncPoints, message_bytes: int) -> None:
+        """A reduced one is about to be stepped with, of which this replica's part has travelled in so many bytes."""
+        self.number += 1
+        self.exchange_s += arrived.exchange_s
+        batches, before_s = self.left
+        self.left = (0 if arrived.message is not None else batches), sync_points.waited_s
+        standing_s = math.inf if sync_points.standing else sync_points.waited_s - before_s
+        self.waited_s += min(standing_s, arrived.exchange_s)
+        if arrived.message is not None:
+            self.own = self.own + 1
+            self.batches = self.batches + batches
+            self.sent_bytes += message_bytes
+
+    @property
+    def each_s(self) -> float:
+        return self.exchange_s / self.number if self.number else 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        return max(0.0, 1.0 - self.waited_s / self.exchange_s) if self.exchange_s > 0.0 else 1.0
+
+    @property
+    def batches_each(self) -> float:
+        """In a window of this replica, on average; 0.0 while there was none."""
+        return self.batches / self.own if self.own else 0.0
+
+    def rows(self) -> dict[str, str]:
+        return {
+            "windows reduced": f"{self.number}",
+            "batches in a window": f"{self.batches_each:.1f}",
+            "a window travels": f"{self.each_s:.3f} s, {100 * self.hidden_share:.1f}% hidden"
+            if self.number
+            else "no window",
+        }
+
+    def metrics(self) -> dict[str, float]:
+        """See `Totals`; what is of windows, from the first one on."""
+        of_windows = {
+            "window_s": self.each_s, "hidden_share": self.hidden_share, "batches_in_window": self.batches_each,
+        }  # fmt: skip
+        return {"windows": float(self.number), **(of_windows if self.number else {})}
