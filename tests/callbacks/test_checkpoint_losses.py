@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,10 @@ def test_those_that_are_left_save_on(place: str, schedule: str, dead: int, tmp_p
         assert given_up == 1, said
     elif place in ("handed over", "end", "raises"):
         assert given_up == 0, said
-    # A rank that merges and packs in one tick while the next round commits has no part: the next save follows.
-    assert "could not be saved" not in said or "comes too late for its part" in said
+    # A rank that merges and packs in one tick while the next round commits has no part, and one that writes its part of
+    # a save that is given up meanwhile finds its folder gone: the next save follows.
+    expected = r"comes too late for its part" + (r"|\[Errno 2\] .*\.tmp-" if given_up else "")
+    assert "could not be saved" not in said or re.search(expected, said), said
     if place in ("step", "mark", "part"):
         assert sum(save.ranks == left for save in saves) > 2, "saves go on"
 
