@@ -201,7 +201,11 @@ CHECKS: tuple[Check, ...] = (
 
 def circles(trees: Mapping[str, ast.Module]) -> list[str]:
     """Modules that import each other at run time, directly or by others; imports for type checking do not count."""
-    below = {name: run_time_imports(name, trees) for name in trees}
+    return in_circles({name: run_time_imports(name, trees) for name in trees})
+
+
+def in_circles(below: dict[str, set[str]]) -> list[str]:
+    """Return the names of a graph that are on a circle, or between two."""
     while apart := [
         name
         for name, names in below.items()
@@ -228,7 +232,7 @@ def _is_type_checking(node: ast.stmt) -> bool:
     return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
 
 
-def folder_cycles(trees: Mapping[str, ast.Module]) -> set[str]:
+def folder_cycles(trees: Mapping[str, ast.Module]) -> list[str]:
     """Folders that import each other, directly or by others, wherever in their modules; parents are no others."""
     below = defaultdict(set)
     for name, tree in trees.items():
@@ -239,10 +243,7 @@ def folder_cycles(trees: Mapping[str, ast.Module]) -> set[str]:
             apart = other not in (folder, *folder.parents) and folder not in other.parents
             if apart and folder != Path():
                 below[str(folder)].add(str(other))
-    while ends := {name for name, names in below.items() if not names & below.keys()}:
-        for name in ends:
-            del below[name]
-    return set(below)
+    return in_circles(below)
 
 
 def words_of(name: str) -> set[str]:
@@ -354,7 +355,7 @@ def test_cycles_are_found():
     ]
     comm = "from lightning_async.comm.a import A"
     assert not folder_cycles(trees("", comm, "", "", ""))
-    assert folder_cycles(trees("", comm, "", "", f"def f():\n    {a}")) == {"algorithms", "comm"}
+    assert folder_cycles(trees("", comm, "", "", f"def f():\n    {a}")) == ["algorithms", "comm"]
 
 
 def test_words_of_names():

@@ -10,7 +10,7 @@ from importlib import import_module
 COMMANDS = {
     "doctor": "say what is installed, what runs, and why not something better",
     "build-horovod": "build Horovod for the installed torch (--mpi, --nccl)",
-    "launch": "start the ranks of a training, on this host or on several, and see to their end",
+    "launch": "start the ranks of a training on this host, and see to their end",
     "serve": "serve parameters to workers that are started elsewhere",
     "checkpoint": "list, verify, export or prune the checkpoints of a directory",
     "status": "show what the replicas of a job do while it runs",

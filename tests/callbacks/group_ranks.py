@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
-import socket
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from typing import Any
 import torch
 
 from lightning_async import AsyncGradientStrategy, DeltaMean, DiLoCo, EveryNSteps, Synchronous
-from lightning_async._sockets import snapshot
+from lightning_async._sockets import listening_port, own_address, shut_down, snapshot
 from tests.callbacks.checkpoint_ranks import preempted, send, until
 from tests.strategies.workers import rank, scenario, together
 from tests.support import free_port
@@ -39,11 +37,8 @@ def leave_group(folder: Path) -> None:
     A rank whose worker has died of the signal may leave within a step. The others wait for it in DDP's collectives
     until its connections close.
     """
-    for descriptor in snapshot():  # whatever still holds the group, as garbage in a cycle does
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            if connection.family != socket.AF_UNIX and not listens:
-                connection.shutdown(socket.SHUT_RDWR)
+    # Whatever still holds the group, as garbage in a cycle does. A Unix socket has no such address.
+    shut_down({fd: inode for fd, inode in snapshot().items() if own_address(fd) and listening_port(fd) is None})
     torch.distributed.destroy_process_group()
     (folder / f"port-{rank()}").write_text(str(free_port()))
     ports = [folder / f"port-{each}" for each in (0, 1)]
