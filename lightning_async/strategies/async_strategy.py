@@ -24,18 +24,20 @@ from lightning_async.errors import Evicted, PeerLost, StoreLost
 from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.strategies.join import JoinCoordinator, JoiningRank
+from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.rank_mapping import started
 from lightning_async.strategies.session import FitSessions, Session
-from lightning_async.strategies.step_runner import LocalSteps
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.environment.settings import check_checkpoint, check_settings
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
+from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.base import ElasticTransport, Transport
 from lightning_async.transports.resolve import TransportName
 
+_PLAIN_STEPS = StepRunner()
 _fits = itertools.count(1)  # of this process, in the order of its script, which is the same on all ranks
 
 
@@ -56,7 +58,7 @@ class AsyncStrategy(ReplicatedStrategy):
     """
 
     checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
-    make_step_runner: Callable[..., Any] = LocalSteps
+    make_step_runner: Callable[..., StepRunner] = LocalSteps
     """Makes what takes the steps of a session."""
     make_totals: Callable[[], Any] | None = None
     """Makes `Totals` of what replicas exchange; None: averaging rounds."""
@@ -162,36 +164,23 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.begin_again()
-        session = self._session
-        world = self.world
-        if session is not None and world is not None:
-            world.asynchronous = True
-            session.step_runner.start_batch(batch)
-
-    def finish_batch(self) -> None:
-        if self._session is not None:
-            self._session.step_runner.finish_batch()
+        if self._session is not None and self.world is not None:
+            self.world.asynchronous = True
+            self.step_runner.start_batch(batch)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         run = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        session = self._session
-        if session is None or not self.module.automatic_optimization:
-            return run(closure)
-        return session.step_runner.step(closure, run)
+        return self.step_runner.step(optimizer, closure, run)
 
     def skip_batch(self) -> None:
-        if self._session is not None:
-            self._session.step_runner.skip_batch()
+        self.step_runner.skip_batch()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if (session := self._session) is None:
-            return super().backward(closure_loss, *args, **kwargs)
-        with session.step_runner.backward():
+        with self.step_runner.backward():
             return super().backward(closure_loss, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        if (session := self._session) is not None:
-            session.step_runner.after_backward()
+        self.step_runner.after_backward()
 
     # ---- ranks that are lost ----
 
@@ -227,18 +216,15 @@ class AsyncStrategy(ReplicatedStrategy):
             None if fit_sessions is None or fit_sessions.session is None else fit_sessions.session.averager.sync_points
         )
 
-    alone = "so there is nothing to average"
-    between_windows = True
-    count = staticmethod(batch_size)
-    in_step = served = called = False
-    missed_steps: int | None = None
-
-    def call_with_step(self) -> bool:
-        return False
-
     @property
-    def gathers(self) -> bool:
-        return self._trainer.fit_loop.epoch_loop._should_accumulate()
+    def step_runner(self) -> StepRunner:
+        """Takes the steps of this replica; where nothing is exchanged, as they come."""
+        session = self._session
+        return _PLAIN_STEPS if session is None else session.step_runner
+
+    alone = "so there is nothing to average"
+    count = staticmethod(batch_size)
+    in_step = served = False
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -110,44 +110,24 @@ def come_together(strategy: Any) -> bool:
     return bool(found.again)
 
 
-class Roles(Protocol):
-    """Of the ranks of one strategy."""
-
-    @property
-    def num_serving(self) -> int:
-        """So many of those that were started as ranks, the last ones, are no replicas."""
-        ...
-
-    def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError where not all ranks can be replicas, and this one asks for that."""
-        ...
-
-    def check_ranks(self, started: int) -> None:
-        """Raise ValueError where that leaves no replica."""
-        ...
-
-    def is_alone(self, world_size: int) -> bool:
-        """Whether a replica, of so many, needs nobody."""
-        ...
-
-    def take_part(self, strategy: Any) -> None:
-        """Come back, to train; else do what this rank is there for, and end the process."""
-        ...
-
-
-class AllTrain:
-    """All ranks are replicas."""
+class Roles:
+    """Which ranks of a strategy are replicas: this base says that all are."""
 
     num_serving = 0
+    """How many of the ranks, the last ones, are no replicas."""
 
-    def check_transport(self, transport: Transport) -> None: ...
+    def check_transport(self, transport: Transport) -> None:
+        """Raise ValueError where not all ranks can be replicas over this transport."""
 
-    def check_ranks(self, started: int) -> None: ...
+    def check_ranks(self, started: int) -> None:
+        """Raise ValueError where so many ranks leave no replica."""
 
     def is_alone(self, world_size: int) -> bool:
+        """Return whether a replica, of so many, needs nobody."""
         return world_size == 1
 
-    def take_part(self, strategy: Any) -> None: ...
+    def take_part(self, strategy: Any) -> None:
+        """Return on a replica; elsewhere do what the rank is there for, and end the process."""
 
 
 if TYPE_CHECKING:
@@ -175,8 +155,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     is_distributed = True
     strategy_name: str
-    roles: Roles = AllTrain()
-    """Which ranks are replicas."""
+    roles = Roles()
 
     def __init__(
         self,

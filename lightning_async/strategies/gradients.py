@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, SparseAdam
 
 from lightning_async._checks import check_choice, check_int
 from lightning_async.algorithms import DeltaMean, Synchronous
@@ -26,6 +24,7 @@ from lightning_async.trainer.environment.settings import check_optimizers
 from lightning_async.trainer.loops.updates import ExternalWindowSize, OptimizerUpdates
 from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, set_for_now, take_back
 from lightning_async.trainer.namespace import name as namespace
+from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 
@@ -173,7 +172,9 @@ class AsyncGradientStrategy(AsyncStrategy):
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
             if self.world is not None or is_joining(self):
-                self.updates = OptimizerUpdates(trainer, self._after_batch, self._batch)
+                self.updates = OptimizerUpdates(
+                    trainer, lambda: self.step_runner.after_batch(), lambda: self.step_runner.batch()
+                )
                 self._undo += self.updates.install()
         super().setup(trainer)
         if trainer.state.fn == "fit" and self.world is not None:
@@ -193,41 +194,12 @@ class AsyncGradientStrategy(AsyncStrategy):
         if trainer.state.fn == "fit" and not self.module.automatic_optimization:
             check_apart(type(self).__name__, self.module, self.optimizers)
 
-    def _batch(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._session is None else self._session.step_runner.batch()
-
-    def _after_batch(self) -> None:
-        if self._session is not None:
-            self._session.step_runner.after_batch()
-
-    def make_step_runner(self, *args: Any) -> WindowSteps:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `AsyncStrategy`."""
+    def make_step_runner(self, *args: Any) -> StepRunner:  # pyright: ignore[reportIncompatibleVariableOverride]
         return WindowSteps(*args) if self.module.automatic_optimization else ManualWindowSteps(*args)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        step_runner = None if self._session is None else self._session.step_runner
-        if not isinstance(step_runner, ManualWindowSteps) or step_runner.steps:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        output = closure()
-        step_runner.gather(optimizer)
-        return output
-
-    @property
-    def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Drifting`."""
-        return self._session is None or self._session.step_runner.between_windows
-
-    missed_steps = 0
 
     @property
     def in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Drifting`."""
         return isinstance(self.accumulate, int) and (self.sizes is None or self.sizes.least == 0.0 or self.sizes.even)
-
-    @property
-    def gathers(self) -> bool:
-        """See `Drifting`."""
-        return self._session is not None and self._session.step_runner.gathers
 
     @property
     def is_update_step(self) -> bool:

@@ -26,6 +26,7 @@ from lightning_async.parameter_server.tables import ParameterGroup, ParameterGro
 from lightning_async.parameter_server.worker import Worker, plan_of
 from lightning_async.strategies import server_lifecycle
 from lightning_async.strategies.averaging_state import SavedState
+from lightning_async.strategies.base import Roles
 from lightning_async.strategies.server_lifecycle import Servers, serve
 from lightning_async.strategies.server_options import Mode, StalenessView, ahead
 from lightning_async.trainer.configuration_checks import check_momentum_stays
@@ -42,8 +43,8 @@ log = logging.getLogger(__name__)
 Placement = Literal["colocated", "dedicated"]
 
 
-class ServerRoles:
-    """Some ranks may serve. See `Roles`.
+class ServerRoles(Roles):
+    """Roles where some ranks may serve.
 
     Args:
         owner: the strategy's name, for messages.
@@ -86,8 +87,7 @@ class ServerRoles:
         return self._num_servers or 1
 
     @property
-    def num_serving(self) -> int:
-        """How many ranks do."""
+    def num_serving(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.num_servers if self.dedicated else 0
 
     def of(self, environment: Any) -> tuple[str, int]:

@@ -27,8 +27,8 @@ from lightning_async.membership.generation import Generation
 from lightning_async.membership.signing import SECRET
 from lightning_async.membership.status import ENDED, FAILED, StatusPublisher, StatusRecord, publish
 from lightning_async.strategies.averaging_state import SavedState, state_of
+from lightning_async.strategies.local_steps import is_scaled
 from lightning_async.strategies.rank_mapping import RankMap, started
-from lightning_async.strategies.step_runner import is_scaled
 from lightning_async.trainer.data.samplers import SamplerResize
 from lightning_async.trainer.loop_patches import DriftPatches, ShortEpochs
 from lightning_async.trainer.loops.averaged_models import AveragedModels
@@ -279,7 +279,7 @@ class Session:
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
         names = self._world.gather_objects(self.averager.sync_points.name)
         paces = self._world.gather_objects(list(self._strategy.pacing.mean))
-        self.step_runner.sum_up()
+        self.step_runner.complete_summary()
         summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
         if (live_ranks := self._strategy.live_ranks) is not None:
             summary.rank = live_ranks.generation.rank

@@ -24,10 +24,11 @@ from lightning_async.engine.gradients.window import Window, WindowTotals
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.strategies.delay_correction import correcting
+from lightning_async.strategies.local_steps import StepBatches, learning_rate, loss_scale
 from lightning_async.strategies.server_steps import SampleCounts
-from lightning_async.strategies.step_runner import StepBatches, learning_rate, loss_scale
 from lightning_async.trainer.loops.updates import OptimizerUpdates
 from lightning_async.trainer.namespace import changes_gradients, pulls, searches_lr
+from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from lightning_async.strategies.gradients import AsyncGradientStrategy
@@ -37,8 +38,8 @@ _GRADIENTS = Step(Action.GRADIENTS)
 _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 
 
-class WindowSteps:
-    """The step runner of windows, in place of `LocalSteps`; at sync points, see `SyncPointParticipant`.
+class WindowSteps(StepRunner):
+    """The step runner of windows of gradients, in automatic optimization; it takes part in sync points.
 
     A sync point finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so
     are the gradients of others who train on, so that all replicas have taken the same steps when it opens. The last
@@ -50,6 +51,8 @@ class WindowSteps:
         gradients: by which windows leave.
         meet: how a sync point that a step needs is opened; no step needs one here.
     """
+
+    missed_steps = 0
 
     def __init__(
         self,
@@ -84,7 +87,6 @@ class WindowSteps:
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
-        """Let go of the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -106,7 +108,6 @@ class WindowSteps:
     # ---- batches ----
 
     def start_batch(self, batch: Any) -> None:
-        """The training thread has a batch."""
         self._averager.sync_points.resume()
         if self._held:
             self._go()
@@ -116,23 +117,12 @@ class WindowSteps:
     def _count_samples(self, samples: float) -> None:
         self._batch_samples = samples
 
-    def finish_batch(self) -> None:
-        """Nothing is put off to the end of a batch."""
-
-    def sum_up(self) -> None: ...
-
-    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
-        """``run`` the optimizer's step."""
-        return run(closure)
-
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Its forward and backward pass."""
         with self._pass.guard(), self._correcting.batch(opens=not self._window.batches):
             yield
 
     def backward(self) -> AbstractContextManager[None]:
-        """A backward pass."""
         size = self._size if self._window.batches else self._window_schedule.size
         self._pass.begin(self._batch_samples, size, self._averager.step)
         return self._pass.guard()
@@ -169,13 +159,11 @@ class WindowSteps:
                 self._end_if_last()
 
     @property
-    def between_windows(self) -> bool:
-        """None of a size is open."""
+    def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not self._window_schedule.in_turn or self._held or not self._window.batches
 
     @property
-    def gathers(self) -> bool:
-        """Gradients of batches are here that are in no step, and not on their way to one."""
+    def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._window.batches > 0
 
     # ---- windows ----
@@ -361,8 +349,10 @@ class ManualWindowSteps(WindowSteps):
     def after_backward(self) -> None:
         """Gradients stay where they are, until their optimizer asks for a step."""
 
-    def gather(self, optimizer: Optimizer) -> None:
-        """This optimizer asks for a step."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        if self.steps:
+            return run(closure)
+        output = closure()
         self._batches.see()
         number = self._strategy.optimizers.index(optimizer)
         if not self._window.batches:
@@ -370,6 +360,7 @@ class ManualWindowSteps(WindowSteps):
         samples = self._sample_counts.take(number) or self._batch_samples
         self._window.add_(samples, self._window_schedule.scale, self._averager.step, self._sample_counts.params[number])
         self._asked = True
+        return output
 
     def after_batch(self) -> None:
         self._batches.see()

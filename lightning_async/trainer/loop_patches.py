@@ -127,7 +127,9 @@ class Validation:
             if due and not isinstance(validation_interval(self._trainer), timedelta):
                 self._due += 1
                 due = self._due > self._held
-            asked = Vote.VALIDATE in sync_points.agreed and self._strategy.between_windows and not self._comes()
+            asked = (
+                Vote.VALIDATE in sync_points.agreed and self._strategy.step_runner.between_windows and not self._comes()
+            )
             return due or (asked and self._trainer.enable_validation)
 
         return should_check_val_fx

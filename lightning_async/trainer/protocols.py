@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.trainer.step_runner import StepRunner
 
 
 class AsyncStrategyView(Protocol):
@@ -41,6 +42,11 @@ class AsyncStrategyView(Protocol):
         ...
 
     @property
+    def step_runner(self) -> StepRunner:
+        """Takes the steps of this replica."""
+        ...
+
+    @property
     def world(self) -> LightningCollectives | None:
         """Collectives over all ranks; None in a world of one."""
         ...
@@ -53,31 +59,11 @@ class AsyncStrategyView(Protocol):
         """
         ...
 
-    @property
-    def between_windows(self) -> bool:
-        """Whether this rank may join a validation of others: it has no batches of a step that others have whole."""
-        ...
-
     in_step: bool
     """Replicas take every step together, each after the same number of its own batches, as long as it has some."""
 
-    @property
-    def gathers(self) -> bool:
-        """Whether it has gradients in accumulation: batches that would be in nobody's share, were it lost now."""
-        ...
-
     served: bool
     """Weights are on servers: replicas are copies of them, and there is one model."""
-
-    def call_with_step(self) -> bool:
-        """Have what this replica sends next call all others, so that all come behind the same step; False: each comes
-        when it hears of it."""
-        ...
-
-    @property
-    def called(self) -> bool:
-        """Whether somebody has, with the step that this replica has just taken."""
-        ...
 
     def start_over(self) -> None:
         """All ranks are here, with one model: the training that begins with the next batch is another one."""
@@ -86,13 +72,6 @@ class AsyncStrategyView(Protocol):
     def begin_again(self) -> None:
         """Before a sync point: if a checkpoint was restored during training, be asynchronous from there."""
         ...
-
-    def finish_batch(self) -> None:
-        """Before a sync point: the last batch is done with."""
-        ...
-
-    missed_steps: int | None
-    """Synchronous steps of the others that this replica's optimizers have not taken; None where it takes none."""
 
     def on_model_changed(self) -> None:
         """A sync point has given all replicas another model."""

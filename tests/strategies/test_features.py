@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.strategies.step_runner import learning_rate
+from lightning_async.strategies.local_steps import learning_rate
 from tests.strategies import problem
 from tests.strategies.features import Gan, Odd
 from tests.strategies.problem import batches, distance, flat, joined, train_alone

@@ -511,7 +511,7 @@ class JoinerData:
         count = fit.epoch_loop.batch_progress.current
         ends = epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
-        in_step = count.ready != count.completed or (count.ready > 0 and self._strategy.gathers)
+        in_step = count.ready != count.completed or (count.ready > 0 and self._strategy.step_runner.accumulates)
         is_within = epoch.known and by_batch and not in_step and not ends
         lengths: list[int] = []
         return _Place(
@@ -535,7 +535,9 @@ class JoinerData:
             sync_points = self._strategy.sync_points
             loop = self._trainer.fit_loop.epoch_loop
             ended = self._follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
-            if ended and not self._strategy.gathers:  # its stream goes on, and the others' have come to an end
+            if (
+                ended and not self._strategy.step_runner.accumulates
+            ):  # its stream goes on, and the others' have come to an end
                 loop.batch_progress.is_last_batch = True
 
         return on_advance_end

@@ -85,12 +85,12 @@ class StepState:
     def make_equal(self, world: LightningCollectives) -> None:
         """Those that take synchronous steps have what the one of all ranks has that has missed the fewest. All ranks
         call this together."""
-        missed = self._strategy.missed_steps
+        missed = self._strategy.step_runner.missed_steps
         mine = 0 if missed is None else self._digest()
         if (state := world.in_one_generation(lambda: self._others(world, missed, mine))) is not None:
             self._put(state)
         if missed is not None:
-            self._strategy.missed_steps = 0
+            self._strategy.step_runner.missed_steps = 0
 
     def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
         """What that one has; None where this rank has it, too, or takes no synchronous steps."""

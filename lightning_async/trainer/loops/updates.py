@@ -140,7 +140,7 @@ class ExternalWindowSize(AccumulationWindows):
         if self.away:
             return
         samples = self._count(batch)
-        if self._trainer.strategy.between_windows:
+        if self._trainer.strategy.step_runner.between_windows:
             self.planned = self._plan(samples)
             self.batches = 0
             self.samples = 0.0
@@ -152,7 +152,7 @@ class ExternalWindowSize(AccumulationWindows):
         self.even = (begins or self.even) and samples * self.planned.batches == self.planned.samples
 
     def end_batch(self) -> bool:
-        if self.away or not self.is_open or not self._trainer.strategy.between_windows:
+        if self.away or not self.is_open or not self._trainer.strategy.step_runner.between_windows:
             return False
         self.is_open = False
         return True
