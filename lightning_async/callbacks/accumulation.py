@@ -30,6 +30,7 @@ from lightning_async.callbacks.divergence_signals import norm
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan, gradients_of
 from lightning_async.trainer.loops.updates import ExternalWindowSize
 from lightning_async.trainer.namespace import batch_size, check_object, pytorch, replace, set_for_now, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 # What is measured of windows of accumulation: the noise of their gradients, and the time that their steps add.
 
@@ -514,14 +515,18 @@ class AdaptiveGradientAccumulation(Callback):
         if probe is not None:
             windows.before_backward = lambda scale: probe.before_backward(trainer, scale)
             windows.after_backward = lambda ends: probe.after_backward(trainer, ends)
-        if (count := self.count) is not None and ranks_of(trainer.strategy) > 1 and hasattr(trainer.strategy, "count"):
+        if (
+            (count := self.count) is not None
+            and ranks_of(trainer.strategy) > 1
+            and view_of(trainer.strategy).asynchronous
+        ):
             self._undo.append(set_for_now(trainer.strategy, "count", lambda batch: float(count(batch))))
         self._undo += [
             *windows.install(),
             *self._rates.install(trainer),
             replace(trainer, "_teardown", self._tear_down),
         ]
-        if hasattr(trainer.strategy, "accumulate"):
+        if view_of(trainer.strategy).in_windows:
             self._undo.append(set_for_now(trainer.strategy, "lent", True))
         windows.planned = windows.planned._replace(batches=sizes.first)
         windows.show()  # for who asks how many steps there will be

@@ -17,6 +17,7 @@ from lightning_async.callbacks.monitor import monitor_for_now
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
@@ -37,7 +38,6 @@ from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.base import ElasticTransport, Transport
 from lightning_async.transports.resolve import TransportName
 
-_PLAIN_STEPS = StepRunner()
 _fits = itertools.count(1)  # of this process, in the order of its script, which is the same on all ranks
 
 
@@ -57,6 +57,7 @@ class AsyncStrategy(ReplicatedStrategy):
         TypeError, ValueError: see `ReplicatedStrategy`.
     """
 
+    asynchronous = True
     checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
     make_step_runner: Callable[..., StepRunner] = LocalSteps
     """Makes what takes the steps of a session."""
@@ -205,9 +206,13 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def averager(self) -> BackgroundAverager | None:
-        """What averages this replica with the others, while it trains."""
         session = self._session
         return None if session is None else session.averager
+
+    @property
+    def gradients(self) -> SynchronousGradients | None:
+        session = self._session
+        return None if session is None else session.gradients
 
     @property
     def sync_points(self) -> SyncPoints | None:
@@ -218,13 +223,11 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def step_runner(self) -> StepRunner:
-        """Takes the steps of this replica; where nothing is exchanged, as they come."""
         session = self._session
-        return _PLAIN_STEPS if session is None else session.step_runner
+        return super().step_runner if session is None else session.step_runner
 
     alone = "so there is nothing to average"
     count = staticmethod(batch_size)
-    in_step = served = False
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:

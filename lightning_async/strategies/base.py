@@ -45,6 +45,7 @@ from lightning_async.trainer.namespace import (
     searches_lr,
     take_back,
 )
+from lightning_async.trainer.strategy_view import StrategyView
 from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName, choose_transport, register
 
@@ -139,7 +140,7 @@ else:
 T = TypeVar("T")
 
 
-class ReplicatedStrategy(ParallelStrategy):
+class ReplicatedStrategy(ParallelStrategy, StrategyView):
     """One whole replica per rank, on the device of its local rank.
 
     Args:
@@ -154,6 +155,7 @@ class ReplicatedStrategy(ParallelStrategy):
     """
 
     is_distributed = True
+    replicated = True
     strategy_name: str
     roles = Roles()
 
@@ -171,13 +173,9 @@ class ReplicatedStrategy(ParallelStrategy):
         self._dead_after = dead_after
         self._num_nodes = 1
         self._connection: Connection | None = None
-        self.failed = False
-        """This rank has ended with an exception: nothing waits for others any more."""
         self.num_runs = self._operations = 0
         self.live_ranks: RankMap | None = left_here()
         """Who is left, where training goes on without those that are lost."""
-        self.host: Any = None
-        """Takes joining ranks in; None where nobody can come, as the transport is no `ElasticTransport`."""
         self.own_steps = OwnSteps(self)
         self._own_steps_undo: list[Undo] = []
 
@@ -287,7 +285,6 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def connection(self) -> Connection | None:
-        """Of all ranks, while the Trainer runs; None in a world of one."""
         return self._connection
 
     @property

@@ -82,6 +82,8 @@ class AsyncGradientStrategy(AsyncStrategy):
     """
 
     strategy_name = "async_gradients"
+    in_windows = True
+    updates: OptimizerUpdates | None = None
     make_totals = WindowTotals
 
     def __init__(
@@ -134,7 +136,6 @@ class AsyncGradientStrategy(AsyncStrategy):
             min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
-        self.updates: OptimizerUpdates | None = None
         self.sizes: ExternalWindowSize | None = None
         """Says how large windows are, in place of `accumulate`."""
         self.lent = False

@@ -35,7 +35,7 @@ from lightning_async.trainer.namespace import (
     take_back,
     validation_interval,
 )
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Validation:
     """
 
     def __init__(
-        self, strategy: AsyncStrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData
+        self, strategy: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
@@ -337,7 +337,7 @@ class DriftPatches:
         trainer: its loops, its signal connector, and some of its callbacks are patched.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         stopping = Stopping(strategy, trainer)

@@ -34,7 +34,7 @@ from lightning_async.trainer.data.join import end_as_others, how_it_ended
 from lightning_async.trainer.loops.loop_state import put_missing, take_logged
 from lightning_async.trainer.loops.lr_schedules import LearningRates
 from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_for_now, take_back, validation_interval
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class LostRankData:
         rates: what schedulers have taken.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, rates: LearningRates) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._rates = rates
@@ -405,7 +405,7 @@ class JoinerData:
         rates: what schedulers have taken.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, epoch: EpochAssignment, rates: LearningRates) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, epoch: EpochAssignment, rates: LearningRates) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._epoch = epoch
@@ -647,7 +647,7 @@ class EmptyShards:
         trainer: its fit loop and its module.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._seen_loader: Any = None

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import digest, strided
 from lightning_async.trainer.namespace import Undo, replace
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 # Learning rates that change per batch may follow the mean number of steps over all replicas.
 
@@ -28,7 +28,7 @@ class LearningRates:
         trainer: its schedulers.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self.stepped: dict[int, int] = {}
@@ -77,7 +77,7 @@ class StepState:
         rates: what schedulers have taken.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, rates: LearningRates) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._rates = rates

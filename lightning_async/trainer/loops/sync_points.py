@@ -22,7 +22,7 @@ from lightning_async.events import tell
 from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.loops.preemption import in_this_process
 from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, replace, replace_for_users, set_for_now
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 # Lightning's `SpikeDetection` on asynchronous replicas: one rank sees a spike of its loss, all ranks raise.
 #
@@ -90,7 +90,7 @@ class Stopping:
         trainer: whose they are.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._spikes = Spikes(trainer, self._vote)
@@ -188,7 +188,7 @@ class FitSyncPoints:
         stopping: how all ranks leave early.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, stopping: Stopping) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, stopping: Stopping) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._stopping = stopping
@@ -308,7 +308,7 @@ class CollectiveActions:
 
     def __init__(
         self,
-        strategy: AsyncStrategyView,
+        strategy: StrategyView,
         trainer: Any,
         meeting: FitSyncPoints,
         saving: CollectiveCallback,
@@ -392,7 +392,7 @@ class WaitForReplicas:
     """
 
     def __init__(
-        self, strategy: AsyncStrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
+        self, strategy: StrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer

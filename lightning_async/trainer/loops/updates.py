@@ -15,6 +15,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loops.accumulation import AccumulationWindows
 from lightning_async.trainer.loops.averaged_models import follow_step
 from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_for_now
+from lightning_async.trainer.strategy_view import view_of
 
 # Replicas that take every step together have one learning rate: schedulers follow these steps, and epochs of
 # all.
@@ -166,8 +167,8 @@ class ExternalWindowSize(AccumulationWindows):
 
 
 def updates_of(trainer: Any) -> OptimizerUpdates | None:
-    """Those of the fit under way; None where a step belongs to the batch that Lightning has at hand."""
-    return getattr(trainer.strategy, "updates", None)
+    """Return those of the fit; None where a step belongs to the batch that Lightning has at hand."""
+    return view_of(trainer.strategy).updates
 
 
 class OptimizerUpdates:
