@@ -13,6 +13,8 @@ import pytest
 
 from tests.support import ROOT
 
+pytestmark = pytest.mark.processes
+
 CARELESS = {
     "thread": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", "threads"),
     "process": ("kept.append(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1))", "processes"),

@@ -209,6 +209,7 @@ def test_what_is_said_to_run_a_command_exists(command: str):
         assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("fence", [fence for fence in ALL if fence.kind == "python"], ids=str)
 def test_python_runs_as_it_stands(fence: Fence, tmp_path: Path):
     script = tmp_path / "block.py"

@@ -582,7 +582,7 @@ class AdaptiveGradientAccumulation(Callback):
         if self._windows is None or self._windows.away:
             return
         self._before = trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._keep()
-        runner = trainer.strategy.step_runner
+        runner = view_of(trainer.strategy).step_runner
         held = self._lent and runner.accumulates and runner.between_windows
         if held:  # the window that was full leaves now, with what was to be heard with it
             self._sizes.tell()

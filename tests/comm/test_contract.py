@@ -15,6 +15,8 @@ from lightning_async.comm.simulated import FaultyCollectives, InProcessWorld
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(

@@ -13,6 +13,8 @@ from tests.strategies.features import Gan, Odd
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.features"
 EIGHT = joined(batches(0, 8), batches(1, 8))
 
