@@ -30,8 +30,7 @@ from tests.test_layers import ALLOWED
 
 COMMANDS = {
     "make test": ".ci/run",
-    "make lint": ".ci/run",
-    "make types": ".ci/run",
+    "make check": ".ci/run",
     "make demo": "tests/examples/test_char_lm.py::test_a_short_run_ends_with_numbers_and_a_picture",
     "make horovod": ".ci/run",
     "make native": ".ci/run",
