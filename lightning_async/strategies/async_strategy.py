@@ -26,7 +26,6 @@ from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.strategies.join import JoinCoordinator, JoiningRank
 from lightning_async.strategies.local_steps import LocalSteps
-from lightning_async.strategies.rank_mapping import started
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.environments import is_joining
@@ -188,7 +187,7 @@ class AsyncStrategy(ReplicatedStrategy):
     @property
     def fewest(self) -> int:
         """With so many replicas training does not end."""
-        return self.config.survives(started(self), can_lose=isinstance(self.transport, ElasticTransport))
+        return self.config.survives(self.num_started, can_lose=isinstance(self.transport, ElasticTransport))
 
     @property
     def patience(self) -> timedelta:
@@ -196,7 +195,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def shrinks(self) -> bool:
-        return self.fewest < max(started(self), (self.host and self.config.max_replicas) or 0)
+        return self.fewest < max(self.num_started, (self.host and self.config.max_replicas) or 0)
 
     # ---- sync points ----
 

@@ -1,7 +1,7 @@
 """What every strategy of this package shares: ranks and their launch, one model at the start, collectives.
 
-`ReplicatedStrategy` is that; `Roles` say which ranks are replicas. `come_together` asks the store which process comes
-back, where nobody counts the starts of a rank, or somebody does for each rank alone.
+`ReplicatedStrategy` is that; `Roles` say which ranks are replicas. `asks_the_store` says where the store knows which
+process comes back, because nobody counts the starts of a rank, or somebody does for each rank alone.
 """
 
 from __future__ import annotations
@@ -80,42 +80,13 @@ def asks_the_store(variables: Mapping[str, str]) -> bool:
     return told == _AUTO or (told is None and by_torchrun and several and variables.get("LOCAL_WORLD_SIZE") == "1")
 
 
-def come_together(strategy: Any) -> bool:
-    """All ranks call this at the start of their first run; whether others train, so that this one joins them.
-
-    Args:
-        strategy: whose ranks they are; it knows its numbers.
-
-    Raises:
-        ValueError: the store is asked for and cannot say it.
-        CollectiveTimeout: ranks are missing, and nobody trains.
-    """
-    if strategy.host is None or not asks_the_store(os.environ):
-        return False
-    quorum = getattr(strategy, "quorum", None)
-    rank = strategy.global_rank
-    if quorum is not None and not quorum.is_all:
-        if os.environ.get(REJOIN) == _AUTO:
-            raise ValueError(
-                f"{REJOIN}={_AUTO}: all ranks begin together, and `wait_for_workers` says that some come later. Leave "
-                'it at "all".'
-            )
-        return False
-    with naming_the_stores_host(rank):
-        found = strategy.transport.assemble(strategy.cluster_environment)
-    os.environ[REJOIN] = f"{found.again}@{found.attempt}"
-    if found.again:
-        log.warning("Rank %d was started again while others train.", rank)
-    elif found.attempt:
-        log.info("Rank %d begins with all others, which were started again, too.", rank)
-    return bool(found.again)
-
-
 class Roles:
     """Which ranks of a strategy are replicas: this base says that all are."""
 
     num_serving = 0
     """How many of the ranks, the last ones, are no replicas."""
+    begin_together = True
+    """Training begins when all ranks have come."""
 
     def check_transport(self, transport: Transport) -> None:
         """Raise ValueError where not all ranks can be replicas over this transport."""
@@ -240,6 +211,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
             return self.live_ranks.generation.world_size
         return super().world_size - self.roles.num_serving
 
+    @property
+    def num_started(self) -> int:
+        """How many ranks there were at first, with those that are lost since."""
+        return self.world_size if self.live_ranks is None else self.live_ranks.started
+
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
@@ -256,11 +232,37 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def setup_environment(self) -> None:
         self.set_world_ranks()  # a process that was forked learns its number here
-        if come_together(self):
+        if self._comes_late():
             self._environment = numbered_last(self._environment)
         self.roles.take_part(self)
         super().setup_environment()
         self.connect_ranks()
+
+    def _comes_late(self) -> bool:
+        """Return whether others train already; where the store is to say that, all ranks call this in their first run.
+
+        Raises:
+            ValueError: the store is asked for and cannot say it.
+            CollectiveTimeout: ranks are missing, and nobody trains.
+        """
+        if self.host is None or not asks_the_store(os.environ):
+            return False
+        if not self.roles.begin_together:
+            if os.environ.get(REJOIN) == _AUTO:
+                raise ValueError(
+                    f"{REJOIN}={_AUTO}: all ranks begin together, and `wait_for_workers` says that some come later. "
+                    'Leave it at "all".'
+                )
+            return False
+        rank = self.global_rank
+        with naming_the_stores_host(rank):
+            found = cast(Any, self.transport).assemble(self.cluster_environment)
+        os.environ[REJOIN] = f"{found.again}@{found.attempt}"
+        if found.again:
+            log.warning("Rank %d was started again while others train.", rank)
+        elif found.attempt:
+            log.info("Rank %d begins with all others, which were started again, too.", rank)
+        return bool(found.again)
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""

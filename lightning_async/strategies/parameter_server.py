@@ -174,7 +174,7 @@ class ParameterServerStrategy(AsyncStrategy):
         config = AveragerConfig(
             timeouts=Timeouts.or_default(timeouts), min_replicas=min_replicas, max_replicas=max_replicas
         )
-        roles = ServerRoles(owner, placement, num_servers, server_address)
+        roles = ServerRoles(owner, placement, num_servers, server_address, self.quorum.is_all)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
         clock = server_options.clock_of(self, lr_clock)
         super().__init__(

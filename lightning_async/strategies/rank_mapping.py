@@ -145,11 +145,6 @@ def run_name(run: int) -> str:
     return f"lightning_async/{run}"
 
 
-def started(strategy: Any) -> int:
-    """How many ranks there were at first, with those that are lost since."""
-    return strategy.world_size if strategy.live_ranks is None else strategy.live_ranks.started
-
-
 def left_here() -> RankMap | None:
     """Who is left, where an earlier run of this process has lost ranks."""
     return _here[0] if _here else None

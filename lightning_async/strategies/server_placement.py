@@ -51,6 +51,7 @@ class ServerRoles(Roles):
         placement: ``"colocated"``: all ranks train. ``"dedicated"``: the last ranks serve.
         num_servers: None: one.
         server_address: servers are elsewhere.
+        begin_together: training begins when all workers have come.
 
     Raises:
         ValueError: an unknown placement.
@@ -62,6 +63,7 @@ class ServerRoles(Roles):
         placement: Placement,
         num_servers: int | None,
         server_address: str | None,
+        begin_together: bool = True,
     ) -> None:
         check_choice(owner, "placement", placement, get_args(Placement))
         self._owner = owner
@@ -73,6 +75,7 @@ class ServerRoles(Roles):
                 f'`{owner}(placement="dedicated", server_address={server_address!r})`: servers that were started on '
                 "their own are no ranks. Leave one of them out."
             )
+        self.begin_together = begin_together
         self.expects_more = False
         """Workers that begin do so without others, which are to be taken in."""
 

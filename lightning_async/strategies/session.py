@@ -28,7 +28,7 @@ from lightning_async.membership.signing import SECRET
 from lightning_async.membership.status import ENDED, FAILED, StatusPublisher, StatusRecord, publish
 from lightning_async.strategies.averaging_state import SavedState, state_of
 from lightning_async.strategies.local_steps import is_scaled
-from lightning_async.strategies.rank_mapping import RankMap, started
+from lightning_async.strategies.rank_mapping import RankMap
 from lightning_async.trainer.data.samplers import SamplerResize
 from lightning_async.trainer.loop_patches import DriftPatches, ShortEpochs
 from lightning_async.trainer.loops.averaged_models import AveragedModels
@@ -83,7 +83,7 @@ class FitSessions:
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
             strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
-            if (began := started(strategy)) == 1:
+            if (began := strategy.num_started) == 1:
                 strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
             else:
                 log.warning(
@@ -194,7 +194,7 @@ class Session:
         if control.regroup.possible:
             generation = connection.membership.generation
             before = strategy.live_ranks
-            wanted = config.fewest(started(strategy))
+            wanted = config.fewest(strategy.num_started)
             strategy.live_ranks = RankMap(generation, strategy.num_runs, strategy.fewest, before, wanted)
             if strategy.shrinks:
                 strategy.live_ranks.tell()
