@@ -126,7 +126,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.undo += self.pacing.install()
 
     def on_train_start(self) -> None:
-        """All ranks hold the same model: replicas part from here."""
+        """Let the replicas part: all ranks hold the same model."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
             self.start_over()
         if is_joining(self):
@@ -248,29 +248,29 @@ class AsyncStrategy(ReplicatedStrategy):
     # ---- settings ----
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
+        """Return what must be equal on all ranks in a fit."""
         return {
             "strategy": type(self).__qualname__, "buffers": self.buffers,
             "backend": self.transport.backend_on(self.root_device), **self.config.settings(),
         }  # fmt: skip
 
     def usual_settings(self) -> dict[str, object]:
-        """What need not be equal, but commonly is."""
+        """Return what need not be equal, but commonly is."""
         return {"timeouts": self.config.timeouts}
 
     # ---- servers, where weights are theirs ----
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
-        """These ranks are lost, and this one has another number; on the engine's thread."""
+        """Forget ranks that are lost; this one is ``rank`` from here on. Called on the engine's thread."""
 
     # ---- joining ranks ----
 
     def handed_over(self) -> dict[str, Any]:
-        """What joining ranks need of this strategy besides."""
+        """Return what a joining rank needs of this strategy besides."""
         return {}
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        """What those who train have `handed_over`."""
+        """Take what the live ranks have `handed_over`."""
 
     # ---- checkpoints ----
 

@@ -116,7 +116,6 @@ class AsyncAveragingStrategy(AsyncStrategy):
         return None if shared is None or isinstance(self.schedule, Synchronous) else shared
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
         return {
             **super().settings(), "rule": self.rule, "schedule": self.schedule,
             "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,

@@ -56,11 +56,12 @@ _AUTO = "auto"
 
 
 def asks_the_store(variables: Mapping[str, str]) -> bool:
-    """Whether the store is to say what a process with these variables is: they say so, or each rank has an agent of
-    torchrun, of which each counts for itself, and starts its own rank again.
+    """Return whether the store knows which rank comes back.
+
+    The variables say so, or each rank has an agent of torchrun, which counts and starts its own rank only.
 
     Raises:
-        ValueError: they say so, and not that somebody else than rank 0 has the store.
+        ValueError: the variables say so, and rank 0 itself has the store.
 
     >>> agents = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
     >>> asks_the_store({**agents, "WORLD_SIZE": "3"}), asks_the_store({**agents, "WORLD_SIZE": "1"})
@@ -81,7 +82,7 @@ def asks_the_store(variables: Mapping[str, str]) -> bool:
 
 
 class Roles:
-    """Which ranks of a strategy are replicas: this base says that all are."""
+    """The ranks of a strategy that are replicas; in this base, all."""
 
     num_serving = 0
     """How many of the ranks, the last ones, are no replicas."""
@@ -154,7 +155,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def cluster_environment(self) -> Any:
-        """Who this rank is."""
+        """This rank's environment, in which its number may change."""
         return self._environment
 
     @cluster_environment.setter
@@ -199,28 +200,28 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def global_rank(self) -> int:
-        """This rank's number, which changes where others are lost and training goes on without them."""
+        """The number of this rank; it changes where others are lost and training goes on without them."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.rank
         return min(super().global_rank, self.world_size - 1) if is_joining(self) else super().global_rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are, without those that are lost, and those that are no replicas."""
+        """The number of replicas: of all ranks, without lost ones and those that are no replicas."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.world_size
         return super().world_size - self.roles.num_serving
 
     @property
     def num_started(self) -> int:
-        """How many ranks there were at first, with those that are lost since."""
+        """The number of ranks that began, with those that are lost since."""
         return self.world_size if self.live_ranks is None else self.live_ranks.started
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
-        """A rank that was started here is gone. Returns how long the others may take to end; None: they go on."""
+        """Report a dead rank of this host; return how long the others may take to end; None: they go on."""
         rank = self.node_rank * self.num_processes + local_rank
         live_ranks = self.live_ranks
         if live_ranks is not None and live_ranks.does_without(rank):
@@ -275,11 +276,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def place(self) -> Any:
-        """The environment of the replicas that are there."""
+        """The environment of the live replicas."""
         return among(self.live_ranks, self.cluster_environment, self.roles.num_serving)
 
     def use(self, connection: Connection, run: int) -> None:
-        """All ranks are connected for this run."""
+        """Use a connection of all ranks for this run."""
         self._connection = connection
         self.num_runs = run
         self._operations = 0
@@ -291,7 +292,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def bucket_device(self) -> torch.device:
-        """Where payloads are staged."""
+        """The device on which payloads are staged."""
         return self.transport.bucket_device(self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -303,14 +304,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """The strategy's name, and the same with the ways to start ranks from a notebook."""
+        """Register the strategy's name, and the same with each way to start ranks from a notebook."""
         register(cls, strategy_registry)
 
     # ---- the model ----
 
     @property
     def module(self) -> LightningModule:
-        """The user's module, which is there from `connect` on."""
+        """The user's module; there is one from `connect` on."""
         return cast("LightningModule", self._users_module)
 
     @property
@@ -328,13 +329,12 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     def _lightning_module(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, module: LightningModule | None
     ) -> None:
-        """The Trainer hands over its module before it asks whether this strategy can train one that was compiled."""
+        """Take the module; the Trainer asks later whether this strategy can train a compiled one."""
         self._users_module = module
         self._compiled.hide(module)
 
     @property
     def launcher(self) -> Any:
-        """The Trainer asks for it as soon as a run begins."""
         self._compiled.show()
         return super().launcher
 
@@ -343,7 +343,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self._compiled.show()
 
     def setup_replica(self, trainer: Any) -> None:
-        """What `setup` does in every strategy: one model on all ranks, its optimizers, its precision."""
+        """Set up what every strategy has: one model on all ranks, its optimizers, its precision."""
         fitting = trainer.state.fn == "fit"
         cast(Any, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(self.module)

@@ -204,13 +204,13 @@ class AsyncGradientStrategy(AsyncStrategy):
 
     @property
     def is_update_step(self) -> bool:
-        """Whether the optimizer has stepped with the batch under way, or just done with; for hooks at its end."""
+        """Whether the optimizer has stepped with this batch; for hooks at the end of a batch."""
         if self.updates is not None:
             return self.updates.taken
         return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
 
     def tell_place(self) -> None:
-        """A window is about to leave: what is lost with this rank from here on begins behind it."""
+        """Tell the data how far this replica is as a window leaves: what comes later would be lost with this rank."""
         if self.fit_sessions is not None:
             self.fit_sessions.patches.tell_place()
 
@@ -220,7 +220,6 @@ class AsyncGradientStrategy(AsyncStrategy):
         self.updates = None
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
         return {
             **super().settings(), "accumulate": self.accumulate, "delay": self.delay, "warmup_steps": self.warmup_steps,
             "correction": self.correction, "compression": self.compression,

@@ -133,7 +133,7 @@ class LocalSteps(StepRunner):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
+        """Return a context for a backward pass; gradients to be averaged leave as it makes them."""
         self._batches.see()
         trained = self._gradients.replica.tensors.trained.values()
         if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
@@ -190,8 +190,10 @@ class LocalSteps(StepRunner):
 
     @property
     def _factor(self) -> float:
-        """The number that makes gradients in accumulation a mean over the batches that have a loss. Lightning divides
-        each loss by the number of all, while their samples count as if it were the number of these."""
+        """The factor that makes accumulated gradients a mean over the batches that have a loss.
+
+        Lightning divides each loss by the number of all batches, while samples are counted of these only.
+        """
         strategy = self._strategy
         if not self._without_loss or _weighs_by_samples(strategy.module.trainer):
             return 1.0
@@ -221,12 +223,12 @@ class LocalSteps(StepRunner):
             reset(strategy.optimizers)
 
     def _forget_state(self) -> None:
-        """This replica was not finite: what its optimizers remember is not either, where it is not averaged."""
+        """Reset the optimizers, where their state is not averaged: this replica was not finite, so neither are they."""
         if self._strategy.optimizer_state_policy != "average":
             reset(self._strategy.optimizers)
 
     def _count(self, *_: Any) -> None:
-        """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
+        """Count a real optimizer step: mixed precision skips some, and users step optimizers themselves."""
         self._seen += 1
         if self._is_synchronous() and not self._reduced:
             raise RuntimeError(
@@ -255,7 +257,7 @@ class StepBatches:
         """For recomputing BatchNorm's statistics, where that is asked for."""
 
     def start(self, batch: Any) -> None:
-        """The training thread has a batch; or the one before, where `training_step` takes them."""
+        """Begin a batch; where `training_step` takes batches by itself, it is not known yet."""
         self.see()
         self._unseen = self._pulls
         if not self._pulls:
@@ -292,7 +294,7 @@ def _weighs_by_samples(trainer: Any) -> bool:
 
 
 def is_scaled(strategy: Any) -> bool:
-    """Whether mixed precision multiplies losses, and so gradients until the step."""
+    """Return whether mixed precision multiplies losses, and so gradients until the step."""
     scaler = getattr(strategy.precision_plugin, "scaler", None)
     return scaler is not None and scaler.is_enabled()
 

@@ -71,7 +71,7 @@ class FitSessions:
         AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
 
     def come(self) -> None:
-        """The same, of one that comes while the others train, and is told what they have."""
+        """Patch the loops of a joining rank, which is told what the others have."""
         self.undo.append(self.patches.remove)
         self.patches.install()
 
@@ -97,7 +97,7 @@ class FitSessions:
         self.patches.begin_steps(connection.world)
 
     def start_over(self) -> None:
-        """All ranks are here, and the next training begins on a connection of its own."""
+        """End this session; the next one begins on a connection of its own. All ranks are here."""
         self.stop()
         self._strategy.disconnect(in_order=True)
         self._strategy.connect_ranks()
@@ -105,7 +105,7 @@ class FitSessions:
         self.patches.start_over()
 
     def begin_again(self) -> None:
-        """Before a batch or a sync point: if a checkpoint was restored during training, average from there."""
+        """Begin a session, if a checkpoint was restored during training; called before batches and sync points."""
         if self._begins_anew:
             self.begin()
 
@@ -157,7 +157,7 @@ class FitSessions:
 
 
 class Session:
-    """What averages in the background while the replica trains; closed by `close`.
+    """One training of this replica among the others: its engine, averager and step runner; closed by `close`.
 
     A fit has one, and another one for each time that training begins anew within it.
 

@@ -102,7 +102,7 @@ class WindowSteps(StepRunner):
             self._restored = True
 
     def _count(self, *_: Any) -> None:
-        """After every real optimizer step: mixed precision skips some."""
+        """Count a real optimizer step: mixed precision skips some."""
         self._seen += 1
 
     # ---- batches ----
@@ -128,7 +128,7 @@ class WindowSteps(StepRunner):
         return self._pass.guard()
 
     def after_backward(self) -> None:
-        """A batch's gradients are there; or those of a piece of it, where there is no memory for more at once."""
+        """Note that there are gradients of the batch, or of a piece of it where memory is short."""
         self._made = True
 
     def skip_batch(self) -> None:
@@ -139,7 +139,7 @@ class WindowSteps(StepRunner):
         self._made = True
 
     def after_batch(self) -> None:
-        """Its gradients go into the window: close that, if it is time."""
+        """Add the batch's gradients to the window, and close that, if it is time."""
         if self._made:
             self._made = False
             if not self._window.batches:
@@ -169,7 +169,7 @@ class WindowSteps(StepRunner):
     # ---- windows ----
 
     def _close(self) -> None:
-        """The window is full: step with the one before, then this one leaves."""
+        """Step with the window before, then send this one, which is full."""
         if not self._pass.under_way:
             self._arrive()
         if not self._hold():
@@ -181,7 +181,7 @@ class WindowSteps(StepRunner):
         self._take()
 
     def _hold(self) -> bool:
-        """Whether a checkpoint of the model as it is comes first, at the end of this batch, with nothing in flight."""
+        """Return whether a checkpoint comes first, at the end of this batch, with nothing in flight."""
         self._held = self._window_schedule.late and self._window_schedule.updates.left > 1 and self._averager.marks.due
         return self._held
 
@@ -207,7 +207,7 @@ class WindowSteps(StepRunner):
             self._gradients.wait_until_free()
 
     def _end_if_last(self) -> None:
-        """The last step before ``max_steps`` has no delay: no window follows that would bring it."""
+        """Take the last step before ``max_steps`` without a delay: no window follows that would bring it."""
         if self._window_schedule.updates.left == 1:
             self._arrive()
 
@@ -340,7 +340,7 @@ class ManualWindowSteps(WindowSteps):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass: its samples are behind all gradients that are there after it."""
+        """Return a context for a backward pass, which counts its samples for all gradients that are there after it."""
         self._sample_counts.begin_pass()
         yield
         self._batches.see()
@@ -435,7 +435,7 @@ def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 
 class WindowSchedule:
-    """What holds for the windows of one replica now. Callbacks may change what the strategy says at any moment.
+    """The size and delay of one replica's windows now; callbacks may change them at any moment.
 
     Args:
         strategy: says how it accumulates.
@@ -474,18 +474,18 @@ class WindowSchedule:
         return size_of(self._strategy.accumulate, self._averager.sync_points) if sizes is None else sizes.size
 
     def fills(self, batches: int, samples: float, size: float) -> bool:
-        """Whether so many batches, of so many samples, are a window that is to have ``size`` batches."""
+        """Return whether these batches and samples fill a window of ``size`` batches."""
         sizes = self._strategy.sizes
         return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
 
     @property
     def scale(self) -> float:
-        """What mixed precision multiplies losses by."""
+        """The factor by which mixed precision multiplies losses."""
         return loss_scale(self._strategy)
 
     @property
     def batch_scale(self) -> float:
-        """What a batch's gradients are multiplied by: Lightning divides the loss, too."""
+        """The factor by which a batch's gradients are multiplied: Lightning divides the loss, too."""
         return self.scale / self._strategy.module.trainer.accumulate_grad_batches
 
 
@@ -541,7 +541,7 @@ class LastBackward:
         """The window is on its way, and its pass, or the batch that it is of, is not over."""
 
     def begin(self, samples: float, size: float, step: int) -> None:
-        """A backward pass begins, of a batch of so many samples.
+        """Begin a backward pass, and let the window leave with it where that is possible.
 
         Args:
             samples: of the batch.
@@ -567,7 +567,7 @@ class LastBackward:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """The pass, or all of its batch: where that fails nobody waits for its gradients."""
+        """Return a context for the pass, or its whole batch: where that fails, nobody waits for its gradients."""
         try:
             yield
         except BaseException:
@@ -577,7 +577,7 @@ class LastBackward:
             raise
 
     def finish(self) -> float:
-        """The batch is over: it is in the window, which has left. Returns the samples behind that."""
+        """End the batch, which is in the window that has left; return the number of samples in it."""
         self.under_way = False
         self._window.clear()
         self._gradients.finish_last()
