@@ -1,7 +1,6 @@
 """How much is accumulated before a step: by epoch, by step, by the noise of gradients, by the share of communication.
 
-An `AccumulationPolicy` says how large a window is; it does no I/O and has no threads or clocks. `lr_factor` is what a
-learning rate is multiplied by where a step has more samples than the one that it was chosen for. `Noise` is the noise
+An `AccumulationPolicy` says how large a window is, and `lr_factor` how the learning rate follows. `Noise` is the noise
 scale of gradients: how large a batch may be before more samples add little. `BalancedWindows` and `batch_sizes` give
 each replica as much work as it can do in the time of the others.
 """
@@ -100,7 +99,7 @@ class Noise(NamedTuple):
     weight: float = 0.0
 
     def add(self, estimated: tuple[float, float], decay: float) -> Noise:
-        """With one more estimate, see `estimate`; one that is not finite changes nothing."""
+        """Add one more estimate, see `estimate`; one that is not finite changes nothing."""
         if not all(map(math.isfinite, estimated)):
             return self
         weight = decay * self.weight + 1 - decay
@@ -123,12 +122,12 @@ Measured = Literal["nothing", "noise", "times"]
 
 
 class Times(NamedTuple):
-    """What the batches of recent windows took.
+    """The times of batches in recent windows.
 
     Args:
         batch_s: seconds of a batch up to the end of its backward pass, without a step.
-        step_s: seconds that the last batch of a window takes more than that until gradients are ready to step with:
-            the part of communication that nothing hides.
+        step_s: seconds that the last batch of a window takes more, until gradients are ready to step with: the part of
+            communication that nothing hides.
     """
 
     batch_s: float
@@ -136,7 +135,7 @@ class Times(NamedTuple):
 
 
 class WindowProgress(NamedTuple):
-    """Where training is when a window begins.
+    """The state of training when a window begins.
 
     Args:
         step: optimizer steps taken.
@@ -157,7 +156,7 @@ class WindowProgress(NamedTuple):
 
 @runtime_checkable
 class AccumulationPolicy(Protocol):
-    """How large a window is: a pure function of where training is."""
+    """A choice of the windows' sizes: a pure function of the state of training."""
 
     unit: Unit = "any"
     """What `size` counts: "batches", "samples", or "any": what the argument counts that the policy is given to."""
@@ -168,7 +167,7 @@ class AccumulationPolicy(Protocol):
 
     @abstractmethod
     def size(self, progress: WindowProgress) -> int:
-        """Of the window that begins, and of those up to the next decision."""
+        """Return the size of the window that begins, and of those up to the next decision."""
         ...
 
 
@@ -274,7 +273,6 @@ class NoiseScale(AccumulationPolicy):
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162
 
-    >>> from lightning_async.algorithms.accumulation import Noise
     >>> policy, now = NoiseScale(minimum=16, maximum=1024), WindowProgress(step=0, epoch=0, size=64)
     >>> [policy.size(now._replace(noise=Noise(1.0, scale, 1.0))) for scale in (8.0, 100.0, 5000.0)]
     [32, 100, 128]
@@ -327,7 +325,6 @@ class CommunicationShare(AccumulationPolicy):
 
     Source: the ratio of computation to communication, as for local steps in Stich, 2019, https://arxiv.org/abs/1805.09767
 
-    >>> from lightning_async.algorithms.accumulation import Times
     >>> CommunicationShare(share=0.2).size(WindowProgress(step=0, epoch=0, times=Times(batch_s=0.05, step_s=0.1)))
     8
     """
@@ -387,8 +384,7 @@ class BalancedWindows:
         maximum: :math:`n_{\max}`. Default 64.
 
     Raises:
-        TypeError: an argument is not an int.
-        ValueError: a number is less than 1, or the bounds leave no room for ``batches``.
+        TypeError, ValueError: an argument is not an int of at least 1, or the bounds leave no room for ``batches``.
 
     Source: dynamic local updates of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024,
     https://arxiv.org/abs/2401.09135, for windows of gradients
@@ -407,7 +403,7 @@ class BalancedWindows:
         check_int(self, "maximum", at_least=self.batches)
 
     def size(self, speeds: Sequence[float], me: int) -> int:
-        """Batches in the next window of the replica at place ``me``; ``batches``, while a speed is not known (0.0)."""
+        """Return the next window of the replica ``me``, in batches; ``batches``, while a speed is not known (0.0)."""
         if not all(speed > 0.0 for speed in speeds):
             return self.batches
         wanted = round(len(speeds) * self.batches * speeds[me] / sum(speeds))

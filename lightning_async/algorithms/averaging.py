@@ -30,7 +30,7 @@ class Topology:
     """
 
     def row(self, round: Round) -> tuple[float, ...]:
-        r""":math:`W_{i\cdot}`: the weight, for the replica ``round.rank``, of every replica's message."""
+        r"""Return :math:`W_{i\cdot}`: the weight, for the replica ``round.rank``, of every replica's message."""
         raise NotImplementedError
 
 
@@ -57,17 +57,17 @@ class AllMean(Topology):
 
 
 class Round(NamedTuple):
-    """What every replica knows about one averaging round before its payload moves.
+    """The facts of one averaging round that every replica knows before its payload moves.
 
     Args:
         id: number of this round; committed rounds count up by one on all replicas.
         rank: this replica.
         work: every replica's work since its last round (samples, or steps); zero for one that is absent.
         steps: every replica's optimizer steps since its last round.
-        scalars: what every replica's `AveragingRule.message_` returned.
+        scalars: every replica's, from `AveragingRule.message_`.
         lr: every replica's inner learning rate; 0 where it is absent. Replicas may differ, so a rule that needs one
             must derive a common value.
-        fragment: which part of the parameters this round carries.
+        fragment: number of the part of the parameters in this round.
     """
 
     id: int
@@ -101,7 +101,7 @@ class AveragingRule(Protocol[S]):
     @property
     @abstractmethod
     def topology(self) -> Topology:
-        """How the messages travel."""
+        """The way of the messages."""
         ...
 
     num_scalars: int
@@ -124,7 +124,7 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
-        """The state at a point where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
+        """Return the state where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
         ...
 
     @abstractmethod
@@ -136,16 +136,15 @@ class AveragingRule(Protocol[S]):
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
         """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
 
-        ``sent`` is None on a replica that was absent, or whose parameters were not finite: that one takes over what is
-        in ``received``. Returns the state after the round.
+        ``sent`` is None on a replica that was absent, or not finite: that one takes over ``received``. Returns the
+        state after the round.
         """
         ...
 
     def abandon_(self, sent: Tensor, state: S) -> S:
-        """This replica's message, in ``sent``, goes nowhere: no round will hold it.
+        """Take back this replica's message, in ``sent``, which no round will hold; return the state.
 
-        Returns the state, of which only the fields in `per_replica` may have changed. Default: nothing was noted of the
-        message that would have to be undone.
+        Only the fields in `per_replica` may change. Default: nothing has to be undone.
         """
         return state
 
@@ -154,23 +153,23 @@ class AveragingRule(Protocol[S]):
 
         ``base`` is the snapshot (of an absent replica, the last target) and may be used up; ``target`` stays. Not
         called where there was no progress: then the target is copied. Returns the state, of which only the fields in
-        `per_replica` may have changed. Default: all progress is kept, ``live + (target - base)``.
+        `per_replica` may change. Default: all progress is kept, ``live + (target - base)``.
         """
         live.sub_(base.sub_(target))
         return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
-        """The model a sync point shows, given the work-weighted ``mean`` of the parameters. Default: the mean."""
+        """Return the model of a sync point, by the work-weighted ``mean`` of the parameters. Default: the mean."""
         return mean
 
     @abstractmethod
     def state_dict(self, state: S) -> dict[str, Any]:
-        """The state as a plain dict of tensors and numbers, for a checkpoint."""
+        """Return the state as a plain dict of tensors and numbers, for a checkpoint."""
         ...
 
     @abstractmethod
     def load_state_dict(self, state: S, saved: dict[str, Any]) -> S:
-        """``state`` with the content of ``saved``."""
+        """Return ``state`` with the content of ``saved``."""
         ...
 
 
@@ -178,7 +177,7 @@ RuleS = TypeVar("RuleS", bound=NamedTuple)
 
 
 class AveragingState(NamedTuple):
-    """Nothing is remembered between rounds."""
+    """The memory of a rule that has none between rounds."""
 
 
 class RuleBase(AveragingRule[RuleS], ABC):
@@ -198,15 +197,14 @@ class RuleBase(AveragingRule[RuleS], ABC):
     sends_difference = False
 
     def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
-        """Nothing to remember: an `AveragingState`."""
         return cast(RuleS, AveragingState())
 
     def state_dict(self, state: RuleS) -> dict[str, Any]:
-        """The state's tensors by name; references, not copies, as in torch."""
+        """Return the state's tensors by name; references, not copies, as in torch."""
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """``state``, its tensors overwritten in place with the saved ones.
+        """Overwrite the tensors of ``state`` in place with the saved ones.
 
         Raises:
             ValueError: the saved names or sizes are those of another rule or model.
@@ -237,7 +235,7 @@ _NESTEROV = True
 
 
 class DiLoCoState(NamedTuple):
-    """What DiLoCo remembers between rounds.
+    """The memory of DiLoCo between rounds.
 
     Args:
         anchor: the last agreed parameters, flat fp32.
@@ -307,11 +305,8 @@ class DiLoCo(RuleBase[DiLoCoState]):
             return
         if not callable(self.outer_optimizer):
             raise TypeError(f"`DiLoCo(outer_optimizer={self.outer_optimizer!r})` must be callable or None.")
-        for argument, default in (
-            ("outer_lr", _OUTER_LR),
-            ("outer_momentum", _OUTER_MOMENTUM),
-            ("nesterov", _NESTEROV),
-        ):
+        defaults = {"outer_lr": _OUTER_LR, "outer_momentum": _OUTER_MOMENTUM, "nesterov": _NESTEROV}
+        for argument, default in defaults.items():
             if getattr(self, argument) != default:
                 raise ValueError(
                     f"`DiLoCo({argument}={getattr(self, argument)!r})` has no effect together with "
@@ -319,7 +314,6 @@ class DiLoCo(RuleBase[DiLoCoState]):
                 )
 
     def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
-        """Anchor at ``params``, no momentum."""
         anchor = params.detach().clone()
         if self.outer_optimizer is None:
             return DiLoCoState(anchor, torch.zeros_like(anchor))
@@ -337,12 +331,10 @@ class DiLoCo(RuleBase[DiLoCoState]):
         return DiLoCoState(anchor, anchor.new_empty(0), optimizer)
 
     def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
-        """Pseudo-gradient: anchor minus snapshot."""
         torch.sub(state.anchor, out, out=out)
         return ()
 
     def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
-        """One outer step; the target is the new anchor. The snapshot comes back up to fp32 rounding."""
         if state.optimizer is None:
             ops.outer_merge_(
                 state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
@@ -355,13 +347,12 @@ class DiLoCo(RuleBase[DiLoCoState]):
         return state
 
     def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
-        """Anchor and momentum, or anchor and the optimizer's own state; references, not copies, as in torch."""
         if state.optimizer is None:
             return {"anchor": state.anchor, "momentum": state.momentum}
         return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
 
     def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        """``state``, overwritten in place with ``saved``.
+        """Overwrite ``state`` in place with ``saved``.
 
         Raises:
             ValueError: the saved state is of another model, or only one of the two has an ``outer_optimizer``.
@@ -394,7 +385,7 @@ def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) ->
 
 
 class _ParameterMean(RuleBase[AveragingState]):
-    """The snapshot is the message and the mean message is the target: there is nothing to compute."""
+    """A rule whose message is the snapshot, and whose target is the mean message."""
 
     def message_(self, out: Tensor, state: AveragingState) -> tuple[float, ...]:
         return ()
@@ -413,7 +404,6 @@ class Mean(_ParameterMean):
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
 
-    >>> import torch
     >>> rule = Mean()
     >>> received = torch.tensor([2.0])
     >>> rule.merge_(torch.tensor([1.0]), received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))
@@ -437,7 +427,6 @@ class DeltaMean(_ParameterMean):
     Source: delayed parameter averaging with the delta rule, as in Bagua's asynchronous model averaging,
     https://github.com/BaguaSys/bagua, and in hivemind, https://github.com/learning-at-home/hivemind
 
-    >>> import torch
     >>> rule, x, sent = DeltaMean(), torch.tensor([1.5]), torch.tensor([1.0])  # 0.5 was learned meanwhile
     >>> received = torch.tensor([2.0])
     >>> _ = rule.merge_(sent, received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))

@@ -34,10 +34,10 @@ class Saved:
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """Which checkpoints to keep. A policy of your own needs this one method."""
+    """A choice of checkpoints to keep. A policy of your own needs this one method."""
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The numbers of those to keep, out of all that there are."""
+        """Return the numbers of those to keep, out of all that there are."""
         ...
 
 
@@ -51,8 +51,7 @@ class Latest:
         n: how many. Default: 1.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is less than 1.
+        TypeError, ValueError: ``n`` is not an int of at least 1.
 
     Source: ``LatestN`` of Orbax, https://orbax.readthedocs.io
 
@@ -66,7 +65,6 @@ class Latest:
         check_int(self, "n", at_least=1)
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The largest numbers."""
         return set(sorted((each.number for each in saved), reverse=True)[: self.n])
 
 
@@ -104,11 +102,10 @@ class Best:
         check_choice("Best", "mode", self.mode, ("min", "max"))
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The best of those that have the metric."""
         return {each.number for each in self.ranked(saved)[: self.n]}
 
     def ranked(self, saved: Sequence[Saved]) -> list[Saved]:
-        """Those that have the metric, the best first."""
+        """Return those that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         known = [each for each in saved if math.isfinite(each.metrics.get(self.monitor, math.nan))]
         return sorted(known, key=lambda each: (sign * each.metrics[self.monitor], -each.number))
@@ -124,8 +121,7 @@ class EveryNth:
         n: saves.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is less than 1.
+        TypeError, ValueError: ``n`` is not an int of at least 1.
 
     Source: ``EveryNSteps`` of Orbax' preservation policies, https://orbax.readthedocs.io
 
@@ -139,7 +135,6 @@ class EveryNth:
         check_int(self, "n", at_least=1)
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The multiples, counted over the life of the directory."""
         return {each.number for each in saved if each.number % self.n == 0}
 
 
@@ -157,7 +152,6 @@ class LastGood:
     """
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The newest good one, if there is any."""
         return set(sorted(each.number for each in saved if each.good)[-1:])
 
 
@@ -170,8 +164,7 @@ class KeepAny:
         policies: at least one.
 
     Raises:
-        TypeError: one of them is no policy.
-        ValueError: none is given.
+        TypeError, ValueError: one of them is no policy, or none is given.
 
     Source: ``AnyPreservationPolicy`` of Orbax, https://orbax.readthedocs.io
 
@@ -187,7 +180,6 @@ class KeepAny:
         self.policies = policies
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The union."""
         return set().union(*(policy.keep(saved) for policy in self.policies))
 
     def __repr__(self) -> str:
@@ -199,7 +191,7 @@ class SaveProgress:
     """Where training stands, as a save policy sees it after a step.
 
     Args:
-        step: optimizer steps taken, their mean over the replicas while these drift.
+        step: optimizer steps taken, their mean over the replicas while these are asynchronous.
         saved_step: the step of the newest save, or that which training was resumed from or rolled back to. Default: 0.
         seconds_since_save: since the newest save, or since the start. Default: 0.
         save_cost_s: what one save costs training, stall and slower steps together. Default: None, not known yet.
@@ -215,10 +207,10 @@ class SaveProgress:
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """When to save. A policy of your own needs this one method."""
+    """A choice of moments to save. A policy of your own needs this one method."""
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether to save now."""
+        """Return whether to save now."""
         ...
 
 
@@ -234,8 +226,7 @@ class EveryNTrainSteps:
         n: optimizer steps.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is less than 1.
+        TypeError, ValueError: ``n`` is not an int of at least 1.
 
     Source: ``ModelCheckpoint(every_n_train_steps=)`` of Lightning, https://lightning.ai/docs
 
@@ -249,7 +240,6 @@ class EveryNTrainSteps:
         check_int(self, "n", at_least=1)
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether a multiple was reached since the newest save."""
         return progress.step // self.n > progress.saved_step // self.n
 
 
@@ -263,8 +253,7 @@ class EveryInterval:
         interval: :math:`T`.
 
     Raises:
-        TypeError: ``interval`` is not a `timedelta`.
-        ValueError: ``interval`` is not positive.
+        TypeError, ValueError: ``interval`` is not a positive `timedelta`.
 
     Source: ``ModelCheckpoint(train_time_interval=)`` of Lightning, https://lightning.ai/docs
 
@@ -278,7 +267,6 @@ class EveryInterval:
         check_time("EveryInterval", "interval", self.interval)
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether the time is up."""
         return progress.seconds_since_save >= self.interval.total_seconds()
 
 
@@ -295,7 +283,6 @@ class AtEpochEnd:
     """
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether an epoch has just ended."""
         return progress.epoch_end
 
 
@@ -313,8 +300,7 @@ class Adaptive:
         share: of the training time, at most. Default: 0.05.
 
     Raises:
-        TypeError: ``share`` is not a number.
-        ValueError: ``share`` is not between 0 and 1.
+        TypeError, ValueError: ``share`` is not a number between 0 and 1.
 
     Source: Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021,
     https://www.usenix.org/conference/fast21/presentation/mohan
@@ -330,7 +316,6 @@ class Adaptive:
         check_real(self, "share", above=0, below=1)
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether the time since the newest save has paid for another one."""
         if progress.save_cost_s is None:
             return progress.step > progress.saved_step
         # 0.05 is not 1/20 to the bit, nor are clocks: what is equal but for rounding is due
@@ -346,8 +331,7 @@ class AnySave:
         policies: at least one.
 
     Raises:
-        TypeError: one of them is no policy.
-        ValueError: none is given.
+        TypeError, ValueError: one of them is no policy, or none is given.
 
     Source: ``AnySavePolicy`` of Orbax, https://orbax.readthedocs.io
 
@@ -366,7 +350,6 @@ class AnySave:
         self.policies = policies
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether one of the policies asks for it."""
         return any(policy.due(progress) for policy in self.policies)
 
     def __repr__(self) -> str:

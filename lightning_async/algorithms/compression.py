@@ -34,7 +34,7 @@ class PushCompression(Protocol):
     """
 
     def message_bytes(self, numel: int) -> int:
-        """Of a message of so many elements."""
+        """Return the bytes of a message of so many elements."""
         ...
 
     def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None:
@@ -45,15 +45,13 @@ class PushCompression(Protocol):
             source: fp32, flat; as it is afterwards.
             residual: fp32, as large; zeros at first.
         """
-        ...
 
     def decode_(self, out: Tensor, message: Tensor) -> None:
         """Fill ``out``, fp32, flat, with what ``message`` says."""
-        ...
 
 
 class _Codes:
-    """Codes of 8 or 16 bits; those of 8 with a scale for each 256 elements in front of them."""
+    """A compression to codes of 8 or 16 bits; those of 8 with a scale for each 256 elements in front of them."""
 
     dtype: torch.dtype
 
@@ -132,8 +130,7 @@ class TwoBit:
         threshold: :math:`t`, in the gradient's units. Default 0.5, as MXNet's.
 
     Raises:
-        TypeError: ``threshold`` is not a number.
-        ValueError: ``threshold`` is not above 0.
+        TypeError, ValueError: ``threshold`` is not a number above 0.
 
     Source: MXNet's gradient compression, after Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
     Computing", 2015
@@ -167,8 +164,7 @@ class TopK:
         fraction: of the elements. Default 0.01.
 
     Raises:
-        TypeError: ``fraction`` is not a number.
-        ValueError: ``fraction`` is not within (0, 1].
+        TypeError, ValueError: ``fraction`` is not a number in (0, 1].
 
     Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599
 
@@ -184,7 +180,6 @@ class TopK:
             raise ValueError(f"`TopK(fraction={self.fraction!r})` must be <= 1.")
 
     def count(self, numel: int) -> int:
-        """Elements that travel of a part of ``numel``."""
         return math.ceil(self.fraction * numel)
 
     def message_bytes(self, numel: int) -> int:
@@ -204,7 +199,7 @@ class TopK:
             _topk_accumulate_(part, values, places.long(), 1.0)
 
     def _halves(self, message: Tensor, numel: int) -> list[tuple[Tensor, Tensor]]:
-        """Of each part, its values and their places."""
+        """Return the values of each part, and their places."""
         counts = [self.count(size) for size in _part_sizes(numel) for _ in range(2)]
         halves = message.view(torch.int32).split(counts)
         return [(a.view(torch.float32), b) for a, b in zip(halves[::2], halves[1::2], strict=True)]
@@ -227,8 +222,7 @@ class PowerSGD:
         rank: columns of :math:`P` and :math:`Q`. Default 1.
 
     Raises:
-        TypeError: ``rank`` is not an int.
-        ValueError: ``rank`` is below 1.
+        TypeError, ValueError: ``rank`` is not an int of at least 1.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, https://arxiv.org/abs/1905.13727
 
@@ -248,7 +242,7 @@ PUSHES: dict[str, type[Any]] = {"bf16": Bf16, "fp8": Fp8, "int8": Int8, "2bit": 
 
 
 def make_compression(owner: str, compression: object) -> PushCompression | None:
-    """A compression of pushes by its short name, with its defaults, or as it is; None for "none".
+    """Return a compression of pushes by its short name, with its defaults, or as it is; None for "none".
 
     Raises:
         ValueError: there is none of this name.
@@ -270,7 +264,7 @@ def make_compression(owner: str, compression: object) -> PushCompression | None:
 
 
 def described(compression: PushCompression | None) -> list[Any] | None:
-    """A compression in JSON's terms: its short name and its arguments.
+    """Describe a compression in JSON's terms: its short name and its arguments.
 
     >>> described(TwoBit(0.25))
     ['2bit', {'threshold': 0.25}]
@@ -281,18 +275,15 @@ def described(compression: PushCompression | None) -> list[Any] | None:
     return [name, asdict(compression)]  # pyright: ignore[reportArgumentType]
 
 
-def from_description(told: Sequence[Any] | None) -> PushCompression | None:
-    """What `described` was given.
-
-    Raises:
-        ValueError, TypeError: this is no description.
+def from_description(description: Sequence[Any] | None) -> PushCompression | None:
+    """Return the compression that `described` was given; raise ValueError or TypeError for another value.
 
     >>> from_description(["topk", {"fraction": 0.5}])
     TopK(fraction=0.5)
     """
-    if told is None:
+    if description is None:
         return None
-    name, arguments = told
+    name, arguments = description
     if name not in PUSHES:
         raise ValueError(f"{name!r} is none of {tuple(PUSHES)}.")
     return PUSHES[name](**arguments)

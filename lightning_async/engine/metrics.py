@@ -1,4 +1,4 @@
-"""What a run adds up to where replicas exchange something else than averaging rounds."""
+"""Totals of a run whose replicas exchange something else than averaging rounds."""
 
 from __future__ import annotations
 
@@ -6,47 +6,29 @@ from typing import Protocol
 
 
 class Totals(Protocol):
-    """Of one replica; grows while it trains. A dataclass, whose numbers are in checkpoints."""
+    """Totals of one replica, which grow while it trains: a dataclass, whose numbers are in checkpoints."""
 
     @property
-    def title(self) -> str:
-        """What the summary begins with."""
-        ...
+    def title(self) -> str: ...  # first line of the summary
 
     @property
-    def prefix(self) -> str:
-        """Of the metrics' names."""
-        ...
+    def prefix(self) -> str: ...  # beginning of the metrics' names
 
     @property
-    def shown(self) -> tuple[str, ...]:
-        """Metrics that are in the progress bar, too."""
-        ...
+    def shown(self) -> tuple[str, ...]: ...  # metrics that are in the progress bar, too
 
     @property
-    def number(self) -> int:
-        """Exchanges so far."""
-        ...
+    def number(self) -> int: ...  # exchanges so far
 
     @property
-    def each_s(self) -> float:
-        """What one took, on average; 0.0 while there was none."""
-        ...
+    def each_s(self) -> float: ...  # mean time of one; 0.0 while there was none
 
     @property
-    def hidden_share(self) -> float:
-        """Share of that during which training went on; 1.0 while there was none."""
-        ...
+    def hidden_share(self) -> float: ...  # share of that during which training went on; 1.0 while there was none
 
     @property
-    def sent_bytes(self) -> int:
-        """By this replica; 0 where that is not counted."""
-        ...
+    def sent_bytes(self) -> int: ...  # bytes sent by this replica; 0 where they are not counted
 
-    def rows(self) -> dict[str, str]:
-        """For the summary."""
-        ...
+    def rows(self) -> dict[str, str]: ...  # lines of the summary
 
-    def metrics(self) -> dict[str, float]:
-        """For loggers."""
-        ...
+    def metrics(self) -> dict[str, float]: ...  # for loggers
