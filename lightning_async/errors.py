@@ -10,16 +10,14 @@ START_AGAIN = ", and start again from the last checkpoint"
 """What is to be done where training ends; nothing of it where it goes on."""
 
 
-def in_brief(text: str, limit: int = 500) -> str:
+def in_brief(text: str) -> str:
     r"""Return an error's first line and its last one, for other ranks, without a traceback between them.
 
     >>> in_brief("KeyError: Caught KeyError in worker process 0.\nOriginal Traceback:\n  ...\nKeyError: 'x'")
     "KeyError: Caught KeyError in worker process 0. KeyError: 'x'"
-
-    ``limit``: characters of each of the two.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(line[:limit] for line in dict.fromkeys(lines[:1] + lines[-1:]))
+    return " ".join(line[:500] for line in dict.fromkeys(lines[:1] + lines[-1:]))
 
 
 class AsyncTrainingError(RuntimeError):

@@ -16,13 +16,9 @@ _PLAIN = re.compile(r"[^\s\"=\]]+")
 
 
 def tell(event: str, level: int, words: str, **facts: object) -> None:
-    """Log one event.
+    """Log one event: its name, the same for people in whole sentences, and facts.
 
-    Args:
-        event: its name.
-        level: of `logging`.
-        words: the same for people, whole sentences.
-        facts: numbers, words, and lists of these.
+    Facts are numbers, words, and lists of these.
     """
     if _log.isEnabledFor(level):
         shown = " ".join(f"{name}={_value(fact)}" for name, fact in {"event": event, **facts}.items())

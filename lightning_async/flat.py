@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,15 +17,9 @@ ROOM = 16
 class FlatLayout:
     """The places of a list of tensors in one flat bucket: one after the other, in order, without gaps.
 
-    A tensor belongs to one place however many parts the bucket is cut into for transport; `parts` ignores
-    the tensors' bounds, so a tensor may be larger than a part.
-
-    Args:
-        tensors: the tensors to place; only their shapes and dtypes are kept.
-        names: one name per tensor, for messages. Default: ``"0"``, ``"1"``, ...
-
-    Raises:
-        ValueError: ``names`` and ``tensors`` differ in length.
+    A tensor belongs to one place however many parts the bucket is cut into for transport; `parts` ignores the tensors'
+    bounds, so a tensor may be larger than a part. Of tensors only shapes and dtypes are kept. There is one of ``names``
+    for each, for messages. Default: ``"0"``, ``"1"``, ...
 
     >>> layout = FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"])
     >>> layout.numel
@@ -82,9 +77,7 @@ class FlatLayout:
     @staticmethod
     def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
         """Return the first entry in which two `describe` lists differ, as ``"mine | theirs"``; None: they are equal."""
-        for i in range(max(len(mine), len(theirs))):
-            left = mine[i] if i < len(mine) else "nothing"
-            right = theirs[i] if i < len(theirs) else "nothing"
+        for i, (left, right) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing")):
             if left != right:
                 return f"tensor {i}: {left} | {right}"
         return None

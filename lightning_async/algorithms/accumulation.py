@@ -20,7 +20,7 @@ LrScaling = Literal["linear", "sqrt"]
 
 
 def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
-    r"""By the samples behind a step.
+    r"""Return the factor of the learning rate, by the samples behind a step.
 
     .. math:: \frac{n}{n_0} \text{ (linear)}, \qquad \sqrt{\frac{n}{n_0}} \text{ (sqrt)}, \qquad 1 \text{ (None)}
 
@@ -43,7 +43,7 @@ def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
 
 
 def estimate(small: float, big: float, small_size: float, big_size: float) -> tuple[float, float]:
-    r"""Unbiased estimates of the gradient's squared length and of its noise, from two sizes of batches.
+    r"""Estimate, without bias, the gradient's squared length and its noise, from two sizes of batches.
 
     .. math::
         |G|^2 &= \frac{B_b |G_b|^2 - B_s |G_s|^2}{B_b - B_s} \\
@@ -83,20 +83,15 @@ class Noise(NamedTuple):
     The mean of a ratio is biased, the ratio of means much less: so :math:`S` and :math:`|G|^2` are averaged, both with
     the same weights.
 
-    Args:
-        square: the mean of :math:`|G|^2`.
-        trace: the mean of :math:`S`.
-        weight: of the values in these means, 0 where there are none.
-
     Source: as of `estimate`.
 
     >>> Noise().add(estimate(5.0, 2.0, 2, 8), decay=0.9).scale
     8.0
     """
 
-    square: float = 0.0
-    trace: float = 0.0
-    weight: float = 0.0
+    square: float = 0.0  # the mean of :math:`|G|^2`
+    trace: float = 0.0  # the mean of :math:`S`
+    weight: float = 0.0  # of the values in these means, 0 where there are none
 
     def add(self, estimated: tuple[float, float], decay: float) -> Noise:
         """Add one more estimate, see `estimate`; one that is not finite changes nothing."""
@@ -122,36 +117,21 @@ Measured = Literal["nothing", "noise", "times"]
 
 
 class Times(NamedTuple):
-    """The times of batches in recent windows.
+    """The times of batches in recent windows."""
 
-    Args:
-        batch_s: seconds of a batch up to the end of its backward pass, without a step.
-        step_s: seconds that the last batch of a window takes more, until gradients are ready to step with: the part of
-            communication that nothing hides.
-    """
-
-    batch_s: float
-    step_s: float
+    batch_s: float  # seconds of a batch up to the end of its backward pass, without a step
+    step_s: float  # seconds that the last batch of a window takes more, for communication that nothing hides
 
 
 class WindowProgress(NamedTuple):
-    """The state of training when a window begins.
+    """The state of training when a window begins."""
 
-    Args:
-        step: optimizer steps taken.
-        epoch: epochs completed.
-        size: of the last window as it was planned; 0 where there was none.
-        unit: samples in one unit of ``size``, over all ranks whose gradients become one: 1.0 where it counts samples.
-        noise: the noise of gradients; None while unknown.
-        times: None while unknown.
-    """
-
-    step: int
-    epoch: int
-    size: int = 0
-    unit: float = 1.0
-    noise: Noise | None = None
-    times: Times | None = None
+    step: int  # optimizer steps taken
+    epoch: int  # epochs completed
+    size: int = 0  # of the last window as it was planned; 0 where there was none
+    unit: float = 1.0  # samples in one unit of ``size``, over all ranks that share a step; 1.0 where it counts samples
+    noise: Noise | None = None  # the noise of gradients; None while unknown
+    times: Times | None = None  # None while unknown
 
 
 @runtime_checkable
@@ -159,11 +139,9 @@ class AccumulationPolicy(Protocol):
     """A choice of the windows' sizes: a pure function of the state of training."""
 
     unit: Unit = "any"
-    """What `size` counts: "batches", "samples", or "any": what the argument counts that the policy is given to."""
-    measures: Measured = "nothing"
-    """What it needs to know."""
-    every: int = 1
-    """Windows from one decision to the next."""
+    """The unit of `size`: "batches", "samples", or "any": that of the argument that the policy is given to."""
+    measures: Measured = "nothing"  # what it needs to know
+    every: int = 1  # windows from one decision to the next
 
     @abstractmethod
     def size(self, progress: WindowProgress) -> int:
@@ -411,7 +389,7 @@ class BalancedWindows:
 
 
 def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequence[int]) -> list[int]:
-    r"""How many samples each replica takes of a step, so that all take equally long.
+    r"""Divide the samples of a step among the replicas, so that all take equally long.
 
     .. math:: n_i = \operatorname{clip}(\lambda v_i,\; n_{\min},\; m_i), \qquad \sum_i n_i = n
 

@@ -24,7 +24,7 @@ S = TypeVar("S")
 
 
 class Topology:
-    r"""How messages travel: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
+    r"""The way of messages: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
 
     One subclass per choice of weights :math:`W`. The engine refuses a rule with one that it cannot serve.
     """
@@ -57,43 +57,32 @@ class AllMean(Topology):
 
 
 class Round(NamedTuple):
-    """The facts of one averaging round that every replica knows before its payload moves.
+    """The facts of one averaging round that every replica knows before its payload moves."""
 
-    Args:
-        id: number of this round; committed rounds count up by one on all replicas.
-        rank: this replica.
-        work: every replica's work since its last round (samples, or steps); zero for one that is absent.
-        steps: every replica's optimizer steps since its last round.
-        scalars: every replica's, from `AveragingRule.message_`.
-        lr: every replica's inner learning rate; 0 where it is absent. Replicas may differ, so a rule that needs one
-            must derive a common value.
-        fragment: number of the part of the parameters in this round.
-    """
-
-    id: int
-    rank: int
-    work: tuple[float, ...]
-    steps: tuple[float, ...] = ()
-    scalars: tuple[tuple[float, ...], ...] = ()
-    lr: tuple[float, ...] = ()
-    fragment: int = 0
+    id: int  # number of this round; committed rounds count up by one on all replicas
+    rank: int  # this replica
+    work: tuple[float, ...]  # every replica's work since its last round (samples, or steps); zero for an absent one
+    steps: tuple[float, ...] = ()  # every replica's optimizer steps since its last round
+    scalars: tuple[tuple[float, ...], ...] = ()  # every replica's, from `AveragingRule.message_`
+    lr: tuple[float, ...] = ()  # every replica's inner learning rate, 0 if absent; a rule must derive a common one
+    fragment: int = 0  # number of the part of the parameters in this round
 
 
 @runtime_checkable
 class AveragingRule(Protocol[S]):
-    r"""How replicas become one model again: a value without state of its own.
+    r"""The way in which replicas become one model again: a value without state of its own.
 
-    One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot*
-    :math:`s`. `message_` turns it into the message :math:`u`. All replicas exchange messages, and
-    :math:`\bar u = \sum_i w_i u_i` arrives, :math:`w_i` being replica :math:`i`'s share of the work. `merge_`
-    turns :math:`\bar u` into the *target* :math:`t`, where this replica would stand had it done nothing
-    meanwhile, and :math:`u` back into the snapshot. The engine then moves the parameters by displacement,
-    :math:`x \leftarrow x + (t - s)`, so that progress made since the snapshot is kept; where there was none it
-    copies :math:`t`. A replica that is absent (weight zero) moves from the last target to the new one.
+    One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
+    `message_` turns it into the message :math:`u`. All replicas exchange messages, and :math:`\bar u = \sum_i w_i u_i`
+    arrives, :math:`w_i` being replica :math:`i`'s share of the work. `merge_` turns :math:`\bar u` into the *target*
+    :math:`t`, where this replica would stand had it done nothing meanwhile, and :math:`u` back into the snapshot. The
+    engine then moves the parameters by displacement, :math:`x \leftarrow x + (t - s)`, so that progress made since the
+    snapshot is kept; where there was none it copies :math:`t`. A replica that is absent (weight zero) moves from the
+    last target to the new one.
 
     The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds but for the fields in
-    `per_replica`. A rule treats every element, or every tensor of the layout, alike: so it may be given a part of the
-    parameters (a fragment) as if that were all, with a state for each part.
+    `per_replica`. A rule treats every element, or every tensor of the layout, alike: a part of the parameters (a
+    fragment) has a state of its own.
 
     Any class that has all of this will do. One that inherits it gets the defaults; `RuleBase` has more of them.
     """
@@ -104,22 +93,17 @@ class AveragingRule(Protocol[S]):
         """The way of the messages."""
         ...
 
-    num_scalars: int
-    """How many scalars `message_` returns, to ride in the round's header."""
-    overlappable: bool
-    """Whether `merge_` may happen while local steps go on. False for rules that overwrite."""
-    per_replica: frozenset[str]
-    """Fields of the state that differ between replicas (what a compression still owes, the weight of push-sum)."""
-    absent_follow: bool
+    num_scalars: int = 0  # how many scalars `message_` returns, to ride in the round's header
+    overlappable: bool = True  # whether `merge_` may happen while local steps go on. False for rules that overwrite.
+    per_replica: frozenset[str] = frozenset()
+    """Fields of the state that differ between replicas (the residual of a compression, the weight of push-sum)."""
+    absent_follow: bool = True
     """Whether an absent replica moves with the target. False where replicas keep models of their own."""
-    restores_local: bool
-    """Whether a sync point only shows `agree`'s model: each replica then goes on from the parameters that it had.
-    That costs an fp32 copy of them meanwhile. False: all go on from the agreed model."""
-    mixes: bool
-    """Whether `mix_` says what becomes of the progress since the snapshot, instead of keeping all of it. That costs
-    an fp32 copy of the parameters during a merge."""
-
-    sends_difference: bool
+    restores_local: bool = False
+    """Whether a sync point only shows `agree`'s model, and each replica goes on from a copy of its own."""
+    mixes: bool = False
+    """Whether `mix_` decides on the progress since the snapshot, at the cost of a copy; else all of it is kept."""
+    sends_difference: bool = False
     """Whether messages are differences from what all replicas share: small, so that 8 bits per element hold them."""
 
     @abstractmethod
@@ -186,15 +170,7 @@ class RuleBase(AveragingRule[RuleS], ABC):
     A rule states `message_` and `merge_`; `init` too, where it remembers anything.
     """
 
-    # Without annotations: jsonargparse evaluates those of a dataclass's bases in the dataclass's own module.
     topology = AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
-    num_scalars = 0
-    overlappable = True
-    per_replica = frozenset[str]()
-    absent_follow = True
-    restores_local = False
-    mixes = False
-    sends_difference = False
 
     def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
         return cast(RuleS, AveragingState())
@@ -204,11 +180,7 @@ class RuleBase(AveragingRule[RuleS], ABC):
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """Overwrite the tensors of ``state`` in place with the saved ones.
-
-        Raises:
-            ValueError: the saved names or sizes are those of another rule or model.
-        """
+        """Overwrite the tensors of ``state`` in place with the saved ones; raise ValueError where these do not fit."""
         copy_saved_(self, state._asdict(), saved)
         return state
 
@@ -235,17 +207,11 @@ _NESTEROV = True
 
 
 class DiLoCoState(NamedTuple):
-    """The memory of DiLoCo between rounds.
+    """The memory of DiLoCo between rounds."""
 
-    Args:
-        anchor: the last agreed parameters, flat fp32.
-        momentum: the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own.
-        optimizer: the optimizer that ``outer_optimizer`` built over shaped views of ``anchor``, or None.
-    """
-
-    anchor: Tensor
-    momentum: Tensor
-    optimizer: torch.optim.Optimizer | None = None
+    anchor: Tensor  # the last agreed parameters, flat fp32
+    momentum: Tensor  # the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own
+    optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer`` over shaped views of ``anchor``
 
 
 @dataclass(frozen=True)
@@ -352,11 +318,7 @@ class DiLoCo(RuleBase[DiLoCoState]):
         return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
 
     def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        """Overwrite ``state`` in place with ``saved``.
-
-        Raises:
-            ValueError: the saved state is of another model, or only one of the two has an ``outer_optimizer``.
-        """
+        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
         if ("optimizer" in saved) != (state.optimizer is not None):
             which = "has" if "optimizer" in saved else "lacks"
             raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
@@ -374,7 +336,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) -> None:
-    """Step the shaped views of ``anchor`` on the same places of ``gradient``."""
     parameters = _parameters(optimizer)
     for p in parameters:  # a view of the anchor knows its own place, whatever group the optimizer sorted it into
         start = p.storage_offset() - anchor.storage_offset()

@@ -17,19 +17,12 @@ from lightning_async._checks import check_choice, check_int, check_protocol, che
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, as a keep policy sees it.
+    """A committed checkpoint, as a keep policy sees it."""
 
-    Args:
-        number: counts the saves of a directory.
-        step: optimizer steps taken by then.
-        metrics: what was logged by then. Default: none.
-        good: whether it was marked as good afterwards. Default: False.
-    """
-
-    number: int
-    step: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    good: bool = False
+    number: int  # counts the saves of a directory
+    step: int  # optimizer steps taken by then
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged by then
+    good: bool = False  # whether it was marked as good afterwards
 
 
 @runtime_checkable
@@ -156,7 +149,7 @@ class LastGood:
 
 
 class KeepAny:
-    r"""What one of several policies keeps.
+    r"""The union of what several policies keep.
 
     .. math:: K_1 \cup K_2 \cup \dots
 
@@ -188,21 +181,13 @@ class KeepAny:
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """Where training stands, as a save policy sees it after a step.
+    """The state of training, as a save policy sees it after a step."""
 
-    Args:
-        step: optimizer steps taken, their mean over the replicas while these are asynchronous.
-        saved_step: the step of the newest save, or that which training was resumed from or rolled back to. Default: 0.
-        seconds_since_save: since the newest save, or since the start. Default: 0.
-        save_cost_s: what one save costs training, stall and slower steps together. Default: None, not known yet.
-        epoch_end: whether an epoch has just ended. Default: False.
-    """
-
-    step: int
-    saved_step: int = 0
-    seconds_since_save: float = 0.0
-    save_cost_s: float | None = None
-    epoch_end: bool = False
+    step: int  # optimizer steps taken, their mean over the replicas while these are asynchronous
+    saved_step: int = 0  # the step of the newest save, or where training was resumed or rolled back to
+    seconds_since_save: float = 0.0  # since the newest save, or since the start
+    save_cost_s: float | None = None  # cost of a save, stall and slower steps together; None: not known
+    epoch_end: bool = False  # whether an epoch has just ended
 
 
 @runtime_checkable

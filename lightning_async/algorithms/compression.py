@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,31 +23,6 @@ _quantize_2bit_ = eager(ops.quantize_2bit_)
 _dequantize_2bit_ = eager(ops.dequantize_2bit_average_)
 _topk_ = eager(ops.topk_)
 _topk_accumulate_ = eager(ops.topk_accumulate_)
-
-
-@runtime_checkable
-class PushCompression(Protocol):
-    r"""How one message travels from a worker to a server: :math:`v = g + r`, :math:`r \leftarrow v - \mathrm{C}(v)`.
-
-    Messages are flat uint8, and lie where memory is aligned for fp32. What is no finite number is sent as NaN, and its
-    residual begins at zero again.
-    """
-
-    def message_bytes(self, numel: int) -> int:
-        """Return the bytes of a message of so many elements."""
-        ...
-
-    def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None:
-        """Fill ``message`` with what of ``source + residual`` travels; ``residual`` becomes the rest.
-
-        Args:
-            message: uint8, `message_bytes` of it.
-            source: fp32, flat; as it is afterwards.
-            residual: fp32, as large; zeros at first.
-        """
-
-    def decode_(self, out: Tensor, message: Tensor) -> None:
-        """Fill ``out``, fp32, flat, with what ``message`` says."""
 
 
 class _Codes:
@@ -236,9 +211,16 @@ class PowerSGD:
         check_int(self, "rank", at_least=1)
 
 
+PushCompression = Bf16 | Fp8 | Int8 | TwoBit | TopK
+r"""A message's way from a worker to a server: :math:`v = g + r`, :math:`r \leftarrow v - \mathrm{C}(v)`.
+
+`encode_` fills a message of `message_bytes` with its part of a flat fp32 source and residual, which becomes the rest;
+`decode_` fills a flat fp32 tensor with it. Messages are flat uint8, in memory that is aligned for fp32. Numbers that
+are not finite are sent as NaN, and their residual begins at zero again.
+"""
 PushCompressionName = Literal["none", "bf16", "fp8", "int8", "2bit", "topk"]
 PUSHES: dict[str, type[Any]] = {"bf16": Bf16, "fp8": Fp8, "int8": Int8, "2bit": TwoBit, "topk": TopK}
-"""What pushes to a parameter server can be compressed by, by short names."""
+"""The compressions of pushes to a parameter server, by short names."""
 
 
 def make_compression(owner: str, compression: object) -> PushCompression | None:
@@ -272,7 +254,7 @@ def described(compression: PushCompression | None) -> list[Any] | None:
     if compression is None:
         return None
     (name,) = [name for name, cls in PUSHES.items() if type(compression) is cls]
-    return [name, asdict(compression)]  # pyright: ignore[reportArgumentType]
+    return [name, asdict(compression)]
 
 
 def from_description(description: Sequence[Any] | None) -> PushCompression | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import enum
 import math
+import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ __all__ = [
 ]  # fmt: skip
 
 _MAD = 1.4826  # what a median absolute deviation is multiplied by to be a normal distribution's standard deviation
+
+
+_SKIPS = 3  # of batches, before something severer is tried
 
 
 class Remedy(enum.IntEnum):
@@ -35,19 +39,12 @@ class Remedy(enum.IntEnum):
 
 
 class SignalAlarm(NamedTuple):
-    """A signal that is out of bounds.
+    """A signal that is out of bounds."""
 
-    Args:
-        signal: its name.
-        value: what it was.
-        limit: what it should not have exceeded; infinite where it should have been finite.
-        start: the mildest remedy that can be of use.
-    """
-
-    signal: str
-    value: float
-    limit: float = math.inf
-    start: Remedy = Remedy.LOG
+    signal: str  # its name
+    value: float  # what it was
+    limit: float = math.inf  # what it should not have exceeded; infinite where it should have been finite
+    start: Remedy = Remedy.LOG  # the mildest remedy that can be of use
 
     def __str__(self) -> str:
         if math.isfinite(self.limit):
@@ -179,13 +176,8 @@ class Track:
         """Return NaN and 0 while there are too few values."""
         if len(self._sorted) < self._history.warmup:
             return math.nan, 0.0
-        median = _median(self._sorted)
-        return median, _MAD * _median(sorted(abs(x - median) for x in self._sorted))
-
-
-def _median(ordered: list[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        median = statistics.median(self._sorted)
+        return median, _MAD * statistics.median(abs(x - median) for x in self._sorted)
 
 
 def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]) -> Remedy:
@@ -214,11 +206,10 @@ class Escalation:
         remedies: the available ones.
         history: when all is calm again, and how long a remedy may take to help.
         max_rollbacks: in all; the others begin anew when all is calm.
-        skips: how often batches are skipped before something severer is tried.
     """
 
-    def __init__(self, remedies: Collection[Remedy], history: History, max_rollbacks: int, skips: int = 3) -> None:
-        more = {Remedy.SKIP: skips, Remedy.ROLL_BACK: max_rollbacks}
+    def __init__(self, remedies: Collection[Remedy], history: History, max_rollbacks: int) -> None:
+        more = {Remedy.SKIP: _SKIPS, Remedy.ROLL_BACK: max_rollbacks}
         self._tries = {remedy: more.get(remedy, 1) for remedy in remedies}
         self._history = history
         self.used: dict[Remedy, int] = {}
@@ -231,7 +222,6 @@ class Escalation:
         return self.clean_steps >= self._history.window
 
     def next(self, findings: Collection[SignalAlarm]) -> Remedy:
-        """Return the remedy for this step's findings."""
         self._quiet = max(0, self._quiet - 1)
         if not findings:
             self.clean_steps += 1
@@ -252,7 +242,6 @@ class Escalation:
         return remedy in self._tries
 
     def note(self, remedy: Remedy) -> None:
-        """Note that a remedy is being applied."""
         self.used[remedy] = self.used.get(remedy, 0) + 1
         self._quiet = self._history.cooldown + 1
         self.clean_steps = 0

@@ -20,23 +20,15 @@ _REASONS: tuple[Reason, ...] = ("data", "compute", "communication")
 
 
 class Pace(NamedTuple):
-    """The time that a batch takes of one replica; waiting for others is in no pace.
+    """The time that a batch takes of one replica; waiting for others is in no pace."""
 
-    Args:
-        data_s: until the loader has it.
-        compute_s: training on it.
-        communication_s: packing and merging, on the training thread.
-        samples: in it; 0.0 while nothing is known.
-    """
-
-    data_s: float = 0.0
-    compute_s: float = 0.0
-    communication_s: float = 0.0
-    samples: float = 0.0
+    data_s: float = 0.0  # until the loader has it
+    compute_s: float = 0.0  # training on it
+    communication_s: float = 0.0  # packing and merging, on the training thread
+    samples: float = 0.0  # in it; 0.0 while nothing is known
 
     @property
     def batch_s(self) -> float:
-        """Time of a batch, in all."""
         return self.data_s + self.compute_s + self.communication_s
 
     @property
@@ -50,20 +42,14 @@ class Pace(NamedTuple):
 class Straggler(NamedTuple):
     """The slowest replica.
 
-    Args:
-        name: its stable rank id.
-        slower: its time for a sample, over the others' (median).
-        reason: the largest part of the difference.
-        share: of that part in the difference.
-
     >>> str(Straggler("2", 3.0, "data", 0.9))
     'Rank 2 takes 3.0 times as long for a sample as the others do, 90% of it for data'
     """
 
-    name: str
-    slower: float
-    reason: Reason
-    share: float
+    name: str  # its stable rank id
+    slower: float  # its time for a sample, over the others' (median)
+    reason: Reason  # the largest part of the difference
+    share: float  # of that part in the difference
 
     def __str__(self) -> str:
         return (
@@ -114,15 +100,10 @@ class Action(enum.Enum):
 
 
 class Step(NamedTuple):
-    """A schedule's answer for one step.
+    """A schedule's answer for one step."""
 
-    Args:
-        action: of the replica.
-        fragment: of a round, the part of the parameters in it; replicas have one part, number 0, so far.
-    """
-
-    action: Action
-    fragment: int = 0
+    action: Action  # of the replica
+    fragment: int = 0  # of a round, the part of the parameters in it; replicas have one part, number 0, so far
 
     @classmethod
     def of(cls, said: object, schedule: object, num_fragments: int | None = None) -> Step:
@@ -143,25 +124,15 @@ class Step(NamedTuple):
 
 
 class ReplicaClock(NamedTuple):
-    """One replica's own facts, before it takes its next optimizer step.
+    """One replica's own facts, before it takes its next optimizer step."""
 
-    Args:
-        step: optimizer steps that this replica has completed.
-        epoch: epochs that it has completed.
-        steps_since_round: completed steps that no round's snapshot holds yet.
-        seconds_since_round: seconds since the last round was committed (or since training began).
-        step_s: measured seconds per local step, 0.0 while unknown.
-        round_s: measured seconds of one round's exchange, 0.0 while unknown.
-        speed: this replica's steps per second, over those of the fastest; 1.0 while unknown.
-    """
-
-    step: int
-    epoch: int
-    steps_since_round: int
-    seconds_since_round: float
-    step_s: float = 0.0
-    round_s: float = 0.0
-    speed: float = 1.0
+    step: int  # optimizer steps that this replica has completed
+    epoch: int  # epochs that it has completed
+    steps_since_round: int  # completed steps that no round's snapshot holds yet
+    seconds_since_round: float  # seconds since the last round was committed (or since training began)
+    step_s: float = 0.0  # measured seconds per local step, 0.0 while unknown
+    round_s: float = 0.0  # measured seconds of one round's exchange, 0.0 while unknown
+    speed: float = 1.0  # this replica's steps per second, over those of the fastest; 1.0 while unknown
 
 
 @runtime_checkable
@@ -263,11 +234,9 @@ class EveryNSteps(Schedule):
 
     Source: the synchronisation interval H of local SGD, https://arxiv.org/abs/1805.09767
 
-    >>> schedule = EveryNSteps(2)
-    >>> schedule.next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    Step(action=<Action.LOCAL: 'local'>, fragment=0)
-    >>> schedule.next(ReplicaClock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0))
-    Step(action=<Action.ROUND: 'round'>, fragment=0)
+    >>> clock = ReplicaClock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0)
+    >>> EveryNSteps(2).next(clock).action, EveryNSteps(3).next(clock).action
+    (<Action.ROUND: 'round'>, <Action.LOCAL: 'local'>)
     """
 
     n: int
@@ -296,11 +265,9 @@ class EverySeconds(Schedule):
 
     Source: the time-triggered averaging of Bagua's asynchronous model averaging, https://github.com/BaguaSys/bagua
 
-    >>> schedule = EverySeconds(0.5)
-    >>> schedule.next(ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4))
-    Step(action=<Action.LOCAL: 'local'>, fragment=0)
-    >>> schedule.next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.6))
-    Step(action=<Action.ROUND: 'round'>, fragment=0)
+    >>> clock = ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4)
+    >>> EverySeconds(0.3).next(clock).action, EverySeconds(0.5).next(clock).action
+    (<Action.ROUND: 'round'>, <Action.LOCAL: 'local'>)
     """
 
     seconds: float
@@ -354,11 +321,9 @@ class Warmup(Schedule):
 
     Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
 
-    >>> schedule = Warmup(EveryNSteps(8), steps=100)
-    >>> schedule.next(ReplicaClock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    Step(action=<Action.GRADIENTS: 'gradients'>, fragment=0)
-    >>> schedule.next(ReplicaClock(step=100, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    Step(action=<Action.LOCAL: 'local'>, fragment=0)
+    >>> clock = ReplicaClock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0)
+    >>> Warmup(EveryNSteps(8), steps=100).next(clock).action, Warmup(EveryNSteps(8), steps=99).next(clock).action
+    (<Action.GRADIENTS: 'gradients'>, <Action.LOCAL: 'local'>)
     """
 
     schedule: Schedule

@@ -26,31 +26,19 @@ Form = Literal["exponential", "inverse", "sqrt", "linear"]
 
 
 class PushFacts(NamedTuple):
-    """The facts of a push before a server applies it; each shard by itself.
+    """The facts of a push before a server applies it; each shard by itself."""
 
-    Args:
-        lag: updates since the worker pulled the weights that its gradient was computed at.
-        moved: the norm of how far the weights have gone since. 0 where ``lag`` is.
-        typical: the running mean of the norm of one update. 0 where there was none.
-        norm: of the gradient.
-    """
-
-    lag: int
-    moved: float = 0.0
-    typical: float = 0.0
-    norm: float = 0.0
+    lag: int  # updates since the worker pulled the weights that its gradient was computed at
+    moved: float = 0.0  # the norm of how far the weights have gone since. 0 where ``lag`` is
+    typical: float = 0.0  # the running mean of the norm of one update. 0 where there was none
+    norm: float = 0.0  # of the gradient
 
 
 class Weight(NamedTuple):
-    """The weight of a push.
+    """The weight of a push."""
 
-    Args:
-        rate: factor of the learning rate, of the update that the push is applied with.
-        gradient: factor of the gradient, before the optimizer sees it.
-    """
-
-    rate: float = 1.0
-    gradient: float = 1.0
+    rate: float = 1.0  # factor of the learning rate, of the update that the push is applied with
+    gradient: float = 1.0  # factor of the gradient, before the optimizer sees it
 
 
 class StalenessPolicy:
@@ -63,18 +51,13 @@ class StalenessPolicy:
     measures: frozenset[str] = frozenset()
     """Facts of `PushFacts` to be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. The first makes the server
     keep the weights that each worker has pulled."""
-    decay: float = 0.99
-    """Of the running mean ``typical``."""
+    decay: float = 0.99  # of the running mean ``typical``
     adjusts: bool = False
     """Whether `adjust_` does anything; the server then keeps the weights that each worker has pulled."""
-    fields: tuple[str, ...] = ()
-    """Names of the state of `adjust_`: zeros at first, of the parameters' size."""
-    predicts: bool = False
-    """Whether `look_ahead_` says what is pulled."""
-    momentum_by_worker: bool = False
-    """Whether each worker has a momentum of its own, and pulls where all of them lead."""
-    buffer_size: int = 1
-    """Pushes that an update is the mean of."""
+    fields: tuple[str, ...] = ()  # names of the state of `adjust_`: zeros at first, of the parameters' size
+    predicts: bool = False  # whether `look_ahead_` says what is pulled
+    momentum_by_worker: bool = False  # whether each worker has a momentum of its own, and pulls where all of them lead
+    buffer_size: int = 1  # pushes that an update is the mean of
 
     def weigh(self, late: PushFacts) -> Weight | None:
         """Return the weight of a push; None: it is left out."""

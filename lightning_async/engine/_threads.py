@@ -18,13 +18,8 @@ T = TypeVar("T")
 def share_out(do: Callable[[Piece], T], pieces: Iterable[Piece], threads: int) -> list[T]:
     """Return what ``do`` makes of all pieces, in no order; the calling thread works, too.
 
-    Args:
-        do: called with one piece, by any thread; mostly native code without the interpreter's lock.
-        pieces: the work.
-        threads: at most.
-
-    Raises:
-        BaseException: the first of ``do``; pieces that were not begun are left.
+    ``do`` should be native code without the interpreter's lock, mostly. Its first error is raised; pieces that were not
+    begun are left.
 
     >>> sorted(share_out(lambda piece: piece * piece, range(4), threads=2))
     [0, 1, 4, 9]

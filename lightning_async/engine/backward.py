@@ -31,11 +31,8 @@ class LayoutSpan(NamedTuple):
 def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object, ...] = ()) -> list[LayoutSpan]:
     """Split a layout from its tail, by whole parameters, into parts of some MB; the first is small, to leave early.
 
-    Args:
-        layout: of the gradients.
-        part_bytes: of a part, at most, unless one parameter has more; 0: each parameter is by itself. Default: 25 MiB,
-            as in DDP.
-        kinds: of the parameters: those of different kinds do not leave together. Default: all are of one.
+    A part has ``part_bytes`` at most, unless one parameter has more; 0: each parameter is by itself. Default: 25 MiB,
+    as in DDP. Parameters of different ``kinds`` do not leave together. Default: all are of one.
 
     >>> import torch
     >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(6 << 20), torch.empty(8)]))]
@@ -62,12 +59,8 @@ def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object
 class Backward:
     """One model's backward passes; on the training thread.
 
-    Args:
-        params: in the layout's order.
-        layout: of their gradients.
-        take: called with parts that have become whole, each once in a pass, in order; it may take gradients from the
-            parameters: what comes after it is a change.
-        parts: of the layout, see `spans`. Default: some MB each.
+    ``take`` is called with parts of the layout that have become whole, each once in a pass, in order. It may take
+    gradients from the parameters: what comes after it is a change.
     """
 
     def __init__(
@@ -148,7 +141,6 @@ class Backward:
         return [i for i, (p, mark) in enumerate(zip(self._params, taken, strict=True)) if _changed(p, *mark)]
 
     def give_up(self) -> None:
-        """End a pass that has failed."""
         self.under_way = False
         self._taken = []
         self._came = set()

@@ -256,5 +256,4 @@ class _Handover:
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """Return a stream beside the training's, for the engine's thread."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -50,7 +50,7 @@ class Packed(NamedTuple):
 
 
 class LightningCollectives:
-    """Reduce, gather and broadcast for a strategy.
+    """Reduce, gather and broadcast for a strategy, over a communicator of its own, for CPU tensors.
 
     While ``asynchronous``, a wait for all replicas would be a lockstep, or a deadlock where they take unequal numbers
     of steps. Then every operation answers with this rank's own value and says so once.
@@ -58,11 +58,8 @@ class LightningCollectives:
     With each operation the ranks compare what they are about to do: where one came for something else (other metrics,
     say), all get an error that names both, instead of a hang. Short data goes along with that, in one exchange.
 
-    Args:
-        collectives: a communicator of its own, for CPU tensors.
-        check: raises if a peer was lost; called while waiting.
-        deadline: for each operation.
-        blame: how long it may take until a dead rank is known.
+    While it waits it calls ``check``, which raises if a peer was lost. ``deadline`` is for each operation; ``blame`` is
+    how long it may take until a dead rank is known.
     """
 
     def __init__(
@@ -114,7 +111,6 @@ class LightningCollectives:
         return self.calls.last.generation
 
     def fork(self, name: str, timeout: timedelta) -> Collectives:
-        """Return a communicator over the same ranks with an order of its own; it closes with this one."""
         return self._collectives.fork(name, timeout)
 
     def barrier(self, name: str = "") -> None:
@@ -181,8 +177,7 @@ class LightningCollectives:
     def broadcast(self, obj: T, src: int = 0) -> T:
         """Return rank ``src``'s object: plain values and tensors as they are, others pickled.
 
-        Raises:
-            CollectiveError: other bytes have come than were sent.
+        Raises CollectiveError where other bytes have come than were sent.
         """
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
@@ -211,9 +206,6 @@ class LightningCollectives:
 
         For large objects: tensors go from memory straight to memory, part by part. Nothing is kept, nor repeated where
         groups are formed anew.
-
-        Raises:
-            CollectiveError: other bytes have come than were sent.
         """
         text, is_pickle = self.broadcast(("", False) if state is None else (state.text, state.is_pickle), src)
         plain, tensors = (None, state.tensors) if state is not None else make_room(text)
@@ -252,15 +244,10 @@ class LightningCollectives:
         )
 
     def gather_objects(self, obj: T) -> list[T]:
-        """Gather every rank's object: plain values and tensors, see `comm.serialization`.
-
-        Raises:
-            TypeError: there is something else in it.
-        """
+        """Gather every rank's object: plain values and tensors, else it raises TypeError."""
         return [decode(row) for row in self.gather_uneven(encode(obj))]
 
     def make_equal_(self, tensors: list[Tensor], src: int = 0) -> None:
-        """Overwrite ``tensors`` with rank ``src``'s; all travel at once."""
         under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), src)) for tensor in tensors]
         with torch.no_grad():
             for tensor, pending in under_way:
@@ -282,8 +269,7 @@ class LightningCollectives:
     ) -> tuple[list[list[int]], Tensor]:
         """Return every rank's number of bytes and other numbers, and the first of its bytes.
 
-        Raises:
-            GateMismatch: on every rank, where they came for different things.
+        Raises GateMismatch on every rank, where they came for different things.
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
         text = bytearray(what.encode()[:_TEXT_BYTES])
@@ -344,7 +330,6 @@ def packed(obj: object, copies: Callable[[list[Tensor]], list[Tensor]] | None = 
 
 
 def _encoded(obj: object) -> tuple[Tensor, bool]:
-    """Return an object as bytes, and whether these are a pickle."""
     try:
         return encode(obj), False
     except TypeError:
@@ -400,17 +385,10 @@ class CallAnswer(NamedTuple):
 
 
 class ReplayableCalls:
-    """Calls over all ranks, one at a time and in the same order everywhere, whose answers are equal on all ranks.
-
-    Args: see `LightningCollectives`.
-    """
+    """Calls over all ranks, one at a time and in the same order everywhere, whose answers are equal on all ranks."""
 
     def __init__(
-        self,
-        collectives: Collectives,
-        check: Callable[[], None],
-        deadline: timedelta,
-        blame: timedelta = timedelta(seconds=3),
+        self, collectives: Collectives, check: Callable[[], None], deadline: timedelta, blame: timedelta
     ) -> None:
         self._collectives = collectives
         self._check = check
@@ -424,21 +402,16 @@ class ReplayableCalls:
         self._seen: set[int] = set()
         self._forming = False
         self._formed = self.generation = 0
-        """How often groups were formed anew, and the number of the generation that they are of."""
+        """The number of times that groups were formed anew, and the number of their generation."""
         self._ranks = {0: collectives.rank}  # this rank's number, by generation
 
     # ---- the training thread ----
 
     def __call__(self, what: str, start: Callable[[Collectives], Pending[Any]]) -> Any:
-        """Return the answer to one call.
+        """Return the answer to the call that ``start`` begins; ``what`` names it in messages.
 
-        Args:
-            what: names the call, for messages.
-            start: begins it; called again where it must be repeated, so it leaves its tensors as they are.
-
-        Raises:
-            PeerLost: names the rank that is gone.
-            CollectiveTimeout, CollectiveError: it did not come to an end, and no rank is to blame.
+        It may be repeated, so ``start`` leaves its tensors as they are. Raises PeerLost, which names the rank that is
+        gone, or CollectiveError, where no rank is to blame.
         """
         started = time.monotonic()
         with self._changed:
@@ -563,9 +536,7 @@ class ReplayableCalls:
     ) -> None:
         """Compare the calls of all ranks' engines in a new generation; those that are ahead hand over their answers.
 
-        Raises:
-            CollectiveError: the groups failed again.
-            AsyncTrainingError: ranks are further apart than they can be if they run the same program.
+        Raises AsyncTrainingError where ranks are further apart than they can be if they run the same program.
         """
         with self._changed:
             done = self._done

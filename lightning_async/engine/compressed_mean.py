@@ -29,17 +29,9 @@ class CompressedMean:
     its next message: error feedback without a buffer, and with nothing to keep in step when a round fails. Gradients
     have no parameters to stay in: their errors go into a ``residual``, and the message is left as it is.
 
-    Up to four ranks every rank gathers all messages and averages them. Beyond, each rank receives its part of all
-    messages, averages that and encodes it again for all; the next round brings its part's rounding error, unless a sync
-    point ends it.
-
-    Args:
-        collectives: moves the codes.
-        result: waits for one operation.
-        compression: "int8" or "fp8" with a scale per 256 elements, or "bf16".
-        numel: elements of a message.
-        part_bytes: codes move in parts of at most this size for each rank.
-        device: of the messages.
+    Codes are "int8" or "fp8" with a scale per 256 elements, or "bf16". Up to four ranks every rank gathers all messages
+    and averages them. Beyond, each rank receives its part of all messages, averages that and encodes it again for all;
+    the next round brings its part's rounding error, unless a sync point ends it.
 
     Source: error feedback as in Karimireddy et al., 2019, https://arxiv.org/abs/1901.09847; the second encoding as in
     Tang et al., "DoubleSqueeze", 2019, https://arxiv.org/abs/1905.05957
@@ -67,7 +59,7 @@ class CompressedMean:
         self._received = _CodeMemory(self.world_size if self._gathered else 1, room, self._dtype, device)
         self._own = torch.ones(1, device=device)
         self.carried_residual = torch.zeros(sum(widths), device=device)
-        """What this rank's part of the means has lost to their encoding and the next ones will bring."""
+        """The loss of this rank's part of the means to their encoding, which the next ones will bring."""
         scales = 0 if self._dtype is torch.bfloat16 else sum(map(ops.blocks, sizes))
         self.message_bytes = numel * self._dtype.itemsize + 4 * scales
 
@@ -77,18 +69,16 @@ class CompressedMean:
     def move_(
         self, out: Tensor, message: Tensor | None, weights: Sequence[float], residual: Tensor | None = None
     ) -> Tensor:
-        """Put the weighted mean of all ranks' messages into ``out``, the same bits everywhere.
+        """Put the weighted mean of all ranks' messages into ``out``, flat fp32, the same bits everywhere.
 
         Args:
-            out: flat fp32; overwritten.
-            message: this rank's, flat fp32, finite; overwritten by what its codes decode to. None: it has none. With a
-                residual it is left as it is, and may be ``out``.
+            message: this rank's, finite; overwritten by what its codes decode to. None: it has none. With a residual it
+                is left as it is, and may be ``out``.
             weights: every rank's; zero for one without a message.
             residual: added to the message; becomes what of both, and of this rank's part of the means, is yet to be
                 delivered. With weights of 1, sum and residuals together are what they were.
 
-        Returns:
-            The next `carried_residual`, for when the round commits; zeros with a residual.
+        Returns the next `carried_residual`, for when the round commits; zeros with a residual.
         """
         shares = torch.tensor(weights, dtype=torch.float32, device=out.device)
         carried_residual = self.carried_residual.clone()

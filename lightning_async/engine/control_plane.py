@@ -177,7 +177,6 @@ class ControlPlane:
         self.membership.ring(seq)
 
     def wake(self) -> None:
-        """Wake the engine's thread: something outside the shared state has changed."""
         with self.shared_state.changed:
             self.shared_state.changed.notify_all()
 
@@ -187,7 +186,6 @@ class ControlPlane:
         return self.buckets.received
 
     def forget(self) -> None:
-        """Forget the old buckets: they were laid out anew."""
         self._loop.held.forget()
 
 
@@ -197,7 +195,7 @@ def forks_of(collectives: Collectives, payload: Collectives, timeouts: Timeouts)
 
 
 class Stage(enum.Enum):
-    """Where the exchange in flight stands on this rank."""
+    """The state of the exchange in flight on this rank."""
 
     IDLE = "idle"
     HEADER = "header"
@@ -425,10 +423,7 @@ class EngineLoop:
         self._regroup.attempts = 0
 
     def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Meet all live ranks in a new generation, and ring for its first header.
-
-        The bell of the failed one is gone, some may have lost its answer, and nobody packs until it is served.
-        """
+        """Meet all live ranks in a new generation, and ring for its first header: the failed one's bell is gone."""
         self._to(Stage.FAILED)
         self.seq = _first_seq(self._regroup.after(error))
         self._to(Stage.IDLE)
@@ -451,10 +446,7 @@ def _first_seq(generation: int) -> int:
 class GroupRecovery:
     """The recovery from a failure: it forms the groups anew with the live ranks, as long as these are enough.
 
-    Args:
-        control: the control plane, of which the loop is yet to be made.
-        roots: the communicators for CPU tensors and for payloads, which may be the same.
-        min_replicas: fewer ranks do not go on. Default: all that there are.
+    ``roots`` are the communicators for CPU tensors and for payloads, which may be the same.
     """
 
     def __init__(
@@ -488,11 +480,7 @@ class GroupRecovery:
     def after(self, error: PeerLost | CollectiveError) -> int:
         """Try until all live ranks have met again; return the number of their generation.
 
-        Raises:
-            PeerLost: ranks are lost without which nobody goes on.
-            Evicted: the others have gone on without this rank.
-            CollectiveError: too many attempts have failed.
-            Closed: the engine closes.
+        Raises the last failure where too few are left, the others have gone on, or too many attempts have failed.
         """
         box = self._shared_state
         box.failed += 1
@@ -578,9 +566,7 @@ class GroupRecovery:
     def _go_on_without(self, missing: list[str]) -> None:
         """Go on without ranks that are not in the next generation.
 
-        Raises:
-            Closed: they left through the last sync point.
-            PeerLost: too few are left.
+        Raises `Closed` where they left through the last sync point, and PeerLost where too few are left.
         """
         box = self._shared_state
         left = self._membership.left()

@@ -45,11 +45,11 @@ class EngineComponent(Protocol):
 
     def is_indispensable(self) -> bool:
         """Return whether nobody goes on without this rank, however late it is. Under the lock."""
-        ...
+        return False
 
     def compose(self) -> Any:
         """Return this rank's part without its message. Under the lock."""
-        ...
+        return self.blank
 
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
         """Return the part with its message; ``compare``: all stand at one sync point and say what they hold."""
@@ -65,7 +65,7 @@ class EngineComponent(Protocol):
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
         """Return whether a sync point where all stand may open, and else what is exchanged first."""
-        ...
+        return True, None
 
     def opened(self, here: bool) -> None:
         """Note that a sync point has opened; ``here``: this rank stood at it. Under the lock."""
@@ -128,10 +128,8 @@ class CommonDecision(NamedTuple):
 def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
     """Decide on what all components share; ``busy``: a message comes before a sync point can open.
 
-    Raises:
-        GateMismatch: all ranks stand at sync points, at different ones.
-        LayoutMismatch: they do, and hold different parameters.
-        CollectiveError: the ranks' exchanges differ by more than one.
+    Raises GateMismatch where all ranks stand at different sync points, LayoutMismatch where they hold different
+    parameters there, and CollectiveError where their exchanges differ by more than one.
     """
     votes = Vote.NONE
     for header in headers:
@@ -160,17 +158,14 @@ def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
 def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
     """Return the sync point at which all stand; NONE where some must go to another one first."""
     places = {(h.sync_point, h.sync_point_index if h.sync_point is SyncPointKind.EPOCH_END else 0) for h in headers}
-    sync_point = (
-        SyncPointKind.SYNCHRONISE
-        if any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
-        else headers[0].sync_point
-    )
+    synchronise = any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
+    sync_point = SyncPointKind.SYNCHRONISE if synchronise else headers[0].sync_point
     if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP | Vote.DECIDE):
         return SyncPointKind.NONE  # the others join that one and come back
     if len(places) > 1 and sync_point is not SyncPointKind.SYNCHRONISE:  # that opens while others wait elsewhere
         where = ", ".join(f"rank {rank} at {h.sync_point.name} {h.sync_point_index}" for rank, h in enumerate(headers))
         raise GateMismatch(
-            f"Ranks came to a rendezvous for different things: {where}. Epoch-end work (checkpoints, metrics, early "
+            f"Ranks came to different sync points: {where}. Epoch-end work (checkpoints, metrics, early "
             "stopping) needs the same number of epochs on every rank: limit training by `max_epochs` rather than by "
             "`max_steps`, or validate with `val_check_interval` instead of at the end of epochs."
         )
@@ -182,8 +177,8 @@ def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
 def between_steps(headers: Sequence[Header]) -> Vote:
     """Return the votes that headers without an exchange leave for the next ones, which repeat them.
 
-    A bell calls for headers at any time, when one rank may have passed the batch boundary at which another one would
-    act: it would take the next synchronous step without that one. With an exchange all ranks in step are in one step.
+    Such a header may come when one rank has passed the batch boundary at which another would act, and would so take its
+    next synchronous step alone. With an exchange all ranks in step are in one step.
 
     >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
     (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
@@ -192,14 +187,13 @@ def between_steps(headers: Sequence[Header]) -> Vote:
     """
     if not any(h.in_step and not h.excused for h in headers):
         return Vote.NONE
-    leaves = any(
-        h.sync_point is SyncPointKind.STOP for h in headers
-    )  # it has heard so behind the last step: here is what others lost
+    # A rank that stops was asked to behind the last step: the others lost that.
+    leaves = any(h.sync_point is SyncPointKind.STOP for h in headers)
     return Vote.END if leaves else Vote.STOP | Vote.END
 
 
 def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:
-    """How far the data of each rank that takes part goes in what these headers decide on: all, in a consensus."""
+    """Return, by name, the place in its data of each rank that takes part: of all, in a consensus."""
     ready = max(h.ready for h in headers)
     return {name: h.place for name, h in zip(names, headers, strict=True) if h.ready == ready}
 

@@ -42,7 +42,6 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """Return the `digest` of each tensor alone."""
     return [_combined(_blocks(tensor)) for tensor in tensors]
 
 

@@ -66,13 +66,8 @@ class Replica:
     Other tensors move at a consensus only, in their own precision, and only where replicas differ: integer and bool
     buffers, by their maximum; frozen parameters, by their mean; and float64, which a bucket of fp32 would cut.
 
-    Args:
-        module: the module whose parameters and buffers these are.
-        buffers: policy for floating-point buffers.
-        device: of the buckets: best that of the parameters; on the CPU they are pinned under CUDA.
-
-    Raises:
-        ValueError: see `ModuleTensors`.
+    Buckets live on ``device``: best that of the parameters; on the CPU they are pinned under CUDA. Raises as
+    `ModuleTensors` does.
     """
 
     def __init__(
@@ -98,11 +93,9 @@ class Replica:
         optimizer_state: Callable[[], Sequence[Tensor]] | None = None,
         running_means: Callable[[], Sequence[RunningMean]] | None = None,
     ) -> None:
-        """Lay out a bucket anew.
+        """Lay out a bucket anew, with the tensors that ``optimizer_state`` returns behind the rest. Default: as before.
 
-        Args:
-            optimizer_state: returns the tensors behind the rest, as they are now. Default: as before.
-            running_means: returns how each of these averages over time. Default: unknown.
+        ``running_means`` returns how each of these averages over time. Default: unknown.
         """
         if optimizer_state is not None:
             self._state = optimizer_state
@@ -131,17 +124,12 @@ class Replica:
         self.reference.nan_to_num_(0.0, 0.0, 0.0)
 
     def take_thawed(self) -> None:
-        """Lay out a bucket with what is trained now, on all replicas alike, which hold the same model."""
         self.tensors.take_thawed()
         self.version += 1
         self.build()
 
     def refresh(self) -> None:
-        """Follow buffers and optimizer state that were assigned anew.
-
-        Raises:
-            AsyncTrainingError: a new tensor does not fit in the old one's place.
-        """
+        """Follow buffers and optimizer state that were assigned anew; raise AsyncTrainingError if one does not fit."""
         parameters, buffers, state = self._sections
         if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
             tensors = [real(p) for p in self.tensors.trained.values()]
@@ -162,7 +150,6 @@ class Replica:
 
     @property
     def layout(self) -> FlatLayout:
-        """Layout of the parameters that travel."""
         return self._sections[0].plan.layout
 
     @property
@@ -172,7 +159,6 @@ class Replica:
 
     @property
     def numel(self) -> int:
-        """Elements of a message."""
         return self._sections[-1].end
 
     def digests(self) -> tuple[int, int]:
@@ -211,7 +197,6 @@ class Replica:
         return self._sections[0].of(bucket)
 
     def beyond_rule(self, bucket: Tensor) -> Tensor:
-        """Return the rest of a bucket, which takes the plain mean."""
         return bucket[self._sections[0].end :]
 
     def pack_(self, bucket: Tensor, for_round: bool = False) -> None:
@@ -290,14 +275,7 @@ class Replica:
             p.add_(rest)
 
     def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
-        """Give buffers and optimizer state a round's mean, and keep their updates since the snapshot.
-
-        Args:
-            target: the bucket with the mean.
-            snapshot: the bucket with what this replica packed.
-            updates: the result of `updates` then.
-            buffers_too: see `merge_`.
-        """
+        """Give buffers and optimizer state a round's mean in ``target``; keep their ``updates`` since ``snapshot``."""
         self.refresh()
         _, buffers, state = self._sections
         if buffers.tensors and buffers_too:
@@ -320,9 +298,8 @@ class Replica:
 class ModuleTensors:
     """The parameters and buffers of a module, by name, as they are now; shared tensors count once.
 
-    Raises:
-        ValueError: an unknown policy, tensors that are not materialised yet (lazy modules), or of a kind that can be
-            neither averaged nor compared; names them.
+    Raises ValueError for an unknown policy, and for tensors that are not materialised yet (lazy modules), or of a kind
+    that can be neither averaged nor compared.
     """
 
     def __init__(self, module: nn.Module, policy: BufferPolicy) -> None:
@@ -334,15 +311,16 @@ class ModuleTensors:
         self._policy = policy
         self.parameters = dict(module.named_parameters())
         self._buffers = dict(module.named_buffers())
-        self._layers = _with_running_means(module)
+        norms = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
+        self._layers = [norm for norm in norms if norm.track_running_stats]
         self._shapes = {name: p.shape for name, p in self.parameters.items()}
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}  # what the rule applies to
         self._infinite: frozenset[str] = frozenset()
 
     @property
     def averaged(self) -> dict[str, Tensor]:
-        """The buffers that take the mean."""
-        return {name: b for name, b in self._buffers.items() if self._takes_mean(b)}
+        floating = {name: b for name, b in self._buffers.items() if b.is_floating_point() or b.is_complex()}
+        return {} if self._policy == "keep" else floating
 
     def running_means(self) -> list[RunningMean]:
         """Return how each of `averaged` averages over time, with its updates so far."""
@@ -352,9 +330,6 @@ class ModuleTensors:
                 if buffer is not None:
                     found[id(buffer)] = _running_mean(layer, buffer, positive)
         return [found.get(id(buffer), RunningMean()) for buffer in self.averaged.values()]
-
-    def _takes_mean(self, buffer: Tensor) -> bool:
-        return self._policy != "keep" and (buffer.is_floating_point() or buffer.is_complex())
 
     @property
     def apart(self) -> dict[str, Tensor]:
@@ -373,8 +348,7 @@ class ModuleTensors:
     def follow_buffers(self) -> bool:
         """Take up buffers that were assigned anew; return whether there were any.
 
-        Raises:
-            AsyncTrainingError: one has another shape or type than before, or buffers were added or removed.
+        Raises AsyncTrainingError for another shape or type than before, and for added or removed buffers.
         """
         known = self._buffers
         now = dict(self._module.named_buffers())
@@ -405,9 +379,8 @@ class ModuleTensors:
     def check_unchanged(self, thawed_too: bool = True) -> None:
         """Check that the module still has the parameters that it had when training began.
 
-        Raises:
-            AsyncTrainingError: parameters were added, removed, replaced or resized, or (``thawed_too``) frozen ones are
-                trained now.
+        Raises AsyncTrainingError where some were added, removed, replaced or resized, or (``thawed_too``) frozen ones
+        are trained now.
         """
         now = dict(self._module.named_parameters())
         changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
@@ -428,7 +401,6 @@ class ModuleTensors:
         return [name for name, p in self.parameters.items() if p.requires_grad and name not in self.trained]
 
     def take_thawed(self) -> None:
-        """Train them from now on, with the others."""
         names = {*self.trained, *self.thawed()}
         self.trained = {name: p for name, p in self.parameters.items() if name in names}
 
@@ -444,7 +416,6 @@ class ModuleTensors:
 
     @property
     def judged_frozen(self) -> list[Tensor]:
-        """The frozen parameters that must be finite."""
         return [p for name, p in self._frozen.items() if name not in self._infinite]
 
     @property
@@ -454,7 +425,6 @@ class ModuleTensors:
 
 
 def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    """Return whether both hold the same objects, in the same order."""
     return [id(each) for each in left] == [id(each) for each in right]
 
 
@@ -464,13 +434,7 @@ def alike(left: Tensor, right: Tensor) -> bool:
 
 
 def with_statistics(module: nn.Module) -> list[_BatchNorm]:
-    """Return the BatchNorm layers that keep running statistics."""
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-
-
-def _with_running_means(module: nn.Module) -> list[_BatchNorm | _InstanceNorm]:
-    norms = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
-    return [norm for norm in norms if norm.track_running_stats]
 
 
 def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: bool) -> RunningMean:
@@ -498,7 +462,6 @@ def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
 
 
 def _is_odd(t: Tensor) -> bool:
-    """Return whether its elements cannot all be written in place."""
     if t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg() or t.is_inference():
         return True
     return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
@@ -559,15 +522,11 @@ def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.
 
 
 def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return for each tensor what is left of its value at the snapshot, and whether any of it has gone.
+    """Return for each tensor what is left of its value at the snapshot, and whether any of it has gone: fp64 rows.
 
     That is :math:`d^k` after :math:`k` updates; :math:`n / (n + k)` of a mean of all :math:`n + k` updates so far.
-    Nothing is left where a counter went back: the average has begun anew.
-
-    Args:
-        means: as they are now.
-        then: the result of `count` at the snapshot.
-        device: of the result: fp64, one row for each tensor, the part and 1 or 0.
+    Nothing is left where a counter went back: the average has begun anew. ``then``: the result of `count` at the
+    snapshot.
     """
     rows: list[Tensor] = []
     order: list[int] = []
@@ -603,14 +562,8 @@ def late_mean(
     Positive values stay so: the updates since the snapshot were, so that at least :math:`p\,m` is left; where updates
     are not known, at least the smaller one of :math:`x` and :math:`m`.
 
-    Args:
-        now: :math:`x`.
-        mean: :math:`m`, as its difference from ``reference``.
-        snapshot: :math:`s`, as its difference from ``reference``.
-        part: :math:`p`.
-        gone: bool: :math:`p` tells what was lost by updates; else 1 stands for not knowing.
-        positive: bool: nothing negative goes into it.
-        reference: subtracted from means and snapshots as they travel.
+    Mean :math:`m` and snapshot :math:`s` come as differences from ``reference``. Where ``gone``, :math:`p` tells what
+    was lost by updates; else 1 stands for not knowing.
 
     >>> now, mean, snapshot, part = (torch.tensor([each]) for each in (5.0, 4.0, 2.0, 0.5))
     >>> yes, zero = torch.tensor([True]), torch.tensor([0.0])
@@ -635,13 +588,8 @@ def merge_late_(
 ) -> None:
     """Give tensors the mean of all replicas' snapshots, and keep their updates since; see `late_mean`.
 
-    Args:
-        tensors: of one replica, as they lie in the buckets.
-        mean: of all replicas' snapshots; a flat bucket.
-        snapshot: this replica's.
-        means: how each of the tensors averages.
-        then: the result of `count` at the snapshot.
-        reference: subtracted from the snapshots. Default: nothing.
+    ``mean`` and ``snapshot`` are flat buckets, from which ``reference`` was subtracted; ``means`` says how each tensor
+    averages, ``then`` is the result of `count` at the snapshot.
     """
     left = remaining(means, then, mean.device)
     device = mean.device

@@ -40,20 +40,14 @@ class Vote(enum.Flag):
     """A request of one rank to all. All learn of it with the next header, and act from their next batch boundary on."""
 
     NONE = 0
-    STOP = enum.auto()
-    """Leave training: this rank was told to."""
-    END = enum.auto()
-    """End training as after its last epoch: a time limit, `trainer.should_stop`."""
-    VALIDATE = enum.auto()
-    """Come to a validation: this rank waits there."""
-    SYNCHRONISE = enum.auto()
-    """Become equal: this rank is to take synchronous steps."""
+    STOP = enum.auto()  # leave training: this rank was told to
+    END = enum.auto()  # end training as after its last epoch: a time limit, `trainer.should_stop`
+    VALIDATE = enum.auto()  # come to a validation: this rank waits there
+    SYNCHRONISE = enum.auto()  # become equal: this rank is to take synchronous steps
     SAVE = enum.auto()
     """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
-    DECIDE = enum.auto()
-    """Come together: this rank waits there."""
-    EPOCH = enum.auto()
-    """Whoever has no end of the epoch of its own comes to it: this rank waits there."""
+    DECIDE = enum.auto()  # come together: this rank waits there
+    EPOCH = enum.auto()  # whoever has no end of the epoch of its own comes to it: this rank waits there
 
     @property
     def lasting(self) -> Vote:
@@ -164,10 +158,7 @@ class SharedState:
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Return whether the training thread goes on when that sync point opens. Under the lock.
-
-        Where one is for synchronous steps, others stand at sync points of their own.
-        """
+        """Return whether the training thread goes on when that sync point opens. Under the lock."""
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:

@@ -91,7 +91,6 @@ class SyncPoints:
                     participant.go(now() - started)
 
     def resume(self) -> None:
-        """Begin a batch: the training thread is alive."""
         with self._box.changed:
             self._control.see()
         for participant in self._visitors:
@@ -127,12 +126,10 @@ class SyncPoints:
         return self._box.stop_requested
 
     def tell_loss(self, loss: float) -> None:
-        """Put the loss of this replica's last batch into the next header."""
         with self._box.changed:
             self._box.loss = loss
 
     def tell_pace(self, pace: tuple[float, ...]) -> None:
-        """Put this replica's speed into headers, see `Header`."""
         with self._box.changed:
             self._box.pace = pace
 
@@ -143,7 +140,6 @@ class SyncPoints:
 
     @property
     def name(self) -> str:
-        """This rank's stable name."""
         return self._control.membership.generation.name
 
     @property
@@ -158,12 +154,10 @@ class SyncPoints:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Every replica's, from the last header."""
         return self._box.losses
 
     @property
     def paces(self) -> dict[str, tuple[float, ...]]:
-        """Every rank's, by name, from the last header."""
         members = self._control.membership.generation.members
         with self._box.changed:
             paces = self._box.paces
@@ -176,7 +170,6 @@ class SyncPoints:
 
     @property
     def opened(self) -> int:
-        """Number of sync points that have opened for this rank."""
         with self._box.changed:
             return self._box.num_opened
 

@@ -27,13 +27,8 @@ class Closed(Exception):
 class Transfer:
     """The engine's headers and payloads on their way.
 
-    Args:
-        small: communicator for CPU tensors of a few numbers.
-        large: communicator for the buckets.
-        shared_state: says when the engine closes, or a call of the training thread's has failed.
-        membership: says when a peer is lost or has gone on to another generation.
-        deadline: for each part of a payload.
-        part_bytes: payloads move in parts of at most this size.
+    ``small`` moves CPU tensors of a few numbers, ``large`` the buckets, in parts of at most ``part_bytes``, each within
+    ``deadline``. ``shared_state`` and ``membership`` end waits.
     """
 
     def __init__(
@@ -98,7 +93,6 @@ class Transfer:
         return None if doubts else total
 
     def gather(self, row: Tensor) -> Tensor:
-        """Gather all ranks' rows, with the deadline of a payload."""
         return self.result(self.small.all_gather(row))
 
     def largest_(self, flat: Tensor) -> None:
@@ -107,12 +101,10 @@ class Transfer:
             self.result(self.small.all_reduce(part, ReduceOp.MAX))
 
     def sum_(self, bucket: Tensor) -> None:
-        """Sum over all ranks, part by part."""
         for part in FlatLayout.parts(bucket, self.part_bytes):
             self.result(self.large.all_reduce(part))
 
     def broadcast_(self, bucket: Tensor, source: int) -> None:
-        """Take over what one rank holds, part by part."""
         for part in FlatLayout.parts(bucket, self.part_bytes):
             self.result(self.large.broadcast(part, source))
 
@@ -159,7 +151,6 @@ class UncommittedRound:
         return True
 
     def committed(self, exchange: InFlightRound) -> None:
-        """Note that it was committed here."""
         self.behind = None
         self.ahead = exchange if exchange.at_once else None
 
@@ -169,7 +160,6 @@ class UncommittedRound:
             self.ahead.target = self.ahead.target.clone()
 
     def forget(self) -> None:
-        """Drop it: nobody needs it any more."""
         self.behind = self.ahead = None
 
     def catch_up(self, id: int, source: int | None, is_behind: bool) -> InFlightRound | None:
@@ -192,9 +182,6 @@ class UncommittedRound:
 
 def source_of(headers: Sequence[Header], id: int) -> int | None:
     """Return the rank that gives all others a payload which some have yet to commit; None: nobody lacks it.
-
-    Raises:
-        RuntimeError: somebody does, and nobody has it.
 
     >>> source_of([Header(exchange=7, held=7), Header(exchange=8)], 7)
     >>> source_of([Header(exchange=7), Header(exchange=8, held=7)], 7)

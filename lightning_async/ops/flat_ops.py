@@ -43,11 +43,8 @@ def check_flat(
 ) -> None:
     """Check dtypes, shapes, devices, contiguity, and that what is written overlaps nothing.
 
-    Tensors are fp32 unless ``dtypes`` says more, and shaped as the first one unless ``shapes`` says otherwise.
-
-    Raises:
-        TypeError: a dtype does not fit.
-        ValueError: anything else does not.
+    Tensors are fp32 unless ``dtypes`` says more, and shaped as the first one unless ``shapes`` says otherwise. Raises
+    TypeError for a dtype, ValueError for the rest.
     """
     first = next(iter(tensors.values()))
     spans: list[tuple[int, int, str]] = []

@@ -144,10 +144,7 @@ def backend(kind: Kind) -> Backend:
 def use(level: str) -> Iterator[None]:
     """Run the ops in another way than the best: ``"torch"``, or a level of the CPU library (``"portable"``, ...).
 
-    For tests and comparisons; it holds for the whole process.
-
-    Raises:
-        ValueError: this processor or this build lacks the level.
+    For tests and comparisons; it holds for the whole process. Raises ValueError where the level is lacking.
     """
     library = _loaded.get("cpu")
     before = library.la_cpu_level() if library is not None else b""
@@ -164,7 +161,6 @@ def use(level: str) -> Iterator[None]:
 
 
 def library(kind: str) -> ctypes.CDLL:
-    """Return the library for this kind of device, after `available`."""
     found = _loaded.get("cuda" if kind == "cuda" else "cpu")
     assert found is not None
     return found
@@ -194,7 +190,6 @@ class Segment(ctypes.Structure):
 
 @functools.cache
 def find(kind: str, name: str) -> int:
-    """Return the number of an op."""
     number = library(kind).la_find(name.encode())
     assert number >= 0, f"the {kind} library has no op {name!r}"
     return number
@@ -305,7 +300,6 @@ class SegmentTable:
 
 
 def square(a: Tensor, b: Tensor | None) -> Tensor:
-    """Return the sum of :math:`(a - b)^2` in float64, on the device."""
     other = a if b is None else b
     total = torch.empty((), dtype=torch.float64, device=a.device)
     arguments = (FORMATS[a.dtype], a.data_ptr(), FORMATS[other.dtype], _pointer(b), a.numel(), total.data_ptr())

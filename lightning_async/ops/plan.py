@@ -74,7 +74,6 @@ class Plan:
         return True
 
     def release(self) -> None:
-        """Hold no tensors, until it is to `follow` others."""
         self.tensors = []
 
     def _check_distinct(self) -> None:
@@ -191,12 +190,7 @@ def _dense(t: Tensor) -> bool:
 
 
 def _offsets(layout: FlatLayout) -> list[int]:
-    offsets = []
-    end = 0
-    for size in layout.sizes:
-        offsets.append(end)
-        end += size
-    return offsets
+    return list(itertools.accumulate(layout.sizes, initial=0))[:-1]
 
 
 class _Table:

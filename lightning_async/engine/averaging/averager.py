@@ -32,25 +32,12 @@ class BackgroundAverager:
 
     The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where several
     optimizers step), `sync_points.rendezvous` wherever all ranks must hold one model, and `resume` when it trains on.
-    The control plane's thread serves the rounds meanwhile.
-
-    Args:
-        control: the control plane, made and not yet started; closed by `close`. All ranks must start with equal
-            parameters.
-        rule: how replicas become one model.
-        schedule: when they do.
-        config: the rest.
-
-    Raises:
-        ValueError: a rule that ``config`` cannot carry out, see `AveragerConfig.check_rule`.
+    The control plane's thread serves the rounds meanwhile; `close` closes it. All ranks must start with equal
+    parameters. Raises ValueError for a rule that ``config`` cannot carry out.
     """
 
     def __init__(
-        self,
-        control: ControlPlane,
-        rule: AveragingRule,
-        schedule: Schedule,
-        config: AveragerConfig | None = None,
+        self, control: ControlPlane, rule: AveragingRule, schedule: Schedule, config: AveragerConfig | None = None
     ) -> None:
         self.config = config or AveragerConfig()
         self.config.check_rule(type(self).__name__, rule)
@@ -143,11 +130,8 @@ class BackgroundAverager:
     def tick(self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
         """Count a step, take what arrived, and start a round if that was planned; return the round that was merged.
 
-        Args:
-            step: the result of `plan`.
-            samples: behind the step.
-            stepped: False if no parameter moved (a step skipped because of infinite gradients).
-            lr: the inner learning rate, for rules that need it.
+        ``step`` is the result of `plan`. ``stepped`` is False if no parameter moved (infinite gradients). ``lr`` is the
+        inner learning rate, for rules that need it.
         """
         box = self._box
         now = self._now()
@@ -174,7 +158,6 @@ class BackgroundAverager:
         return report
 
     def _average_now(self, lr: float, fragment: int) -> RoundReport | None:
-        """Average while the training thread waits."""
         buckets = self._buckets
         started = self._now()
         report = self._take()
@@ -278,11 +261,10 @@ class BackgroundAverager:
         log.info("Rank %d: %d parameters were unfrozen and are averaged from now on.", self.summary.rank, len(thawed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the rule's state and the round, equal on all replicas where it is taken at a sync point."""
+        """Copy the rule's state and the round, which are equal on all replicas at a sync point."""
         return self.agreed.state_dict()
 
     def clocks(self) -> dict[str, Any]:
-        """Copy this replica's own state."""
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
@@ -290,10 +272,9 @@ class BackgroundAverager:
         }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
-        """Go on from `state_dict` and `clocks`; before `start`. Rule state that ``clocks`` lacks begins anew.
+        """Go on from `state_dict` and `clocks`; raise ValueError for the state of another rule. Before `start`.
 
-        Raises:
-            ValueError: the state is another rule's.
+        Rule state that ``clocks`` lacks begins anew.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
@@ -310,11 +291,7 @@ class BackgroundAverager:
 class Merger:
     """The training thread's merging of committed rounds into one replica's parameters.
 
-    Args:
-        buckets: what has arrived.
-        agreed: the rule, which decides on progress made meanwhile, and on local models at a sync point.
-        component: knows whether the parameters only show a model.
-        exact: False where messages are compressed, whose losses stay in the parameters.
+    ``exact``: False where messages are compressed, whose losses stay in the parameters.
     """
 
     def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
@@ -324,10 +301,9 @@ class Merger:
         self._replica = buckets.replica
         self._exact = exact
         self._local: Tensor | None = None
-        """What training goes on from, while the parameters show the model of a sync point."""
+        """The parameters with which training goes on, while they show the model of a sync point."""
 
     def merge(self, arrived: Merge, step: int) -> None:
-        """Move the parameters; ``step`` is the replica's step count."""
         replica = self._replica
         rule = self._agreed.rule
         message = arrived.message

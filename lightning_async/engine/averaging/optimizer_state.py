@@ -30,15 +30,10 @@ RECENT_BATCHES = 16
 
 
 def recompute_batch_norm(module: nn.Module, batches: list[Any], world: LightningCollectives) -> None:
-    """Set every BatchNorm's statistics to the mean over the batches of all replicas.
+    """Set every BatchNorm's statistics to the mean over the batches of all replicas, which call this together.
 
     Each batch's input (its first element, where it is a tuple or list) passes through ``module.forward`` in training
-    mode without gradients.
-
-    Args:
-        module: the model, equal on all ranks.
-        batches: this rank's; other ranks may have more, fewer, or none.
-        world: of all ranks, which call this together.
+    mode without gradients. Ranks may have unequal numbers of batches, or none.
     """
     if not (layers := with_statistics(module)):
         return
@@ -73,8 +68,7 @@ Group = dict[str, Any]
 def materialise(optimizers: Iterable[Optimizer]) -> None:
     """Give every trained parameter the state with which its optimizer would begin, where it has none.
 
-    Raises:
-        ValueError: an optimizer that trains otherwise with such a state than without; names it and its options.
+    Raises ValueError for an optimizer that trains otherwise with such a state than without.
     """
     for optimizer in optimizers:
         checked = set()
@@ -91,9 +85,7 @@ class AveragedState:
     """The state that has a value for each element of its parameter, or for each row: moments, not step counts.
 
     Calling it gives the tensors as they are now, of every trained parameter; complex ones as views of real numbers.
-
-    Raises:
-        ValueError: see `materialise`.
+    Raises as `materialise` does.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -175,7 +167,6 @@ class _Law(NamedTuple):
 
 
 def every_tensor(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return all floating-point state, for a look at its health."""
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
@@ -288,13 +279,12 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
 
 def _halved(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state whose factors, such as ASGD's ``mu``, are half as large, as they may become later."""
-    return {name: value / 2 if _is_factor(value) else value for name, value in state.items()}
-
-
-def _is_factor(value: Any) -> bool:
-    """Return whether an entry of the state is one number in (0, 1]; a count that has begun is larger."""
-    one = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
-    return one and 0.0 < float(value) <= 1.0
+    halved = dict(state)
+    for name, value in state.items():
+        is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if is_number and 0.0 < float(value) <= 1.0:  # a count that has begun is larger
+            halved[name] = value / 2
+    return halved
 
 
 def _law(
@@ -357,13 +347,11 @@ def _kind(group: Group, param: Tensor) -> tuple[Any, ...]:
 
 
 def _small(param: Tensor) -> nn.Parameter:
-    """Return a parameter of a few elements, of the same kind."""
     shape = (3,) if param.ndim < 2 else (3, 2, *(1 for _ in range(param.ndim - 2)))
     return nn.Parameter(torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape).to(param))
 
 
 def _stand_in(optimizer: Optimizer, group: Group, param: nn.Parameter) -> Any:
-    """Return an optimizer of this class with this group's options, for one parameter, without hooks."""
     stand_in: Any = copy.copy(optimizer)
     vars(stand_in).pop("step", None)  # a scheduler's wrapper around the real one's
     stand_in.state = defaultdict(dict)

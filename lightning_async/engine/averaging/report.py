@@ -6,10 +6,10 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 from lightning_async.algorithms.schedules import Pace, straggler
 from lightning_async.engine.averaging.rounds import Merge
-from lightning_async.engine.metrics import Totals
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +30,30 @@ class RoundReport:
     merge_s: float  # packing and merging, on the training thread
     spread: float  # root of the work-weighted mean squared distance of the replicas' messages from their mean
     healed: bool = False  # this replica was not finite and took over the others' model
+
+
+class Totals(Protocol):
+    """Totals of exchanges other than averaging rounds: a dataclass, whose numbers are in checkpoints."""
+
+    title: ClassVar[str]  # first line of the summary
+    prefix: ClassVar[str]  # beginning of the metrics' names
+    shown: ClassVar[tuple[str, ...]]  # metrics that are in the progress bar, too
+
+    @property
+    def number(self) -> int: ...  # exchanges so far
+
+    @property
+    def each_s(self) -> float: ...  # mean time of one; 0.0 while there was none
+
+    @property
+    def hidden_share(self) -> float: ...  # share of that during which training went on; 1.0 while there was none
+
+    @property
+    def sent_bytes(self) -> int: ...  # bytes sent by this replica; 0 where they are not counted
+
+    def rows(self) -> dict[str, str]: ...  # lines of the summary
+
+    def metrics(self) -> dict[str, float]: ...  # for loggers
 
 
 @dataclass
@@ -107,21 +131,17 @@ class RunSummary:
 
     @property
     def exchanges(self) -> int:
-        """Averaging rounds, or the exchanges in their place."""
         return self.rounds if self.totals is None else self.totals.number
 
     @property
     def each_s(self) -> float:
-        """Mean time of one of these."""
         return self.exchange_s / max(1, self.rounds) if self.totals is None else self.totals.each_s
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent by this replica, at sync points included."""
         return self.payload_bytes + (0 if self.totals is None else self.totals.sent_bytes)
 
     def shown(self) -> dict[str, float]:
-        """Return the metrics that are in the progress bar, too."""
         prefix = "averaging"
         names = ("rounds", "hidden_share")
         if self.totals is not None:
@@ -134,7 +154,7 @@ class RunSummary:
         """Return the run so far under the names that are logged; facts of rounds from the first one on."""
         prefix = "averaging" if self.totals is None else self.totals.prefix
         own = self._of_rounds() if self.totals is None else self.totals.metrics()
-        told = {
+        found = {
             **own,
             "bytes": float(self.sent_bytes),
             # No name is the beginning of another one's path: loggers that keep a file for each name could not.
@@ -144,7 +164,7 @@ class RunSummary:
             "failed_rounds": float(self.failed_rounds),
             "dropped_gradients": float(self.dropped_gradients),
         }
-        return {f"{prefix}/{name}": value for name, value in told.items()}
+        return {f"{prefix}/{name}": value for name, value in found.items()}
 
     def _of_rounds(self) -> dict[str, float]:
         of_rounds = {
@@ -153,18 +173,13 @@ class RunSummary:
         }  # fmt: skip
         return {"rounds": float(self.rounds), **(of_rounds if self.rounds else {})}
 
-    def _hidden(self) -> str:
-        if not self.rounds:
-            return "no round"
-        return f"in rounds {self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden"
-
     def advice(self, schedule: object) -> str:
         """Return what to do about a run without a round; "" where there is nothing to say."""
         if self.rounds or self.synchronous_steps or not self.steps:
             return ""
         return (
             f"No averaging round took place in {self.steps} steps, as `schedule={schedule!r}` did not ask for one: the "
-            f"replicas became one model at gates only ({self.consensuses} times). Shorten the period."
+            f"replicas became one model at sync points only ({self.consensuses} times). Shorten the period."
         )
 
     def state_dict(self) -> dict[str, float]:
@@ -186,7 +201,7 @@ class RunSummary:
         replicas = f"{self.world_size}" + (f", {self.lost} lost" if self.lost else "")
         others = {
             **({"gradients dropped": f"{self.dropped_gradients}, not finite"} if self.dropped_gradients else {}),
-            "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
+            "waiting at sync points": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
             **({"straggler": str(straggler(self.paces) or "none")} if self.paces else {}),
         }
         samples = f"{self.samples:.0f}"
@@ -194,6 +209,9 @@ class RunSummary:
         if self.totals is not None:
             sent = {"sent": f"{self.sent_bytes / 2**20:.1f} MiB"} if self.totals.sent_bytes else {}
             return _table({"replicas": replicas, "samples": samples, **self.totals.rows(), **sent, **others})
+        in_rounds = "no round"
+        if self.rounds:
+            in_rounds = f"in rounds {self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden"
         return _table(
             {
                 "replicas": replicas,
@@ -205,7 +223,7 @@ class RunSummary:
                 "synchronous steps": f"{self.synchronous_steps}",
                 "samples": samples,
                 "sent": f"{self.payload_bytes / 2**20:.1f} MiB",
-                "communication": f"{self._hidden()}; at gates {self.sync_point_exchange_s:.2f} s",
+                "communication": f"{in_rounds}; at sync points {self.sync_point_exchange_s:.2f} s",
                 "staleness": f"{self.mean_staleness_steps:.1f} steps" if self.rounds else "no round",
                 "packing and merging": f"{self.merge_s:.2f} s",
                 **others,
@@ -223,7 +241,6 @@ class Reports:
         self.round_s = 0.0  # what the last round's exchange took
 
     def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
-        """Report a round that was merged at ``step``."""
         report = RoundReport(
             id=arrived.id,
             is_consensus=arrived.is_consensus,

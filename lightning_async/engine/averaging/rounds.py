@@ -203,7 +203,6 @@ class AveragingComponent:
         return False, AveragingPlan(self.consensus, weights, tuple(able), able.index(True), fresh, alike)
 
     def opened(self, here: bool) -> None:
-        """Make the one model that all replicas hold the last target."""
         if not self.rule.restores_local:
             self._ledger.agree()
             self.average.forget_debts()
@@ -248,24 +247,28 @@ def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> 
     return able if any(able) or not at_sync_points else [True] * len(parts)
 
 
-class AveragingRound:
-    """The round type of averaging: all messages become one mean, of which the rule makes the target."""
-
+class _Round:
     takes_marks = True
 
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
         self._buckets = control.buckets
         self._transfer = control.transfer
         self._replica = control.buckets.replica
         self._shared_state = control.shared_state
         self._agreed = agreed
         self._ledger = ledger
+
+
+class AveragingRound(_Round):
+    """The round type of averaging: all messages become one mean, of which the rule makes the target."""
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
+        super().__init__(control, agreed, ledger)
         self._config = config
         self._compressed: CompressedMean | None = None
         self.follow_layout()
 
     def follow_layout(self) -> None:
-        """Make room for messages of the replica's layout."""
         config = self._config
         transfer = self._transfer
         if config.compression != "none":
@@ -284,7 +287,6 @@ class AveragingRound:
         return exchange
 
     def record(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
-        """Return the record of a round before anything moves; it lands in `received`."""
         rank = self._transfer.rank
         replica = self._replica
         facts = Round(
@@ -369,23 +371,15 @@ class AveragingRound:
             self._agreed.abandon_(self._buckets.sent, message.fragment)
 
     def forget_debts(self) -> None:
-        """Drop the residual: all replicas hold one model."""
         if self._compressed is not None:
             self._compressed.carried_residual.zero_()
 
 
-class ConsensusRound:
+class ConsensusRound(_Round):
     """The round type of a sync point: it moves what replicas are, not the rule's messages, and is no outer step."""
 
-    takes_marks = True
-
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._buckets = control.buckets
-        self._transfer = control.transfer
-        self._replica = control.buckets.replica
-        self._shared_state = control.shared_state
-        self._agreed = agreed
-        self._ledger = ledger
+        super().__init__(control, agreed, ledger)
         self._average = average
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
@@ -414,7 +408,6 @@ class ConsensusRound:
         self._move_apart(exchange)
 
     def _move_apart(self, exchange: Merge) -> None:
-        """Move what does not travel in the bucket, where replicas differ in it."""
         apart = self._replica.tensors.apart
         if not apart:
             return
@@ -458,16 +451,13 @@ class ConsensusRound:
         self._average.deliver(exchange)
 
 
-class AnchorRound:
+class AnchorRound(_Round):
     """The round type that gives all ranks the parameters from which one left synchronous training, in its bucket."""
 
     takes_marks = False
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._buckets = control.buckets
-        self._transfer = control.transfer
-        self._agreed = agreed
-        self._ledger = ledger
+        super().__init__(control, agreed, ledger)
         self._average = average
         self._source = 0
 
@@ -476,7 +466,7 @@ class AnchorRound:
         return InFlightRound(id, self, None, self._buckets.received)
 
     def move(self, exchange: InFlightRound) -> None:
-        self._transfer.broadcast_(self._buckets.replica.of_rule(exchange.target), self._source)
+        self._transfer.broadcast_(self._replica.of_rule(exchange.target), self._source)
 
     def commit(self, exchange: InFlightRound) -> None:
         self._agreed.begin(exchange.target)
@@ -549,12 +539,10 @@ class CheckpointMarkers:
 
     @property
     def saved(self) -> int:
-        """Number of the last save."""
         return self._box.saved
 
     @property
     def due(self) -> bool:
-        """Whether a round was marked that this rank takes part in, and is not taken yet."""
         with self._box.changed:
             marked = self._box.marked
         return marked is not None and self._name in marked.mark.members

@@ -30,31 +30,15 @@ Weighting = Literal["samples", "steps", "equal"]
 
 @dataclass(frozen=True, kw_only=True)
 class AveragerConfig:
-    """One replica's way to average, apart from its rule and its schedule.
+    """One replica's way to average, beside its rule and its schedule. Raises TypeError or ValueError if wrong."""
 
-    Args:
-        overlap: rounds run while training goes on; False: training waits for each.
-        weighting: a message's weight: the samples or the steps behind it, or 1 for each.
-        compression: of the rule's messages, see `CompressedMean`. Default "none".
-        part_bytes: payloads move in parts of at most this size. Default 16 MiB.
-        min_replicas: fewer do not go on when ranks are lost. Default: half of those that were started, rounded up,
-            where the transport can form groups anew, else all.
-        max_replicas: joining ranks are admitted up to this number. Default: as many as were started.
-        timeouts: of the engine.
-
-    Raises:
-        TypeError: ``min_replicas`` or ``max_replicas`` is no number; ``timeouts`` are none.
-        ValueError: they are below 1, or the first is above the second; an unknown weighting or compression, or a part
-            smaller than one element.
-    """
-
-    overlap: bool = True
-    weighting: Weighting = "samples"
-    compression: Compression = "none"
-    part_bytes: int = 16 << 20
-    min_replicas: int | None = None
-    max_replicas: int | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    overlap: bool = True  # rounds run while training goes on; False: training waits for each
+    weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
+    compression: Compression = "none"  # of the rule's messages, see `CompressedMean`
+    part_bytes: int = 16 << 20  # payloads move in parts of at most this size
+    min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
+    max_replicas: int | None = None  # joining ranks are admitted up to this number; None: as many as were started
+    timeouts: Timeouts = field(default_factory=Timeouts)  # of the engine
 
     def __post_init__(self) -> None:
         if self.weighting not in get_args(Weighting):
@@ -65,7 +49,6 @@ class AveragerConfig:
             )
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
-
         if not isinstance(self.timeouts, Timeouts):
             raise TypeError(f"`timeouts={self.timeouts!r}` must be Timeouts(...), such as {EXAMPLE}.")
         for name, none in (("min_replicas", "half"), ("max_replicas", "as many as were started")):
@@ -78,7 +61,6 @@ class AveragerConfig:
             raise ValueError(f"`min_replicas={self.min_replicas}` must be at most `max_replicas={self.max_replicas}`.")
 
     def settings(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks."""
         names = ("overlap", "weighting", "compression", "min_replicas", "max_replicas")
         own = {name: getattr(self, name) for name in names}
         return {**own, "part_mb": self.part_bytes / 2**20, "timeouts.replicas": self.timeouts.replicas}
@@ -161,7 +143,6 @@ class WorkLedger:
         self.last_round = self.now() - self.before_s
 
     def step(self, samples: float) -> None:
-        """Count a local step."""
         self.work = Work(self.work.samples + samples, self.work.steps + 1)
         self.since_round += 1
 
@@ -190,12 +171,10 @@ class WorkLedger:
             self.since_round = 0.0
 
     def begin(self) -> None:
-        """Begin the rule's state."""
         if self.fresh:
             self.fresh, self.since_round, self.last_round = False, 0.0, self.now()
 
     def part(self) -> None:
-        """End synchronous steps: replicas part from here."""
         self.work = Work()
         self.since_round = 0.0
         self.missed = 0
@@ -262,7 +241,6 @@ class RuleState:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
 
     def abandon_(self, sent: Tensor, fragment: int) -> None:
-        """Abandon this replica's message."""
         with self._shared_state.committing:
             mine = self._replica.of_rule(sent, fragment)
             self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
@@ -289,7 +267,6 @@ class RuleState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy what is equal on all replicas."""
         with self._shared_state.committing:
             round_id = self._shared_state.next_exchange
             state = self._copied(own=False)
@@ -313,11 +290,7 @@ class RuleState:
         return {k: copy.deepcopy(v) for k, v in state.items() if (k in self.rule.per_replica) == own}
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
-        """Go on from `state_dict`; rule state that ``own`` lacks begins anew.
-
-        Raises:
-            ValueError: the state is another rule's.
-        """
+        """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
         mine = type(self.rule).__qualname__
         self._shared_state.next_exchange = int(saved["round"])
         if saved["rule"] != mine and not (saved["rule_state"] or own):

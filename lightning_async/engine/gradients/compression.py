@@ -96,13 +96,11 @@ class GradientResiduals:
         self._of = size
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy what is yet to be delivered, by the parameters' names."""
         views = self._layout.views(self.residual)
         named = {name: view.cpu().clone() for name, view in zip(self._layout.names, views, strict=True)}
         return {"residual": named, "basis": self._sum.basis.cpu().clone() if isinstance(self._sum, PowerSum) else None}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there, with the parameters that are trained now, in their size."""
         self._follow()
         for name, view in zip(self._layout.names, self._layout.views(self.residual), strict=True):
             if name in saved["residual"] and saved["residual"][name].shape == view.shape:
@@ -118,12 +116,8 @@ class CompressedSum(ABC):
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
         """Sum all ranks' ``out + residual``, as far as it is delivered, into ``out``: the same bits everywhere.
 
-        Not finite, where a rank's is not.
-
-        Args:
-            out: flat fp32; overwritten.
-            present: this rank brings something; else its ``out`` counts as zero, and its ``residual`` stays here.
-            residual: becomes what is yet to be delivered of this rank's.
+        Not finite, where a rank's is not. ``residual`` becomes what is yet to be delivered of this rank's. Where it is
+        not ``present``, its ``out`` counts as zero, and its ``residual`` stays.
         """
 
     def commit(self) -> None:  # noqa: B027
@@ -137,16 +131,10 @@ class CompressedSum(ABC):
 
 
 class PowerSum(CompressedSum):
-    r"""A sum of matrices as products of two thin ones; see `PowerSGD` for the equations.
+    r"""A sum of matrices as products of two thin ones of ``rank`` columns; see `PowerSGD` for the equations.
 
     A rank keeps what its own matrix has beyond the common columns, :math:`M_i - P (M_i^\top P)^\top`; these add up to
     what the sum lacks. The basis is found anew by every sum, on all ranks alike.
-
-    Args:
-        rank: columns of the thin matrices.
-        layout: of the bucket.
-        transfer: moves them.
-        device: of the bucket.
     """
 
     def __init__(self, rank: int, layout: FlatLayout, transfer: Transfer, device: torch.device) -> None:
@@ -168,7 +156,7 @@ class PowerSum(CompressedSum):
             start += numel
         self._first = torch.zeros(left, device=device)
         self.basis = torch.randn(right, generator=torch.Generator().manual_seed(0)).to(device)
-        """Of all matrices, one after the other; the same on all ranks, but for one that has just come."""
+        """The columns of all matrices, one after the other; the same on all ranks but one that has just joined."""
         self._next = torch.zeros(right, device=device)
 
     @torch.no_grad()
@@ -210,7 +198,6 @@ class PowerSum(CompressedSum):
         self.basis, self._next = self._next, self.basis
 
     def load(self, basis: Tensor) -> None:
-        """Go on from there, if it fits."""
         if basis.shape == self.basis.shape:
             self.basis.copy_(basis)
 

@@ -75,7 +75,6 @@ class Overlap:
         self._out.tell(self._backward.filled)
 
     def finish(self) -> Outgoing:
-        """End the backward pass; return what `begin` was given."""
         out = self._out
         params = self._params
         backward = self._backward
@@ -96,7 +95,6 @@ class Overlap:
             self._backward.give_up()
 
     def _follow(self) -> Backward:
-        """Return the backward pass of the parameters that are trained now."""
         layout = self._replica.layout
         if self._backward is None or self._layout is not layout:
             self.close()
@@ -108,12 +106,8 @@ class Overlap:
 class Outgoing:
     """The progress of this replica's gradients; shared by both threads.
 
-    Args:
-        changed: the shared state's condition.
-        patience_s: longest wait for one part; then none is under way until all are there, as sums have timeouts.
-        count: of the parameters.
-        plans: by which the engine's thread puts gradients into a bucket.
-        scale: multiplies gradients on their way.
+    Wherever one part takes longer than ``patience_s``, none is under way until all are there, as sums have timeouts.
+    The engine's thread puts gradients into a bucket by ``plans``, times ``scale``.
     """
 
     def __init__(
@@ -133,7 +127,6 @@ class Outgoing:
 
     @classmethod
     def whole(cls, changed: threading.Condition, gradients: Sequence[Tensor], used: Tensor) -> Outgoing:
-        """Make one of gradients that are all there."""
         out = cls(changed, 0.0, 0, Plans())
         out.gradients = list(gradients)
         out.filled = sys.maxsize
@@ -154,7 +147,6 @@ class Outgoing:
         return flat if self.base is None else flat.add_(self.base)
 
     def all_finite(self) -> bool:
-        """Return whether none of them is infinite or NaN, once all are filled."""
         held = self.gradients if self.base is None else [*self.gradients, self.base]
         return all(ops.all_finite(gradient) for gradient in held)
 
@@ -175,7 +167,6 @@ class Outgoing:
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """Take them back: the backward pass has failed."""
         with self._changed:
             self.withdrawn = True
             self._changed.notify_all()
@@ -194,14 +185,9 @@ class Outgoing:
 
 
 class InParts:
-    """One sum of all replicas' shares; on the engine's thread.
+    """One sum of all replicas' shares into ``target``; on the engine's thread.
 
-    Args:
-        transfer: moves them.
-        layout: of the bucket.
-        target: overwritten.
-        share: factor of this replica's gradients.
-        out: their progress; None where this replica has none.
+    This replica's gradients are multiplied by ``share``; where ``out`` is None it has none.
     """
 
     def __init__(
@@ -213,14 +199,13 @@ class InParts:
         self._share = share
         self._out = out
         self._flags = torch.zeros(2 * len(layout) + 1)
-        """Of `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
+        """As in `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
 
     def sum_(self, expected: Tensor, tagged: bool = False) -> bool:
         """Send each part as soon as it is filled; return whether this replica has more to say, for `settle_`.
 
-        Args:
-            expected: 1.0 for every parameter that is used, as all replicas take it.
-            tagged: the last part says whether it has: then return whether any replica has.
+        ``expected``: 1.0 for every parameter that is used, as all replicas take it. ``tagged``: the last part says
+        whether it has more to say; then return whether any replica has.
         """
         transfer = self._transfer
         out = self._out
@@ -268,9 +253,8 @@ class InParts:
     def settle_(self) -> Tensor | None:
         """Sum once more what has changed after it had left; on all ranks, where any has more to say.
 
-        Returns:
-            1.0 for every parameter that any replica used; None, with nothing of use in the bucket, where a replica's
-            gradients are withdrawn or late.
+        Returns 1.0 for every parameter that any replica used; None, with nothing of use in the bucket, where a
+        replica's gradients are withdrawn or late.
         """
         flags = self._flags
         count = len(self._layout)
@@ -295,7 +279,6 @@ class InParts:
 
 
 def used_by(params: Sequence[Any]) -> Tensor:
-    """Return 1.0 for every parameter that has a gradient."""
     return torch.tensor([float(p.grad is not None) for p in params])
 
 
@@ -329,7 +312,6 @@ class Plans:
 
 
 def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
-    """Pack gradients times ``scale``, one behind the other."""
     ops.Plan(FlatLayout(gradients), gradients).pack_(part, weight=scale)
 
 
@@ -353,12 +335,8 @@ def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: P
 def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
     """Make a mean over all samples one over those of each parameter's gradient. All ranks call this together.
 
-    Args:
-        layout: of the parameters.
-        mean: flat, of all ranks; changed.
-        behind: of this rank's samples, the part that each parameter's gradient is of; None: it brings nothing.
-        share: of this rank's samples in all ranks'.
-        transfer: sums over all ranks.
+    ``share`` is that of this rank's samples in all ranks', and ``behind`` the part of these that each gradient is of;
+    None: it brings nothing.
     """
     total = mean.new_zeros(len(layout))
     if behind is not None:

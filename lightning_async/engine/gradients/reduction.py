@@ -16,19 +16,9 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
 from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.decision import EngineComponent
+from lightning_async.engine.gradients import overlap
 from lightning_async.engine.gradients.compression import GradientCompression, GradientResiduals
-from lightning_async.engine.gradients.overlap import (
-    InParts,
-    Outgoing,
-    Overlap,
-    Plans,
-    divide_,
-    gradients_of,
-    mask_of,
-    pack_,
-    unpack_,
-    used_by,
-)
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Header
 from lightning_async.engine.sync_points import SyncPoints
@@ -76,7 +66,7 @@ class GradientMessage(Message):
     used: Tensor  # 1.0 for every parameter that has one, or is expected to have one
     since: int  # steps that had been taken when the first of them was computed
     behind: Tensor | None = None  # part of these samples for each parameter's gradient; None: all. See `Window`
-    out: Outgoing | None = None  # their progress, where they leave while they are computed
+    out: overlap.Outgoing | None = None  # their progress, where they leave while they are computed
     keeps: bool = False  # their mean stays in its bucket as it is, until other gradients are there
     dropped: bool = False  # they are not finite, and have no weight; see `GradientRounds`
     asks: tuple[float, float] = (0.0, 0.0)  # `base` and `size` of `GradientsMean`, as this replica would have them
@@ -114,18 +104,14 @@ class Reduction(InFlightRound):
     in_parts: bool = False  # some replica's leave while they are computed
 
 
-class SynchronousGradients:
-    """The component that averages gradients.
+class SynchronousGradients(EngineComponent):
+    """The component that averages gradients; it registers with the control plane.
 
-    Args:
-        control: the control plane; this registers with it.
-        sync_points: by which the training thread waits.
-        on_step: called under the lock where a step is committed, on all ranks, with this one's samples; None: it had no
-            gradients.
-        weigh: the weight of gradients of so many samples. Default: the samples.
+    ``on_step`` is called under the lock where a step is committed, on all ranks, with this one's samples, or None if it
+    had no gradients. ``weigh`` gives the weight of gradients of so many samples. Default: the samples.
     """
 
-    blank = GradientPart()
+    blank = GradientPart()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def __init__(
         self,
@@ -142,11 +128,11 @@ class SynchronousGradients:
         self._sync_points = sync_points
         self._weigh = weigh
         self.rounds = GradientRounds(control, on_step)
-        self._overlap = Overlap(self.replica)
+        self._overlap = overlap.Overlap(self.replica)
         self.asks = (0.0, 0.0)  # of the next gradients that leave, see `GradientMessage`
         self.told: GradientsMean | None = None  # the facts of the mean that was taken last
-        self._there = Plans()
-        self._back = Plans()  # the engine's thread's; the training thread's
+        self._there = overlap.Plans()
+        self._back = overlap.Plans()  # the engine's thread's; the training thread's
         self._taken = False  # what has arrived is with the optimizer: nobody looks at the parameters meanwhile
         control.register(self)
 
@@ -200,7 +186,8 @@ class SynchronousGradients:
         """Make the message of a backward pass that begins; the buckets were taken."""
         patience_s = self._control.timeouts.payload.total_seconds() / 2
         base = None if before is None or before.pack is None else self.replica.of_rule(self._buckets.sent)
-        message.out = out = Outgoing(self._box.changed, patience_s, len(self.replica.layout), self._there, weight)
+        count = len(self.replica.layout)
+        message.out = out = overlap.Outgoing(self._box.changed, patience_s, count, self._there, weight)
         message.asks = self.asks
         if before is not None:
             out.base = base
@@ -233,8 +220,8 @@ class SynchronousGradients:
         if out is None:
             self._buckets.take_when(self._buckets.can_pack, self._control.see)
             trained = list(self.replica.tensors.trained.values())
-            message = GradientMessage(GRADIENTS, self._step, samples, used_by(trained), self._step)
-            self._post(lambda part: pack_(gradients_of(trained), part, 1.0 / scale), message)
+            message = GradientMessage(GRADIENTS, self._step, samples, overlap.used_by(trained), self._step)
+            self._post(lambda part: overlap.pack_(overlap.gradients_of(trained), part, 1.0 / scale), message)
         self.wait()
         self.take_(scale)
         if out is not None:
@@ -276,13 +263,11 @@ class SynchronousGradients:
 
     @property
     def free(self) -> bool:
-        """Whether gradients can be posted now."""
         with self._box.changed:
             return self._buckets.can_pack()
 
     @property
     def in_flight(self) -> bool:
-        """Whether gradients of this replica are on their way."""
         return isinstance(self._buckets.message, GradientMessage)
 
     @property
@@ -312,11 +297,9 @@ class SynchronousGradients:
             message.out = None
 
     def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
-        """Make the mean that has arrived, if any, the gradients; `stepped` follows.
+        """Make the mean that has arrived, if any, times ``scale``, the gradients; `stepped` follows.
 
-        Args:
-            scale: multiplies them.
-            change: called with the flat mean first, and with its reduction.
+        ``change`` is called with the flat mean first, and with its reduction.
         """
         buckets = self._buckets
         self.told = GradientsMean()
@@ -328,7 +311,7 @@ class SynchronousGradients:
             mean = mean.clone() if changes and arrived.at_once else mean  # others may need it as it is
             if change is not None:
                 change(mean, arrived)
-            unpack_(self.replica, mean, arrived.used, scale, self._back)
+            overlap.unpack_(self.replica, mean, arrived.used, scale, self._back)
         elif buckets.arrived is None:  # what is left here was dropped, or is of no samples
             for p in self.replica.tensors.trained.values():
                 p.grad = None
@@ -343,18 +326,12 @@ class SynchronousGradients:
 
     # ---- headers ----
 
-    def is_indispensable(self) -> bool:
-        return False
-
-    def compose(self) -> GradientPart:
-        return self.blank
-
     def complete(self, part: GradientPart, message: Message | None, compare: bool) -> GradientPart:
         if not isinstance(message, GradientMessage):
             return part
         out = int(message.out is not None)
         weight = self._weigh(message.samples)
-        used = mask_of(message.used)
+        used = overlap.mask_of(message.used)
         since = message.since
         samples = message.samples
         return GradientPart(weight, used, since, out, samples, *message.asks, int(message.keeps), there=1)
@@ -367,12 +344,6 @@ class SynchronousGradients:
             return None
         total = sum(p.weight for p in parts)
         return GradientPlan(self.rounds, tuple(p.weight / total for p in parts)) if total > 0.0 else GradientPlan(None)
-
-    def settle(self, headers: Sequence[Header], parts: Sequence[GradientPart]) -> tuple[bool, None]:
-        return True, None
-
-    def opened(self, here: bool) -> None:
-        """Do nothing: a rank with gradients waits for them."""
 
     def drop(self) -> None:
         if isinstance(self._buckets.message, GradientMessage):
@@ -408,7 +379,6 @@ class GradientRounds:
 
     @property
     def message_bytes(self) -> int:
-        """Bytes of one rank's gradients, as they travel."""
         plain = torch.float32.itemsize * self._replica.layout.numel
         return plain if self.feedback is None else self.feedback.message_bytes
 
@@ -445,7 +415,7 @@ class GradientRounds:
             exchange.residual = self.feedback.move_(target, exchange.share > 0.0, exchange.used)
         if self.apart:
             behind = getattr(exchange.message, "behind", None)
-            divide_(self._replica.layout, target, behind, exchange.share, self._transfer)
+            overlap.divide_(self._replica.layout, target, behind, exchange.share, self._transfer)
         exchange.doubt = self._is_polluted(exchange)
         exchange.settle = lambda: self._drop(exchange)
 
@@ -455,15 +425,15 @@ class GradientRounds:
         out = None
         if isinstance(message, GradientMessage) and (out := message.out) is None:
             views = replica.of_rule(self._buckets.sent).split(replica.layout.sizes)
-            out = Outgoing.whole(self._box.changed, views, message.used)
-        sums = InParts(self._transfer, replica.layout, replica.of_rule(exchange.target), exchange.share, out)
+            out = overlap.Outgoing.whole(self._box.changed, views, message.used)
+        sums = overlap.InParts(self._transfer, replica.layout, replica.of_rule(exchange.target), exchange.share, out)
         doubts = sums.sum_(exchange.used, exchange.at_once)
         polluted = self._is_polluted(exchange)
         exchange.doubt = doubts or exchange.masks_differ or polluted
         exchange.at_once &= not (doubts or polluted)
         exchange.settle = lambda: self._settle(exchange, sums)
 
-    def _settle(self, exchange: Reduction, sums: InParts) -> None:
+    def _settle(self, exchange: Reduction, sums: overlap.InParts) -> None:
         exchange.doubt = False
         used = sums.settle_()
         if used is not None:

@@ -47,13 +47,10 @@ class Window:
 
     @torch.no_grad()
     def add_(self, samples: float, scale: float = 1.0, step: int = 0, params: Collection[Tensor] | None = None) -> None:
-        """Move parameters' gradients, which are a mean over so many samples, into the window.
+        """Move parameters' gradients, a mean over so many samples, into the window; drop those of no samples.
 
-        Args:
-            samples: behind them; where there are none they are dropped.
-            scale: factor of the gradients that the window is without (mixed precision, a loss that is divided).
-            step: steps that were taken before.
-            params: of an optimizer that steps apart; the batch is counted by `count`. Default: all.
+        The window is without their factor ``scale`` (mixed precision, a loss that is divided). ``step`` counts the
+        steps before. ``params`` are those of an optimizer that steps apart, whose batch `count` counts. Default: all.
         """
         self._follow_layout()
         if not self.batches:
@@ -79,7 +76,6 @@ class Window:
             p.grad = None
 
     def count(self, samples: float) -> None:
-        """Count a batch of so many samples whose gradients were added apart."""
         self.samples = self.samples + samples
         self.batches = self.batches + 1
 
@@ -128,7 +124,6 @@ class Window:
         self.batches = 0
 
     def _follow_layout(self) -> None:
-        """Follow parameters that were frozen or unfrozen at a sync point."""
         before = self._layout
         now = self._replica.layout
         if before is now:
@@ -164,7 +159,6 @@ class Window:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there, with the parameters that are trained now, in their size."""
         self._follow_layout()
         held = zip(saved["sum"].split(saved["sizes"]), saved["used"].tolist(), saved["behind"].tolist(), strict=True)
         parts = dict(zip(saved["names"], held, strict=True))
@@ -219,17 +213,12 @@ class WindowTotals:
 
     @property
     def batches_each(self) -> float:
-        """Mean batches in a window of this replica; 0.0 while there was none."""
         return self.batches / self.own if self.own else 0.0
 
     def rows(self) -> dict[str, str]:
-        return {
-            "windows reduced": f"{self.number}",
-            "batches in a window": f"{self.batches_each:.1f}",
-            "a window travels": f"{self.each_s:.3f} s, {100 * self.hidden_share:.1f}% hidden"
-            if self.number
-            else "no window",
-        }
+        travels = f"{self.each_s:.3f} s, {100 * self.hidden_share:.1f}% hidden" if self.number else "no window"
+        batches = f"{self.batches_each:.1f}"
+        return {"windows reduced": f"{self.number}", "batches in a window": batches, "a window travels": travels}
 
     def metrics(self) -> dict[str, float]:
         """Return the totals; those of windows from the first one on."""

@@ -95,8 +95,7 @@ def dequantize_average_(out: Tensor, codes: Tensor, scales: Tensor | None, weigh
         scales: :math:`\sigma`, fp32, shape (K, ceil(n / 256)), or None, as of `quantize_`.
         weights: :math:`w`, fp32, shape (K,).
 
-    Raises:
-        TypeError, ValueError: as of `quantize_`.
+    Raises as `quantize_` does.
 
     >>> out = torch.zeros(1)
     >>> dequantize_average_(out, torch.tensor([[2], [4]], dtype=torch.int8), torch.ones(2, 1), torch.tensor([0.5, 0.5]))
@@ -124,8 +123,7 @@ def requantize_average_(
         residual: fp32, shape (n,), of the mean; updated in place.
         codes, scales, weights: as of `dequantize_average_`.
 
-    Raises:
-        TypeError, ValueError: as of `quantize_`.
+    Raises as `quantize_` does.
 
     Source: the server's error feedback of Tang et al., "DoubleSqueeze", 2019, https://arxiv.org/abs/1905.05957
 
@@ -189,8 +187,7 @@ def dequantize_2bit_average_(out: Tensor, codes: Tensor, weights: Tensor, thresh
         weights: fp32, shape (K,).
         threshold: as of `quantize_2bit_`.
 
-    Raises:
-        TypeError, ValueError: as of `quantize_2bit_`.
+    Raises as `quantize_2bit_` does.
 
     >>> out = torch.zeros(3)
     >>> dequantize_2bit_average_(out, torch.tensor([[9]], dtype=torch.uint8), torch.tensor([1.0]), 0.5)

@@ -35,8 +35,7 @@ def server_add_(
         weight, decay: :math:`w` and :math:`d`. Default: no decay.
         whole: elements of the arrays that these are pieces of. Default: they are no pieces.
 
-    Raises:
-        TypeError, ValueError: as of `accumulate_`.
+    Raises as `accumulate_` does.
 
     >>> new, reply = torch.empty(1), torch.empty(1)
     >>> server_add_(new, reply, torch.tensor([1.0]), torch.tensor([2.0]), -0.25)
@@ -79,8 +78,7 @@ def server_sgd_(
         weight_decay: :math:`\lambda`, L2. Default: 0.
         whole: see `server_add_`.
 
-    Raises:
-        TypeError, ValueError: as of `accumulate_`.
+    Raises as `accumulate_` does.
 
     >>> x, m, reply, old, zero, g = (torch.tensor([v]) for v in (0.0, 0.0, 0.0, 1.0, 0.0, 4.0))
     >>> server_sgd_(x, m, reply, old, zero, g, lr=0.25, mu=0.5, nesterov=False, scale=0.5)
@@ -127,8 +125,7 @@ def server_dana_(
         scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
         whole: see `server_add_`.
 
-    Raises:
-        TypeError, ValueError: as of `accumulate_`.
+    Raises as `accumulate_` does.
 
     Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
     https://arxiv.org/abs/1907.11612
