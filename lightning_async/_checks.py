@@ -13,7 +13,7 @@ def check_choice(owner: str, argument: str, value: object, allowed: tuple[object
 
 
 def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:
-    """Raise TypeError unless the argument is an object that has all that ``protocol`` asks for."""
+    """Raise TypeError unless the argument is an object with all members of ``protocol``."""
     names = [name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")]
     lacks = [name for name in names if not hasattr(value, name)]
     shown = f"`{owner}({argument}={value!r})` must be {what}."
@@ -24,12 +24,12 @@ def check_protocol(owner: str, argument: str, value: object, protocol: type, wha
 
 
 def check_int(owner: object, argument: str, at_least: int) -> None:
-    """The argument must be an ``int`` (and not a ``bool``) that is at least ``at_least``."""
+    """Raise unless the argument is an ``int`` (and not a ``bool``) of at least ``at_least``."""
     check_number(type(owner).__name__, argument, getattr(owner, argument), at_least)
 
 
 def check_number(owner: str, argument: str, value: object, at_least: int) -> None:
-    """The same, of a value that its owner does not keep under that name."""
+    """Check as `check_int` a value that its owner does not keep under that name."""
     shown = f"`{owner}({argument}={value!r})`"
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{shown} must be an int, got {type(value).__name__}.")
@@ -38,7 +38,7 @@ def check_number(owner: str, argument: str, value: object, at_least: int) -> Non
 
 
 def check_time(owner: str, argument: str, value: object) -> None:
-    """The argument must be a ``timedelta``, of more than nothing."""
+    """Raise unless the argument is a ``timedelta`` above zero."""
     shown = f"`{owner}({argument}={value!r})`"
     if not isinstance(value, timedelta):
         raise TypeError(f"{shown} must be a timedelta.")
@@ -49,7 +49,7 @@ def check_time(owner: str, argument: str, value: object) -> None:
 def check_real(
     owner: object, argument: str, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
 ) -> None:
-    """The argument must be a finite number within the bounds that are given."""
+    """Raise unless the argument is a finite number within the given bounds."""
     value = getattr(owner, argument)
     shown = f"`{type(owner).__name__}({argument}={value!r})`"
     if not isinstance(value, int | float) or isinstance(value, bool):

@@ -1,8 +1,8 @@
 """Sockets that a fork of this process, such as a DataLoader's worker, must not hold on to.
 
-A connection ends when nobody holds it any more: whoever waits for a dead rank would wait for its forks, too. So these
-let go of it as they begin. They keep the numbers, as something else under them, because in them a library may still
-come to close what it takes for its sockets. What a fork opens itself is its own.
+A connection ends when nobody holds it any more: a wait for a dead rank would wait for its forks, too. So forks let go
+of it as they begin. They keep the numbers, as something else under them, because a library may still come to close in
+them what it takes for its sockets. A fork's own sockets are its own.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import stat
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from typing import TypeVar
 
-# The process's sockets by file descriptor and inode: to find those a library has opened, and to shut them down.
+T = TypeVar("T")
 
 
 def snapshot() -> dict[int, int]:
-    """The process's open sockets: descriptor to inode."""
+    """Return the process's open sockets: descriptor to inode."""
     found = {}
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []:
         try:
@@ -31,51 +32,31 @@ def snapshot() -> dict[int, int]:
     return found
 
 
-def opened_since(before: dict[int, int]) -> list[tuple[int, int]]:
-    return [(fd, inode) for fd, inode in snapshot().items() if before.get(fd) != inode]
-
-
-def _borrow(fd: int) -> socket.socket | None:
+def _ask(fd: int, question: Callable[[socket.socket], T]) -> T | None:
+    """Return a socket's answer; None for one that is closed, or of this machine only, or has none."""
     try:
-        return socket.socket(fileno=os.dup(fd))
-    except OSError:
+        with socket.socket(fileno=os.dup(fd)) as sock:
+            return None if sock.family == socket.AF_UNIX else question(sock)
+    except OSError:  # such as a listening socket, which has no peer
         return None
 
 
 def listening_port(fd: int) -> int | None:
-    if (sock := _borrow(fd)) is None:
-        return None
-    with sock:
-        try:
-            listens = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return sock.getsockname()[1] if listens and sock.family != socket.AF_UNIX else None
-        except OSError:
-            return None
+    listens = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    return _ask(fd, lambda sock: sock.getsockname()[1] if sock.getsockopt(*listens) else None)
 
 
 def connects(fd: int, own: set[int], peers: set[int]) -> bool:
-    if (sock := _borrow(fd)) is None:
-        return False
-    with sock:
-        try:
-            return sock.family != socket.AF_UNIX and (sock.getsockname()[1] in own or sock.getpeername()[1] in peers)
-        except OSError:  # a listening socket has no peer
-            return False
+    return bool(_ask(fd, lambda sock: sock.getsockname()[1] in own or sock.getpeername()[1] in peers))
 
 
 def own_address(fd: int) -> str | None:
-    """Of this end, as the peer may reach it."""
-    if (sock := _borrow(fd)) is None:
-        return None
-    with sock:
-        try:
-            return sock.getsockname()[0].removeprefix("::ffff:") if sock.family != socket.AF_UNIX else None
-        except OSError:
-            return None
+    """Return the address of this end, as the peer may reach it."""
+    return _ask(fd, lambda sock: sock.getsockname()[0].removeprefix("::ffff:"))
 
 
 def is_open(fd: int, inode: int) -> bool:
-    """Whether the descriptor still is that socket."""
+    """Return whether the descriptor still is that socket."""
     try:
         return os.fstat(fd).st_ino == inode
     except OSError:
@@ -83,21 +64,12 @@ def is_open(fd: int, inode: int) -> bool:
 
 
 def shut_down(sockets: Mapping[int, int]) -> None:
-    """File descriptors with their inodes: whoever waits in them, here and at the peers, hears that they have ended."""
+    """End sockets, descriptor to inode, and with them the waits in them, here and at the peers."""
     for fd, inode in sockets.items():
-        _shut_down(fd, inode)
-
-
-def _shut_down(fd: int, inode: int) -> None:
-    if (sock := _borrow(fd)) is None:
-        return
-    with sock:
-        try:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
             # The descriptor may have been closed and given to something else.
             if os.fstat(sock.fileno()).st_ino == inode:
                 sock.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            pass
 
 
 _LATER_S = 0.5  # than torch's own end, or it would try once more
@@ -107,32 +79,32 @@ _under_way: list[Opening] = []
 
 
 class Opening:
-    """The sockets that a library opens from now on.
-
-    Args:
-        ours: which of those: other threads open some, too.
-    """
+    """The sockets that a library opens from now on; ``ours`` chooses, as other threads open some, too."""
 
     def __init__(self, ours: Callable[[int], bool]) -> None:
         self._before = snapshot()
         self._ours = ours
 
     def sockets(self) -> dict[int, int]:
-        """Those that are there by now: descriptor to inode."""
-        return {fd: inode for fd, inode in opened_since(self._before) if self._ours(fd)}
+        """Return those that are open by now: descriptor to inode."""
+        now = snapshot().items()
+        return {fd: inode for fd, inode in now if self._before.get(fd) != inode and self._ours(fd)}
 
 
 @contextlib.contextmanager
 def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Iterator[Opening]:
-    """What is opened within is kept from forks, those that begin meanwhile, too; see `Opening`.
+    """Keep what is opened within from forks, those that begin meanwhile, too; see `Opening`.
 
-    Args:
-        within: it is shut down soon after so long: where a server has a connection and says nothing, torch waits in it
-            without an end. Default: never.
+    It is shut down soon after ``within``: where a server has a connection and is silent, torch waits in it without an
+    end.
     """
     opened = Opening(ours)
     _under_way.append(opened)
-    end = None if within is None else _in(within, lambda: shut_down(opened.sockets()))
+    end = None
+    if within is not None:
+        end = threading.Timer(within.total_seconds() + _LATER_S, lambda: shut_down(opened.sockets()))
+        end.daemon = True
+        end.start()
     try:
         yield opened
     finally:
@@ -142,19 +114,8 @@ def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Ite
         _under_way.remove(opened)
 
 
-def _in(within: timedelta, end: Callable[[], None]) -> threading.Timer:
-    timer = threading.Timer(within.total_seconds() + _LATER_S, end)
-    timer.daemon = True
-    timer.start()
-    return timer
-
-
 def keep_from_forks(sockets: Mapping[int, int]) -> None:
-    """These are of this process alone, and of no program that it becomes.
-
-    Args:
-        sockets: descriptor to inode.
-    """
+    """Keep these sockets, descriptor to inode, to this process: from forks and from programs that it becomes."""
     for fd in sockets:
         with contextlib.suppress(OSError):  # closed meanwhile
             os.set_inheritable(fd, False)
@@ -162,7 +123,7 @@ def keep_from_forks(sockets: Mapping[int, int]) -> None:
 
 
 def serves_at(port: int) -> None:
-    """This process answers there, by sockets that are yet to come: they are its alone, too."""
+    """Keep the sockets of this port, which are yet to come, from forks, too: this process answers there."""
     _served.add(port)
 
 

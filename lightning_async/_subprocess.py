@@ -1,4 +1,4 @@
-"""How to start a process of this package's that imports no more than it needs."""
+"""The start of a process of this package's that imports no more than it needs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,11 @@ importlib.import_module(module).main(*arguments)
 
 
 def bare_command(module: str, arguments: list[Any], title: str) -> list[str]:
-    """The command line of a process that calls ``main`` of a module.
+    """Return the command line of a process that calls ``main`` of a module with ``arguments``, in JSON's terms.
 
-    Args:
-        module: its full name.
-        arguments: of ``main``, in JSON's terms.
-        title: shown by the system's tools.
+    The system's tools show ``title``.
     """
     folder = str(Path(__file__).resolve().parent)
-    told = json.dumps([folder, [os.path.abspath(path) for path in sys.path if path], module, arguments])
+    call = json.dumps([folder, [os.path.abspath(path) for path in sys.path if path], module, arguments])
     # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
-    return [sys.executable, "-I", "-S", "-c", _BOOT, told, title]
+    return [sys.executable, "-I", "-S", "-c", _BOOT, call, title]

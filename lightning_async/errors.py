@@ -1,7 +1,7 @@
-"""What can go wrong at run time, as one tree of exceptions.
+"""The exceptions of run time, as one tree.
 
-Wrong arguments are ``ValueError`` or ``TypeError`` at construction; everything here happens later and
-names the rank, the round, the peer, the time that passed, and what to do next.
+Wrong arguments are ``ValueError`` or ``TypeError`` at construction; everything here happens later and names the rank,
+the round, the peer, the time that passed, and what to do next.
 """
 
 from __future__ import annotations
@@ -10,18 +10,14 @@ START_AGAIN = ", and start again from the last checkpoint"
 """What is to be done where training ends; nothing of it where it goes on."""
 
 
-def in_brief(text: str, limit: int = 500) -> str:
-    """Return what other ranks are told of an error: its first line and its last one, without a traceback between them.
+def in_brief(text: str) -> str:
+    r"""Return an error's first line and its last one, for other ranks, without a traceback between them.
 
-    >>> in_brief("KeyError: Caught KeyError in worker process 0.\\nOriginal Traceback:\\n  ...\\nKeyError: 'x'")
+    >>> in_brief("KeyError: Caught KeyError in worker process 0.\nOriginal Traceback:\n  ...\nKeyError: 'x'")
     "KeyError: Caught KeyError in worker process 0. KeyError: 'x'"
-
-    Args:
-        text: of any number of lines.
-        limit: characters of each of the two.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return " ".join(line[:limit] for line in dict.fromkeys(lines[:1] + lines[-1:]))
+    return " ".join(line[:500] for line in dict.fromkeys(lines[:1] + lines[-1:]))
 
 
 class AsyncTrainingError(RuntimeError):
@@ -57,7 +53,7 @@ class StoreLost(PeerLost):
 
 
 class Evicted(PeerLost):
-    """The others took this rank for dead and have gone on without it: what it knows is of the past."""
+    """The others took this rank for dead and have gone on without it."""
 
 
 class LayoutMismatch(AsyncTrainingError):
@@ -65,7 +61,7 @@ class LayoutMismatch(AsyncTrainingError):
 
 
 class GateMismatch(AsyncTrainingError):
-    """Ranks came to a rendezvous for different things, and none of them can give way."""
+    """The ranks came to a sync point for different things, and none of them can give way."""
 
 
 class SettingsMismatch(AsyncTrainingError):

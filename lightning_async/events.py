@@ -1,4 +1,4 @@
-"""What happens to a run, in lines that people read and programs parse: the logger ``lightning_async.events``.
+"""Events of a run, in lines that people read and programs parse: the logger ``lightning_async.events``.
 
     Rank 1 goes on as rank 0 of 2: ... [event=lost rank=0 generation=1 world_size=2 names=1,2]
 
@@ -16,13 +16,9 @@ _PLAIN = re.compile(r"[^\s\"=\]]+")
 
 
 def tell(event: str, level: int, words: str, **facts: object) -> None:
-    """Log one line.
+    """Log one event: its name, the same for people in whole sentences, and facts.
 
-    Args:
-        event: a word for what has happened.
-        level: of `logging`.
-        words: the same for people, whole sentences.
-        facts: what is known of it: numbers, words, and lists of these.
+    Facts are numbers, words, and lists of these.
     """
     if _log.isEnabledFor(level):
         shown = " ".join(f"{name}={_value(fact)}" for name, fact in {"event": event, **facts}.items())

@@ -1,8 +1,9 @@
-"""Where each tensor of a list lies in one flat fp32 bucket; the only code that knows it. No arithmetic."""
+"""The layout of a list of tensors in one flat fp32 bucket; the only code that knows it. No arithmetic."""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -16,15 +17,9 @@ ROOM = 16
 class FlatLayout:
     """The places of a list of tensors in one flat bucket: one after the other, in order, without gaps.
 
-    A tensor belongs to one place however many parts the bucket is cut into for transport; `parts` ignores
-    the tensors' bounds, so a tensor may be larger than a part.
-
-    Args:
-        tensors: the tensors to place; only their shapes and dtypes are kept.
-        names: one name per tensor, for messages. Default: ``"0"``, ``"1"``, ...
-
-    Raises:
-        ValueError: ``names`` and ``tensors`` differ in length.
+    A tensor belongs to one place however many parts the bucket is cut into for transport; `parts` ignores the tensors'
+    bounds, so a tensor may be larger than a part. Of tensors only shapes and dtypes are kept. There is one of ``names``
+    for each, for messages. Default: ``"0"``, ``"1"``, ...
 
     >>> layout = FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"])
     >>> layout.numel
@@ -46,15 +41,15 @@ class FlatLayout:
         return len(self.shapes)
 
     def empty(self, device: torch.device | str = "cpu", pin_memory: bool = False) -> Tensor:
-        """A new zeroed fp32 bucket for this layout."""
+        """Return a new zeroed fp32 bucket for this layout."""
         return torch.zeros(self.numel, dtype=torch.float32, device=device, pin_memory=pin_memory)
 
     def views(self, bucket: Tensor) -> list[Tensor]:
-        """One view into ``bucket`` per tensor, in its shape."""
+        """Return one view into ``bucket`` per tensor, in its shape."""
         return [part.view(shape) for part, shape in zip(bucket.split(self.sizes), self.shapes, strict=True)]
 
     def moved(self, bucket: Tensor, to: FlatLayout) -> Tensor:
-        """What ``bucket`` holds, in a new one of another layout: by name, where shapes are equal; zeros elsewhere."""
+        """Copy ``bucket`` into a new one of another layout: by name, where shapes are equal; zeros elsewhere."""
         held = dict(zip(self.names, self.views(bucket), strict=True))
         new = to.empty(bucket.device)
         for name, view in zip(to.names, to.views(new), strict=True):
@@ -64,34 +59,32 @@ class FlatLayout:
 
     @staticmethod
     def parts(bucket: Tensor, part_bytes: int) -> list[Tensor]:
-        """``bucket`` cut into consecutive pieces of at most ``part_bytes`` bytes."""
+        """Split ``bucket`` into consecutive pieces of at most ``part_bytes`` bytes."""
         return list(bucket.split(max(1, part_bytes // bucket.element_size()))) if bucket.numel() else []
 
     def describe(self) -> list[str]:
-        """One line per tensor: name, shape and dtype. Equal lists mean equal layouts."""
+        """Return a line per tensor: name, shape and dtype. Equal lists mean equal layouts."""
         return [
             f"{name}: shape {tuple(shape)}, {dtype}"
             for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
         ]
 
     def fingerprint(self) -> int:
-        """A hash of `describe` that fits a float64 exactly (52 bits), equal on every machine."""
+        """Return a hash of `describe` that fits a float64 exactly (52 bits), equal on every machine."""
         digest = hashlib.sha256("\n".join(self.describe()).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 12
 
     @staticmethod
     def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
-        """The first entry in which two `describe` lists differ, as ``"mine | theirs"``; None if they are equal."""
-        for i in range(max(len(mine), len(theirs))):
-            left = mine[i] if i < len(mine) else "nothing"
-            right = theirs[i] if i < len(theirs) else "nothing"
+        """Return the first entry in which two `describe` lists differ, as ``"mine | theirs"``; None: they are equal."""
+        for i, (left, right) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing")):
             if left != right:
                 return f"tensor {i}: {left} | {right}"
         return None
 
 
 def with_tag(part: Tensor) -> Tensor:
-    """``part``, which a bucket with `ROOM` begins with, and that room: a number in it travels along.
+    """Return ``part``, which begins a bucket with `ROOM`, and that room: a number in it travels along.
 
     >>> bucket = torch.zeros(ROOM + 3)[ROOM:]
     >>> with_tag(bucket[:2])[0] = 7.0

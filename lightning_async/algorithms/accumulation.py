@@ -1,7 +1,6 @@
 """How much is accumulated before a step: by epoch, by step, by the noise of gradients, by the share of communication.
 
-An `AccumulationPolicy` says how large a window is; it does no I/O and has no threads or clocks. `lr_factor` is what a
-learning rate is multiplied by where a step has more samples than the one that it was chosen for. `Noise` is the noise
+An `AccumulationPolicy` says how large a window is, and `lr_factor` how the learning rate follows. `Noise` is the noise
 scale of gradients: how large a batch may be before more samples add little. `BalancedWindows` and `batch_sizes` give
 each replica as much work as it can do in the time of the others.
 """
@@ -21,7 +20,7 @@ LrScaling = Literal["linear", "sqrt"]
 
 
 def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
-    r"""By the samples behind a step.
+    r"""Return the factor of the learning rate, by the samples behind a step.
 
     .. math:: \frac{n}{n_0} \text{ (linear)}, \qquad \sqrt{\frac{n}{n_0}} \text{ (sqrt)}, \qquad 1 \text{ (None)}
 
@@ -44,7 +43,7 @@ def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
 
 
 def estimate(small: float, big: float, small_size: float, big_size: float) -> tuple[float, float]:
-    r"""Unbiased estimates of the gradient's squared length and of its noise, from two sizes of batches.
+    r"""Estimate, without bias, the gradient's squared length and its noise, from two sizes of batches.
 
     .. math::
         |G|^2 &= \frac{B_b |G_b|^2 - B_s |G_s|^2}{B_b - B_s} \\
@@ -84,23 +83,18 @@ class Noise(NamedTuple):
     The mean of a ratio is biased, the ratio of means much less: so :math:`S` and :math:`|G|^2` are averaged, both with
     the same weights.
 
-    Args:
-        square: the mean of :math:`|G|^2`.
-        trace: the mean of :math:`S`.
-        weight: of the values in these means, 0 where there are none.
-
     Source: as of `estimate`.
 
     >>> Noise().add(estimate(5.0, 2.0, 2, 8), decay=0.9).scale
     8.0
     """
 
-    square: float = 0.0
-    trace: float = 0.0
-    weight: float = 0.0
+    square: float = 0.0  # the mean of :math:`|G|^2`
+    trace: float = 0.0  # the mean of :math:`S`
+    weight: float = 0.0  # of the values in these means, 0 where there are none
 
     def add(self, estimated: tuple[float, float], decay: float) -> Noise:
-        """With one more estimate, see `estimate`; one that is not finite changes nothing."""
+        """Add one more estimate, see `estimate`; one that is not finite changes nothing."""
         if not all(map(math.isfinite, estimated)):
             return self
         weight = decay * self.weight + 1 - decay
@@ -123,52 +117,35 @@ Measured = Literal["nothing", "noise", "times"]
 
 
 class Times(NamedTuple):
-    """What the batches of recent windows took.
+    """The times of batches in recent windows."""
 
-    Args:
-        batch_s: seconds of a batch up to the end of its backward pass, without a step.
-        step_s: seconds that the last batch of a window takes more than that until gradients are ready to step with:
-            the part of communication that nothing hides.
-    """
-
-    batch_s: float
-    step_s: float
+    batch_s: float  # seconds of a batch up to the end of its backward pass, without a step
+    step_s: float  # seconds that the last batch of a window takes more, for communication that nothing hides
 
 
 class WindowProgress(NamedTuple):
-    """Where training is when a window begins.
+    """The state of training when a window begins."""
 
-    Args:
-        step: optimizer steps taken.
-        epoch: epochs completed.
-        size: of the last window as it was planned; 0 where there was none.
-        unit: samples in one unit of ``size``, over all ranks whose gradients become one: 1.0 where it counts samples.
-        noise: the noise of gradients; None while unknown.
-        times: None while unknown.
-    """
-
-    step: int
-    epoch: int
-    size: int = 0
-    unit: float = 1.0
-    noise: Noise | None = None
-    times: Times | None = None
+    step: int  # optimizer steps taken
+    epoch: int  # epochs completed
+    size: int = 0  # of the last window as it was planned; 0 where there was none
+    unit: float = 1.0  # samples in one unit of ``size``, over all ranks that share a step; 1.0 where it counts samples
+    noise: Noise | None = None  # the noise of gradients; None while unknown
+    times: Times | None = None  # None while unknown
 
 
 @runtime_checkable
 class AccumulationPolicy(Protocol):
-    """How large a window is: a pure function of where training is."""
+    """A choice of the windows' sizes: a pure function of the state of training."""
 
     unit: Unit = "any"
-    """What `size` counts: "batches", "samples", or "any": what the argument counts that the policy is given to."""
-    measures: Measured = "nothing"
-    """What it needs to know."""
-    every: int = 1
-    """Windows from one decision to the next."""
+    """The unit of `size`: "batches", "samples", or "any": that of the argument that the policy is given to."""
+    measures: Measured = "nothing"  # what it needs to know
+    every: int = 1  # windows from one decision to the next
 
     @abstractmethod
     def size(self, progress: WindowProgress) -> int:
-        """Of the window that begins, and of those up to the next decision."""
+        """Return the size of the window that begins, and of those up to the next decision."""
         ...
 
 
@@ -274,7 +251,6 @@ class NoiseScale(AccumulationPolicy):
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162
 
-    >>> from lightning_async.algorithms.accumulation import Noise
     >>> policy, now = NoiseScale(minimum=16, maximum=1024), WindowProgress(step=0, epoch=0, size=64)
     >>> [policy.size(now._replace(noise=Noise(1.0, scale, 1.0))) for scale in (8.0, 100.0, 5000.0)]
     [32, 100, 128]
@@ -327,7 +303,6 @@ class CommunicationShare(AccumulationPolicy):
 
     Source: the ratio of computation to communication, as for local steps in Stich, 2019, https://arxiv.org/abs/1805.09767
 
-    >>> from lightning_async.algorithms.accumulation import Times
     >>> CommunicationShare(share=0.2).size(WindowProgress(step=0, epoch=0, times=Times(batch_s=0.05, step_s=0.1)))
     8
     """
@@ -387,8 +362,7 @@ class BalancedWindows:
         maximum: :math:`n_{\max}`. Default 64.
 
     Raises:
-        TypeError: an argument is not an int.
-        ValueError: a number is less than 1, or the bounds leave no room for ``batches``.
+        TypeError, ValueError: an argument is not an int of at least 1, or the bounds leave no room for ``batches``.
 
     Source: dynamic local updates of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024,
     https://arxiv.org/abs/2401.09135, for windows of gradients
@@ -407,7 +381,7 @@ class BalancedWindows:
         check_int(self, "maximum", at_least=self.batches)
 
     def size(self, speeds: Sequence[float], me: int) -> int:
-        """Batches in the next window of the replica at place ``me``; ``batches``, while a speed is not known (0.0)."""
+        """Return the next window of the replica ``me``, in batches; ``batches``, while a speed is not known (0.0)."""
         if not all(speed > 0.0 for speed in speeds):
             return self.batches
         wanted = round(len(speeds) * self.batches * speeds[me] / sum(speeds))
@@ -415,7 +389,7 @@ class BalancedWindows:
 
 
 def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequence[int]) -> list[int]:
-    r"""How many samples each replica takes of a step, so that all take equally long.
+    r"""Divide the samples of a step among the replicas, so that all take equally long.
 
     .. math:: n_i = \operatorname{clip}(\lambda v_i,\; n_{\min},\; m_i), \qquad \sum_i n_i = n
 

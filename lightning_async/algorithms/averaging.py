@@ -24,13 +24,13 @@ S = TypeVar("S")
 
 
 class Topology:
-    r"""How messages travel: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
+    r"""The way of messages: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
 
     One subclass per choice of weights :math:`W`. The engine refuses a rule with one that it cannot serve.
     """
 
     def row(self, round: Round) -> tuple[float, ...]:
-        r""":math:`W_{i\cdot}`: the weight, for the replica ``round.rank``, of every replica's message."""
+        r"""Return :math:`W_{i\cdot}`: the weight, for the replica ``round.rank``, of every replica's message."""
         raise NotImplementedError
 
 
@@ -57,43 +57,32 @@ class AllMean(Topology):
 
 
 class Round(NamedTuple):
-    """What every replica knows about one averaging round before its payload moves.
+    """The facts of one averaging round that every replica knows before its payload moves."""
 
-    Args:
-        id: number of this round; committed rounds count up by one on all replicas.
-        rank: this replica.
-        work: every replica's work since its last round (samples, or steps); zero for one that is absent.
-        steps: every replica's optimizer steps since its last round.
-        scalars: what every replica's `AveragingRule.message_` returned.
-        lr: every replica's inner learning rate; 0 where it is absent. Replicas may differ, so a rule that needs one
-            must derive a common value.
-        fragment: which part of the parameters this round carries.
-    """
-
-    id: int
-    rank: int
-    work: tuple[float, ...]
-    steps: tuple[float, ...] = ()
-    scalars: tuple[tuple[float, ...], ...] = ()
-    lr: tuple[float, ...] = ()
-    fragment: int = 0
+    id: int  # number of this round; committed rounds count up by one on all replicas
+    rank: int  # this replica
+    work: tuple[float, ...]  # every replica's work since its last round (samples, or steps); zero for an absent one
+    steps: tuple[float, ...] = ()  # every replica's optimizer steps since its last round
+    scalars: tuple[tuple[float, ...], ...] = ()  # every replica's, from `AveragingRule.message_`
+    lr: tuple[float, ...] = ()  # every replica's inner learning rate, 0 if absent; a rule must derive a common one
+    fragment: int = 0  # number of the part of the parameters in this round
 
 
 @runtime_checkable
 class AveragingRule(Protocol[S]):
-    r"""How replicas become one model again: a value without state of its own.
+    r"""The way in which replicas become one model again: a value without state of its own.
 
-    One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot*
-    :math:`s`. `message_` turns it into the message :math:`u`. All replicas exchange messages, and
-    :math:`\bar u = \sum_i w_i u_i` arrives, :math:`w_i` being replica :math:`i`'s share of the work. `merge_`
-    turns :math:`\bar u` into the *target* :math:`t`, where this replica would stand had it done nothing
-    meanwhile, and :math:`u` back into the snapshot. The engine then moves the parameters by displacement,
-    :math:`x \leftarrow x + (t - s)`, so that progress made since the snapshot is kept; where there was none it
-    copies :math:`t`. A replica that is absent (weight zero) moves from the last target to the new one.
+    One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
+    `message_` turns it into the message :math:`u`. All replicas exchange messages, and :math:`\bar u = \sum_i w_i u_i`
+    arrives, :math:`w_i` being replica :math:`i`'s share of the work. `merge_` turns :math:`\bar u` into the *target*
+    :math:`t`, where this replica would stand had it done nothing meanwhile, and :math:`u` back into the snapshot. The
+    engine then moves the parameters by displacement, :math:`x \leftarrow x + (t - s)`, so that progress made since the
+    snapshot is kept; where there was none it copies :math:`t`. A replica that is absent (weight zero) moves from the
+    last target to the new one.
 
     The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds but for the fields in
-    `per_replica`. A rule treats every element, or every tensor of the layout, alike: so it may be given a part of the
-    parameters (a fragment) as if that were all, with a state for each part.
+    `per_replica`. A rule treats every element, or every tensor of the layout, alike: a part of the parameters (a
+    fragment) has a state of its own.
 
     Any class that has all of this will do. One that inherits it gets the defaults; `RuleBase` has more of them.
     """
@@ -101,30 +90,25 @@ class AveragingRule(Protocol[S]):
     @property
     @abstractmethod
     def topology(self) -> Topology:
-        """How the messages travel."""
+        """The way of the messages."""
         ...
 
-    num_scalars: int
-    """How many scalars `message_` returns, to ride in the round's header."""
-    overlappable: bool
-    """Whether `merge_` may happen while local steps go on. False for rules that overwrite."""
-    per_replica: frozenset[str]
-    """Fields of the state that differ between replicas (what a compression still owes, the weight of push-sum)."""
-    absent_follow: bool
+    num_scalars: int = 0  # how many scalars `message_` returns, to ride in the round's header
+    overlappable: bool = True  # whether `merge_` may happen while local steps go on. False for rules that overwrite.
+    per_replica: frozenset[str] = frozenset()
+    """Fields of the state that differ between replicas (the residual of a compression, the weight of push-sum)."""
+    absent_follow: bool = True
     """Whether an absent replica moves with the target. False where replicas keep models of their own."""
-    restores_local: bool
-    """Whether a sync point only shows `agree`'s model: each replica then goes on from the parameters that it had.
-    That costs an fp32 copy of them meanwhile. False: all go on from the agreed model."""
-    mixes: bool
-    """Whether `mix_` says what becomes of the progress since the snapshot, instead of keeping all of it. That costs
-    an fp32 copy of the parameters during a merge."""
-
-    sends_difference: bool
+    restores_local: bool = False
+    """Whether a sync point only shows `agree`'s model, and each replica goes on from a copy of its own."""
+    mixes: bool = False
+    """Whether `mix_` decides on the progress since the snapshot, at the cost of a copy; else all of it is kept."""
+    sends_difference: bool = False
     """Whether messages are differences from what all replicas share: small, so that 8 bits per element hold them."""
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
-        """The state at a point where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
+        """Return the state where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
         ...
 
     @abstractmethod
@@ -136,16 +120,15 @@ class AveragingRule(Protocol[S]):
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
         """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
 
-        ``sent`` is None on a replica that was absent, or whose parameters were not finite: that one takes over what is
-        in ``received``. Returns the state after the round.
+        ``sent`` is None on a replica that was absent, or not finite: that one takes over ``received``. Returns the
+        state after the round.
         """
         ...
 
     def abandon_(self, sent: Tensor, state: S) -> S:
-        """This replica's message, in ``sent``, goes nowhere: no round will hold it.
+        """Take back this replica's message, in ``sent``, which no round will hold; return the state.
 
-        Returns the state, of which only the fields in `per_replica` may have changed. Default: nothing was noted of the
-        message that would have to be undone.
+        Only the fields in `per_replica` may change. Default: nothing has to be undone.
         """
         return state
 
@@ -154,23 +137,23 @@ class AveragingRule(Protocol[S]):
 
         ``base`` is the snapshot (of an absent replica, the last target) and may be used up; ``target`` stays. Not
         called where there was no progress: then the target is copied. Returns the state, of which only the fields in
-        `per_replica` may have changed. Default: all progress is kept, ``live + (target - base)``.
+        `per_replica` may change. Default: all progress is kept, ``live + (target - base)``.
         """
         live.sub_(base.sub_(target))
         return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
-        """The model a sync point shows, given the work-weighted ``mean`` of the parameters. Default: the mean."""
+        """Return the model of a sync point, by the work-weighted ``mean`` of the parameters. Default: the mean."""
         return mean
 
     @abstractmethod
     def state_dict(self, state: S) -> dict[str, Any]:
-        """The state as a plain dict of tensors and numbers, for a checkpoint."""
+        """Return the state as a plain dict of tensors and numbers, for a checkpoint."""
         ...
 
     @abstractmethod
     def load_state_dict(self, state: S, saved: dict[str, Any]) -> S:
-        """``state`` with the content of ``saved``."""
+        """Return ``state`` with the content of ``saved``."""
         ...
 
 
@@ -178,7 +161,7 @@ RuleS = TypeVar("RuleS", bound=NamedTuple)
 
 
 class AveragingState(NamedTuple):
-    """Nothing is remembered between rounds."""
+    """The memory of a rule that has none between rounds."""
 
 
 class RuleBase(AveragingRule[RuleS], ABC):
@@ -187,30 +170,17 @@ class RuleBase(AveragingRule[RuleS], ABC):
     A rule states `message_` and `merge_`; `init` too, where it remembers anything.
     """
 
-    # Without annotations: jsonargparse evaluates those of a dataclass's bases in the dataclass's own module.
     topology = AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
-    num_scalars = 0
-    overlappable = True
-    per_replica = frozenset[str]()
-    absent_follow = True
-    restores_local = False
-    mixes = False
-    sends_difference = False
 
     def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
-        """Nothing to remember: an `AveragingState`."""
         return cast(RuleS, AveragingState())
 
     def state_dict(self, state: RuleS) -> dict[str, Any]:
-        """The state's tensors by name; references, not copies, as in torch."""
+        """Return the state's tensors by name; references, not copies, as in torch."""
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """``state``, its tensors overwritten in place with the saved ones.
-
-        Raises:
-            ValueError: the saved names or sizes are those of another rule or model.
-        """
+        """Overwrite the tensors of ``state`` in place with the saved ones; raise ValueError where these do not fit."""
         copy_saved_(self, state._asdict(), saved)
         return state
 
@@ -237,17 +207,11 @@ _NESTEROV = True
 
 
 class DiLoCoState(NamedTuple):
-    """What DiLoCo remembers between rounds.
+    """The memory of DiLoCo between rounds."""
 
-    Args:
-        anchor: the last agreed parameters, flat fp32.
-        momentum: the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own.
-        optimizer: the optimizer that ``outer_optimizer`` built over shaped views of ``anchor``, or None.
-    """
-
-    anchor: Tensor
-    momentum: Tensor
-    optimizer: torch.optim.Optimizer | None = None
+    anchor: Tensor  # the last agreed parameters, flat fp32
+    momentum: Tensor  # the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own
+    optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer`` over shaped views of ``anchor``
 
 
 @dataclass(frozen=True)
@@ -307,11 +271,8 @@ class DiLoCo(RuleBase[DiLoCoState]):
             return
         if not callable(self.outer_optimizer):
             raise TypeError(f"`DiLoCo(outer_optimizer={self.outer_optimizer!r})` must be callable or None.")
-        for argument, default in (
-            ("outer_lr", _OUTER_LR),
-            ("outer_momentum", _OUTER_MOMENTUM),
-            ("nesterov", _NESTEROV),
-        ):
+        defaults = {"outer_lr": _OUTER_LR, "outer_momentum": _OUTER_MOMENTUM, "nesterov": _NESTEROV}
+        for argument, default in defaults.items():
             if getattr(self, argument) != default:
                 raise ValueError(
                     f"`DiLoCo({argument}={getattr(self, argument)!r})` has no effect together with "
@@ -319,7 +280,6 @@ class DiLoCo(RuleBase[DiLoCoState]):
                 )
 
     def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
-        """Anchor at ``params``, no momentum."""
         anchor = params.detach().clone()
         if self.outer_optimizer is None:
             return DiLoCoState(anchor, torch.zeros_like(anchor))
@@ -337,12 +297,10 @@ class DiLoCo(RuleBase[DiLoCoState]):
         return DiLoCoState(anchor, anchor.new_empty(0), optimizer)
 
     def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
-        """Pseudo-gradient: anchor minus snapshot."""
         torch.sub(state.anchor, out, out=out)
         return ()
 
     def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
-        """One outer step; the target is the new anchor. The snapshot comes back up to fp32 rounding."""
         if state.optimizer is None:
             ops.outer_merge_(
                 state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
@@ -355,17 +313,12 @@ class DiLoCo(RuleBase[DiLoCoState]):
         return state
 
     def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
-        """Anchor and momentum, or anchor and the optimizer's own state; references, not copies, as in torch."""
         if state.optimizer is None:
             return {"anchor": state.anchor, "momentum": state.momentum}
         return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
 
     def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        """``state``, overwritten in place with ``saved``.
-
-        Raises:
-            ValueError: the saved state is of another model, or only one of the two has an ``outer_optimizer``.
-        """
+        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
         if ("optimizer" in saved) != (state.optimizer is not None):
             which = "has" if "optimizer" in saved else "lacks"
             raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
@@ -383,7 +336,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) -> None:
-    """Step the shaped views of ``anchor`` on the same places of ``gradient``."""
     parameters = _parameters(optimizer)
     for p in parameters:  # a view of the anchor knows its own place, whatever group the optimizer sorted it into
         start = p.storage_offset() - anchor.storage_offset()
@@ -394,7 +346,7 @@ def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) ->
 
 
 class _ParameterMean(RuleBase[AveragingState]):
-    """The snapshot is the message and the mean message is the target: there is nothing to compute."""
+    """A rule whose message is the snapshot, and whose target is the mean message."""
 
     def message_(self, out: Tensor, state: AveragingState) -> tuple[float, ...]:
         return ()
@@ -413,7 +365,6 @@ class Mean(_ParameterMean):
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
 
-    >>> import torch
     >>> rule = Mean()
     >>> received = torch.tensor([2.0])
     >>> rule.merge_(torch.tensor([1.0]), received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))
@@ -437,7 +388,6 @@ class DeltaMean(_ParameterMean):
     Source: delayed parameter averaging with the delta rule, as in Bagua's asynchronous model averaging,
     https://github.com/BaguaSys/bagua, and in hivemind, https://github.com/learning-at-home/hivemind
 
-    >>> import torch
     >>> rule, x, sent = DeltaMean(), torch.tensor([1.5]), torch.tensor([1.0])  # 0.5 was learned meanwhile
     >>> received = torch.tensor([2.0])
     >>> _ = rule.merge_(sent, received, AveragingState(), Round(id=0, rank=0, work=(1.0, 1.0)))

@@ -17,27 +17,20 @@ from lightning_async._checks import check_choice, check_int, check_protocol, che
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, as a keep policy sees it.
+    """A committed checkpoint, as a keep policy sees it."""
 
-    Args:
-        number: counts the saves of a directory.
-        step: optimizer steps taken by then.
-        metrics: what was logged by then. Default: none.
-        good: whether it was marked as good afterwards. Default: False.
-    """
-
-    number: int
-    step: int
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    good: bool = False
+    number: int  # counts the saves of a directory
+    step: int  # optimizer steps taken by then
+    metrics: Mapping[str, float] = field(default_factory=dict)  # logged by then
+    good: bool = False  # whether it was marked as good afterwards
 
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """Which checkpoints to keep. A policy of your own needs this one method."""
+    """A choice of checkpoints to keep. A policy of your own needs this one method."""
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The numbers of those to keep, out of all that there are."""
+        """Return the numbers of those to keep, out of all that there are."""
         ...
 
 
@@ -51,8 +44,7 @@ class Latest:
         n: how many. Default: 1.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is less than 1.
+        TypeError, ValueError: ``n`` is not an int of at least 1.
 
     Source: ``LatestN`` of Orbax, https://orbax.readthedocs.io
 
@@ -66,7 +58,6 @@ class Latest:
         check_int(self, "n", at_least=1)
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The largest numbers."""
         return set(sorted((each.number for each in saved), reverse=True)[: self.n])
 
 
@@ -104,11 +95,10 @@ class Best:
         check_choice("Best", "mode", self.mode, ("min", "max"))
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The best of those that have the metric."""
         return {each.number for each in self.ranked(saved)[: self.n]}
 
     def ranked(self, saved: Sequence[Saved]) -> list[Saved]:
-        """Those that have the metric, the best first."""
+        """Return those that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         known = [each for each in saved if math.isfinite(each.metrics.get(self.monitor, math.nan))]
         return sorted(known, key=lambda each: (sign * each.metrics[self.monitor], -each.number))
@@ -124,8 +114,7 @@ class EveryNth:
         n: saves.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is less than 1.
+        TypeError, ValueError: ``n`` is not an int of at least 1.
 
     Source: ``EveryNSteps`` of Orbax' preservation policies, https://orbax.readthedocs.io
 
@@ -139,7 +128,6 @@ class EveryNth:
         check_int(self, "n", at_least=1)
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The multiples, counted over the life of the directory."""
         return {each.number for each in saved if each.number % self.n == 0}
 
 
@@ -157,12 +145,11 @@ class LastGood:
     """
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The newest good one, if there is any."""
         return set(sorted(each.number for each in saved if each.good)[-1:])
 
 
 class KeepAny:
-    r"""What one of several policies keeps.
+    r"""The union of what several policies keep.
 
     .. math:: K_1 \cup K_2 \cup \dots
 
@@ -170,8 +157,7 @@ class KeepAny:
         policies: at least one.
 
     Raises:
-        TypeError: one of them is no policy.
-        ValueError: none is given.
+        TypeError, ValueError: one of them is no policy, or none is given.
 
     Source: ``AnyPreservationPolicy`` of Orbax, https://orbax.readthedocs.io
 
@@ -187,7 +173,6 @@ class KeepAny:
         self.policies = policies
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """The union."""
         return set().union(*(policy.keep(saved) for policy in self.policies))
 
     def __repr__(self) -> str:
@@ -196,29 +181,21 @@ class KeepAny:
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """Where training stands, as a save policy sees it after a step.
+    """The state of training, as a save policy sees it after a step."""
 
-    Args:
-        step: optimizer steps taken, their mean over the replicas while these drift.
-        saved_step: the step of the newest save, or that which training was resumed from or rolled back to. Default: 0.
-        seconds_since_save: since the newest save, or since the start. Default: 0.
-        save_cost_s: what one save costs training, stall and slower steps together. Default: None, not known yet.
-        epoch_end: whether an epoch has just ended. Default: False.
-    """
-
-    step: int
-    saved_step: int = 0
-    seconds_since_save: float = 0.0
-    save_cost_s: float | None = None
-    epoch_end: bool = False
+    step: int  # optimizer steps taken, their mean over the replicas while these are asynchronous
+    saved_step: int = 0  # the step of the newest save, or where training was resumed or rolled back to
+    seconds_since_save: float = 0.0  # since the newest save, or since the start
+    save_cost_s: float | None = None  # cost of a save, stall and slower steps together; None: not known
+    epoch_end: bool = False  # whether an epoch has just ended
 
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """When to save. A policy of your own needs this one method."""
+    """A choice of moments to save. A policy of your own needs this one method."""
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether to save now."""
+        """Return whether to save now."""
         ...
 
 
@@ -234,8 +211,7 @@ class EveryNTrainSteps:
         n: optimizer steps.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is less than 1.
+        TypeError, ValueError: ``n`` is not an int of at least 1.
 
     Source: ``ModelCheckpoint(every_n_train_steps=)`` of Lightning, https://lightning.ai/docs
 
@@ -249,7 +225,6 @@ class EveryNTrainSteps:
         check_int(self, "n", at_least=1)
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether a multiple was reached since the newest save."""
         return progress.step // self.n > progress.saved_step // self.n
 
 
@@ -263,8 +238,7 @@ class EveryInterval:
         interval: :math:`T`.
 
     Raises:
-        TypeError: ``interval`` is not a `timedelta`.
-        ValueError: ``interval`` is not positive.
+        TypeError, ValueError: ``interval`` is not a positive `timedelta`.
 
     Source: ``ModelCheckpoint(train_time_interval=)`` of Lightning, https://lightning.ai/docs
 
@@ -278,7 +252,6 @@ class EveryInterval:
         check_time("EveryInterval", "interval", self.interval)
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether the time is up."""
         return progress.seconds_since_save >= self.interval.total_seconds()
 
 
@@ -295,7 +268,6 @@ class AtEpochEnd:
     """
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether an epoch has just ended."""
         return progress.epoch_end
 
 
@@ -313,8 +285,7 @@ class Adaptive:
         share: of the training time, at most. Default: 0.05.
 
     Raises:
-        TypeError: ``share`` is not a number.
-        ValueError: ``share`` is not between 0 and 1.
+        TypeError, ValueError: ``share`` is not a number between 0 and 1.
 
     Source: Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021,
     https://www.usenix.org/conference/fast21/presentation/mohan
@@ -330,7 +301,6 @@ class Adaptive:
         check_real(self, "share", above=0, below=1)
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether the time since the newest save has paid for another one."""
         if progress.save_cost_s is None:
             return progress.step > progress.saved_step
         # 0.05 is not 1/20 to the bit, nor are clocks: what is equal but for rounding is due
@@ -346,8 +316,7 @@ class AnySave:
         policies: at least one.
 
     Raises:
-        TypeError: one of them is no policy.
-        ValueError: none is given.
+        TypeError, ValueError: one of them is no policy, or none is given.
 
     Source: ``AnySavePolicy`` of Orbax, https://orbax.readthedocs.io
 
@@ -366,7 +335,6 @@ class AnySave:
         self.policies = policies
 
     def due(self, progress: SaveProgress) -> bool:
-        """Whether one of the policies asks for it."""
         return any(policy.due(progress) for policy in self.policies)
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -25,35 +25,8 @@ _topk_ = eager(ops.topk_)
 _topk_accumulate_ = eager(ops.topk_accumulate_)
 
 
-@runtime_checkable
-class PushCompression(Protocol):
-    r"""How one message travels from a worker to a server: :math:`v = g + r`, :math:`r \leftarrow v - \mathrm{C}(v)`.
-
-    Messages are flat uint8, and lie where memory is aligned for fp32. What is no finite number is sent as NaN, and its
-    residual begins at zero again.
-    """
-
-    def message_bytes(self, numel: int) -> int:
-        """Of a message of so many elements."""
-        ...
-
-    def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None:
-        """Fill ``message`` with what of ``source + residual`` travels; ``residual`` becomes the rest.
-
-        Args:
-            message: uint8, `message_bytes` of it.
-            source: fp32, flat; as it is afterwards.
-            residual: fp32, as large; zeros at first.
-        """
-        ...
-
-    def decode_(self, out: Tensor, message: Tensor) -> None:
-        """Fill ``out``, fp32, flat, with what ``message`` says."""
-        ...
-
-
 class _Codes:
-    """Codes of 8 or 16 bits; those of 8 with a scale for each 256 elements in front of them."""
+    """A compression to codes of 8 or 16 bits; those of 8 with a scale for each 256 elements in front of them."""
 
     dtype: torch.dtype
 
@@ -132,8 +105,7 @@ class TwoBit:
         threshold: :math:`t`, in the gradient's units. Default 0.5, as MXNet's.
 
     Raises:
-        TypeError: ``threshold`` is not a number.
-        ValueError: ``threshold`` is not above 0.
+        TypeError, ValueError: ``threshold`` is not a number above 0.
 
     Source: MXNet's gradient compression, after Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
     Computing", 2015
@@ -167,8 +139,7 @@ class TopK:
         fraction: of the elements. Default 0.01.
 
     Raises:
-        TypeError: ``fraction`` is not a number.
-        ValueError: ``fraction`` is not within (0, 1].
+        TypeError, ValueError: ``fraction`` is not a number in (0, 1].
 
     Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599
 
@@ -184,7 +155,6 @@ class TopK:
             raise ValueError(f"`TopK(fraction={self.fraction!r})` must be <= 1.")
 
     def count(self, numel: int) -> int:
-        """Elements that travel of a part of ``numel``."""
         return math.ceil(self.fraction * numel)
 
     def message_bytes(self, numel: int) -> int:
@@ -204,7 +174,7 @@ class TopK:
             _topk_accumulate_(part, values, places.long(), 1.0)
 
     def _halves(self, message: Tensor, numel: int) -> list[tuple[Tensor, Tensor]]:
-        """Of each part, its values and their places."""
+        """Return the values of each part, and their places."""
         counts = [self.count(size) for size in _part_sizes(numel) for _ in range(2)]
         halves = message.view(torch.int32).split(counts)
         return [(a.view(torch.float32), b) for a, b in zip(halves[::2], halves[1::2], strict=True)]
@@ -227,8 +197,7 @@ class PowerSGD:
         rank: columns of :math:`P` and :math:`Q`. Default 1.
 
     Raises:
-        TypeError: ``rank`` is not an int.
-        ValueError: ``rank`` is below 1.
+        TypeError, ValueError: ``rank`` is not an int of at least 1.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, https://arxiv.org/abs/1905.13727
 
@@ -242,13 +211,20 @@ class PowerSGD:
         check_int(self, "rank", at_least=1)
 
 
+PushCompression = Bf16 | Fp8 | Int8 | TwoBit | TopK
+r"""A message's way from a worker to a server: :math:`v = g + r`, :math:`r \leftarrow v - \mathrm{C}(v)`.
+
+`encode_` fills a message of `message_bytes` with its part of a flat fp32 source and residual, which becomes the rest;
+`decode_` fills a flat fp32 tensor with it. Messages are flat uint8, in memory that is aligned for fp32. Numbers that
+are not finite are sent as NaN, and their residual begins at zero again.
+"""
 PushCompressionName = Literal["none", "bf16", "fp8", "int8", "2bit", "topk"]
 PUSHES: dict[str, type[Any]] = {"bf16": Bf16, "fp8": Fp8, "int8": Int8, "2bit": TwoBit, "topk": TopK}
-"""What pushes to a parameter server can be compressed by, by short names."""
+"""The compressions of pushes to a parameter server, by short names."""
 
 
 def make_compression(owner: str, compression: object) -> PushCompression | None:
-    """A compression of pushes by its short name, with its defaults, or as it is; None for "none".
+    """Return a compression of pushes by its short name, with its defaults, or as it is; None for "none".
 
     Raises:
         ValueError: there is none of this name.
@@ -270,7 +246,7 @@ def make_compression(owner: str, compression: object) -> PushCompression | None:
 
 
 def described(compression: PushCompression | None) -> list[Any] | None:
-    """A compression in JSON's terms: its short name and its arguments.
+    """Describe a compression in JSON's terms: its short name and its arguments.
 
     >>> described(TwoBit(0.25))
     ['2bit', {'threshold': 0.25}]
@@ -278,21 +254,18 @@ def described(compression: PushCompression | None) -> list[Any] | None:
     if compression is None:
         return None
     (name,) = [name for name, cls in PUSHES.items() if type(compression) is cls]
-    return [name, asdict(compression)]  # pyright: ignore[reportArgumentType]
+    return [name, asdict(compression)]
 
 
-def from_description(told: Sequence[Any] | None) -> PushCompression | None:
-    """What `described` was given.
-
-    Raises:
-        ValueError, TypeError: this is no description.
+def from_description(description: Sequence[Any] | None) -> PushCompression | None:
+    """Return the compression that `described` was given; raise ValueError or TypeError for another value.
 
     >>> from_description(["topk", {"fraction": 0.5}])
     TopK(fraction=0.5)
     """
-    if told is None:
+    if description is None:
         return None
-    name, arguments = told
+    name, arguments = description
     if name not in PUSHES:
         raise ValueError(f"{name!r} is none of {tuple(PUSHES)}.")
     return PUSHES[name](**arguments)

@@ -1,10 +1,11 @@
-"""When a signal of training is out of bounds, and what is done about it: statistics and decisions as plain values."""
+"""Signals of training that are out of bounds, and remedies: statistics and decisions as plain values."""
 
 from __future__ import annotations
 
 import bisect
 import enum
 import math
+import statistics
 from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -16,48 +17,34 @@ __all__ = [
     "Absolute", "Escalation", "History", "Relative", "Remedy", "SignalAlarm", "Threshold", "Track", "climb",
 ]  # fmt: skip
 
-_MAD = 1.4826
-"""What a median absolute deviation is multiplied by to be a normal distribution's standard deviation."""
+_MAD = 1.4826  # what a median absolute deviation is multiplied by to be a normal distribution's standard deviation
+
+
+_SKIPS = 3  # of batches, before something severer is tried
 
 
 class Remedy(enum.IntEnum):
-    """What is done about a finding, in order of severity."""
+    """An answer to a finding, in order of severity."""
 
     NONE = 0
-    LOG = 1
-    """A warning in the log."""
-    ALERT = 2
-    """A call of the user's, and the loggers."""
-    SYNC_MORE = 3
-    """Rounds twice as often, until all is calm."""
-    SYNC = 4
-    """All replicas become one model now."""
-    CUT_LR = 5
-    """Lower learning rates."""
-    SKIP = 6
-    """Drop the gradients of the batches at hand: no parameter moves."""
-    RESET = 7
-    """A replica takes over the others' model and begins its optimizers' state anew."""
-    ROLL_BACK = 8
-    """All go back to the last good state; the data goes on."""
-    STOP = 9
-    """End training with an error."""
+    LOG = 1  # a warning in the log
+    ALERT = 2  # a call of the user's, and the loggers
+    SYNC_MORE = 3  # rounds twice as often, until all is calm
+    SYNC = 4  # all replicas become one model now
+    CUT_LR = 5  # lower learning rates
+    SKIP = 6  # drop the gradients of the batches at hand: no parameter moves
+    RESET = 7  # a replica takes over the others' model and begins its optimizers' state anew
+    ROLL_BACK = 8  # all go back to the last good state; the data goes on
+    STOP = 9  # end training with an error
 
 
 class SignalAlarm(NamedTuple):
-    """A signal that is out of bounds.
+    """A signal that is out of bounds."""
 
-    Args:
-        signal: its name.
-        value: what it was.
-        limit: what it should not have exceeded; infinite where it should have been finite.
-        start: the mildest remedy that can be of use.
-    """
-
-    signal: str
-    value: float
-    limit: float = math.inf
-    start: Remedy = Remedy.LOG
+    signal: str  # its name
+    value: float  # what it was
+    limit: float = math.inf  # what it should not have exceeded; infinite where it should have been finite
+    start: Remedy = Remedy.LOG  # the mildest remedy that can be of use
 
     def __str__(self) -> str:
         if math.isfinite(self.limit):
@@ -67,10 +54,10 @@ class SignalAlarm(NamedTuple):
 
 @runtime_checkable
 class Threshold(Protocol):
-    """Where a signal is out of bounds, as a function of its history."""
+    """A bound of a signal, as a function of its history."""
 
     def limit(self, median: float, deviation: float) -> float:
-        """What the signal may not exceed.
+        """Return the largest value that is in bounds.
 
         Args:
             median: of its recent values; NaN while there are too few.
@@ -139,7 +126,7 @@ class Relative(Threshold):
 
 @dataclass(frozen=True)
 class History:
-    """How much of a signal's past counts.
+    """The part of a signal's past that counts.
 
     Args:
         window: values that the median is taken of; steps without a finding after which all is calm. Default 100.
@@ -165,9 +152,6 @@ class History:
 class Track:
     """The recent values of one signal.
 
-    Args:
-        history: how many count.
-
     >>> track = Track(History(window=4, warmup=3))
     >>> [track.add(x, Relative(10.0)) for x in (1.0, 2.0, 3.0, 50.0)]
     [inf, inf, inf, 16.826]
@@ -179,7 +163,7 @@ class Track:
         self._sorted: list[float] = []
 
     def add(self, value: float, threshold: Threshold) -> float:
-        """What ``value`` should not exceed, by the values before it; then it is one of them, if it is finite."""
+        """Add ``value``, if it is finite; return its limit, by the values before it."""
         limit = threshold.limit(*self.median_and_deviation())
         if math.isfinite(value):
             if len(self._values) == self._history.window:
@@ -189,25 +173,20 @@ class Track:
         return limit
 
     def median_and_deviation(self) -> tuple[float, float]:
-        """NaN and 0 while there are too few values."""
+        """Return NaN and 0 while there are too few values."""
         if len(self._sorted) < self._history.warmup:
             return math.nan, 0.0
-        median = _median(self._sorted)
-        return median, _MAD * _median(sorted(abs(x - median) for x in self._sorted))
-
-
-def _median(ordered: list[float]) -> float:
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+        median = statistics.median(self._sorted)
+        return median, _MAD * statistics.median(abs(x - median) for x in self._sorted)
 
 
 def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]) -> Remedy:
-    """The mildest remedy from ``start`` on that has not been tried often enough; a word, where all have.
+    """Return the mildest remedy from ``start`` on that has not been tried often enough; a message, where all have.
 
     Args:
         start: milder ones are of no use.
         used: how often each was tried.
-        tries: how often each may be; what is not in it is not to be had.
+        tries: how often each may be; one that is not in it is not available.
 
     >>> tries = {Remedy.LOG: 1, Remedy.SKIP: 2, Remedy.STOP: 1}
     >>> [climb(Remedy.LOG, used, tries).name for used in ({}, {Remedy.LOG: 1}, {Remedy.LOG: 1, Remedy.SKIP: 2})]
@@ -221,31 +200,28 @@ def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]
 
 
 class Escalation:
-    """Which remedy one rank asks for, step by step: each finding that comes back asks for a severer one.
+    """A rank's remedies, step by step: each finding that comes back asks for a severer one.
 
     Args:
-        remedies: those that can be had.
+        remedies: the available ones.
         history: when all is calm again, and how long a remedy may take to help.
         max_rollbacks: in all; the others begin anew when all is calm.
-        skips: how often batches are skipped before something severer is tried.
     """
 
-    def __init__(self, remedies: Collection[Remedy], history: History, max_rollbacks: int, skips: int = 3) -> None:
-        more = {Remedy.SKIP: skips, Remedy.ROLL_BACK: max_rollbacks}
+    def __init__(self, remedies: Collection[Remedy], history: History, max_rollbacks: int) -> None:
+        more = {Remedy.SKIP: _SKIPS, Remedy.ROLL_BACK: max_rollbacks}
         self._tries = {remedy: more.get(remedy, 1) for remedy in remedies}
         self._history = history
         self.used: dict[Remedy, int] = {}
-        self.clean_steps = 0
-        """Steps since something was last out of bounds."""
+        self.clean_steps = 0  # steps since something was last out of bounds
         self._quiet = 0
 
     @property
     def calm(self) -> bool:
-        """Nothing was out of bounds for as long as counts."""
+        """Whether nothing was out of bounds for as long as counts."""
         return self.clean_steps >= self._history.window
 
     def next(self, findings: Collection[SignalAlarm]) -> Remedy:
-        """What to do about this step's findings."""
         self._quiet = max(0, self._quiet - 1)
         if not findings:
             self.clean_steps += 1
@@ -260,15 +236,12 @@ class Escalation:
         return Remedy.NONE if self._quiet and (start is Remedy.LOG or spent) else remedy
 
     def climb(self, start: Remedy) -> Remedy:
-        """The mildest remedy from ``start`` on that is left."""
         return climb(start, self.used, self._tries)
 
     def has(self, remedy: Remedy) -> bool:
-        """Whether it can be had."""
         return remedy in self._tries
 
     def note(self, remedy: Remedy) -> None:
-        """It is being done."""
         self.used[remedy] = self.used.get(remedy, 0) + 1
         self._quiet = self._history.cooldown + 1
         self.clean_steps = 0

@@ -1,8 +1,7 @@
 """Schedules: when replicas talk, as pure functions of one replica's own clock.
 
-A `Schedule` says for each `Step` what a replica does with it. `DyLU` has all replicas ready for a round at the same
-time, however fast each is; `Denser` has another schedule's rounds, more often. `Pace` is how fast a replica is, and
-`straggler` which one is slow, and why.
+A `Schedule` answers each `ReplicaClock` with a `Step`. `Pace` is the speed of a replica, and `straggler` finds the slow
+one, and why.
 """
 
 from __future__ import annotations
@@ -21,52 +20,36 @@ _REASONS: tuple[Reason, ...] = ("data", "compute", "communication")
 
 
 class Pace(NamedTuple):
-    """What a batch takes of one replica's own time; what it waits for others is nobody's pace.
+    """The time that a batch takes of one replica; waiting for others is in no pace."""
 
-    Args:
-        data_s: until the loader has it.
-        compute_s: training on it.
-        communication_s: packing and merging, on the training thread.
-        samples: in it; 0.0 while nothing is known.
-    """
-
-    data_s: float = 0.0
-    compute_s: float = 0.0
-    communication_s: float = 0.0
-    samples: float = 0.0
+    data_s: float = 0.0  # until the loader has it
+    compute_s: float = 0.0  # training on it
+    communication_s: float = 0.0  # packing and merging, on the training thread
+    samples: float = 0.0  # in it; 0.0 while nothing is known
 
     @property
     def batch_s(self) -> float:
-        """Of a batch, in all."""
         return self.data_s + self.compute_s + self.communication_s
 
     @property
     def is_known(self) -> bool:
-        """Whether it was measured."""
         return self.samples > 0.0 and self.batch_s > 0.0
 
     def per_sample(self) -> Pace:
-        """The same of one sample."""
         return Pace(self.data_s / self.samples, self.compute_s / self.samples, self.communication_s / self.samples, 1.0)
 
 
 class Straggler(NamedTuple):
     """The slowest replica.
 
-    Args:
-        name: whose.
-        slower: its time for a sample, over the others' (median).
-        reason: what takes it longer than others, most of all.
-        share: of what it takes longer, how much that is.
-
     >>> str(Straggler("2", 3.0, "data", 0.9))
     'Rank 2 takes 3.0 times as long for a sample as the others do, 90% of it for data'
     """
 
-    name: str
-    slower: float
-    reason: Reason
-    share: float
+    name: str  # its stable rank id
+    slower: float  # its time for a sample, over the others' (median)
+    reason: Reason  # the largest part of the difference
+    share: float  # of that part in the difference
 
     def __str__(self) -> str:
         return (
@@ -76,7 +59,7 @@ class Straggler(NamedTuple):
 
 
 def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | None:
-    r"""The replica that takes much longer for a sample than the others do; None where none does.
+    r"""Return the replica that takes much longer for a sample than the others do; None where none does.
 
     .. math:: t_i > f\, \operatorname{median}_{j \ne i} t_j
 
@@ -109,34 +92,25 @@ def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | Non
 
 
 class Action(enum.Enum):
-    """What a replica does with the optimizer step that it is about to take."""
+    """A replica's way to take the coming optimizer step."""
 
-    LOCAL = "local"
-    """Step alone."""
-    GRADIENTS = "gradients"
-    """Step with gradients averaged over all replicas (synchronous training)."""
-    ROUND = "round"
-    """Step alone, then start an averaging round."""
+    LOCAL = "local"  # step alone
+    GRADIENTS = "gradients"  # step with gradients averaged over all replicas (synchronous training)
+    ROUND = "round"  # step alone, then start an averaging round
 
 
 class Step(NamedTuple):
-    """What a schedule says of one step.
+    """A schedule's answer for one step."""
 
-    Args:
-        action: what the replica does.
-        fragment: of a round, which part of the parameters it carries; replicas have one part, number 0, so far.
-    """
-
-    action: Action
-    fragment: int = 0
+    action: Action  # of the replica
+    fragment: int = 0  # of a round, the part of the parameters in it; replicas have one part, number 0, so far
 
     @classmethod
     def of(cls, said: object, schedule: object, num_fragments: int | None = None) -> Step:
-        """What a schedule has said; an action alone is one of the first fragment.
+        """Return a schedule's answer as a step; an action alone is one of the first fragment.
 
         Raises:
-            TypeError: it is neither.
-            ValueError: there is no such fragment.
+            TypeError, ValueError: it is neither, or there is no such fragment.
 
         >>> Step.of(Action.ROUND, None)
         Step(action=<Action.ROUND: 'round'>, fragment=0)
@@ -150,34 +124,24 @@ class Step(NamedTuple):
 
 
 class ReplicaClock(NamedTuple):
-    """One replica's own facts, before it takes its next optimizer step.
+    """One replica's own facts, before it takes its next optimizer step."""
 
-    Args:
-        step: optimizer steps that this replica has completed.
-        epoch: epochs that it has completed.
-        steps_since_round: completed steps that no round's snapshot holds yet.
-        seconds_since_round: seconds since the last round was committed (or since training began).
-        step_s: measured seconds per local step, 0.0 while unknown.
-        round_s: measured seconds of one round's exchange, 0.0 while unknown.
-        speed: this replica's steps per second, over those of the fastest; 1.0 while unknown.
-    """
-
-    step: int
-    epoch: int
-    steps_since_round: int
-    seconds_since_round: float
-    step_s: float = 0.0
-    round_s: float = 0.0
-    speed: float = 1.0
+    step: int  # optimizer steps that this replica has completed
+    epoch: int  # epochs that it has completed
+    steps_since_round: int  # completed steps that no round's snapshot holds yet
+    seconds_since_round: float  # seconds since the last round was committed (or since training began)
+    step_s: float = 0.0  # measured seconds per local step, 0.0 while unknown
+    round_s: float = 0.0  # measured seconds of one round's exchange, 0.0 while unknown
+    speed: float = 1.0  # this replica's steps per second, over those of the fastest; 1.0 while unknown
 
 
 @runtime_checkable
 class Schedule(Protocol):
-    """When replicas talk: a pure function of one replica's clock."""
+    """A choice of steps with rounds: a pure function of one replica's clock."""
 
     @abstractmethod
     def next(self, clock: ReplicaClock) -> Step:
-        """What to do with the step that comes after ``clock``."""
+        """Return what to do with the step that comes after ``clock``."""
         ...
 
 
@@ -195,8 +159,7 @@ class DyLU(Schedule):
         minimum: :math:`n_{\min}`, of the slowest. Default 1.
 
     Raises:
-        TypeError: an argument is not an int.
-        ValueError: a number is less than 1, or ``n`` less than ``minimum``.
+        TypeError, ValueError: an argument is not an int of at least 1, or ``n`` less than ``minimum``.
 
     Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, https://arxiv.org/abs/2401.09135
 
@@ -213,7 +176,6 @@ class DyLU(Schedule):
         check_int(self, "n", at_least=self.minimum)
 
     def next(self, clock: ReplicaClock) -> Step:
-        """A round if the coming step is the last one of this replica's share."""
         share = max(self.minimum, round(self.n * clock.speed))
         return Step(Action.ROUND if clock.steps_since_round + 1 >= share else Action.LOCAL)
 
@@ -232,10 +194,8 @@ class Denser(Schedule):
         times: how many times as often. Default 2.
 
     Raises:
-        TypeError: ``schedule`` is no schedule, or ``times`` no int.
-        ValueError: ``times`` is less than 1.
+        TypeError, ValueError: ``schedule`` is no schedule, or ``times`` no int of at least 1.
 
-    >>> from lightning_async.algorithms.schedules import EveryNSteps
     >>> clock = ReplicaClock(step=15, epoch=0, steps_since_round=15, seconds_since_round=0.0)
     >>> EveryNSteps(32).next(clock).action.name, Denser(EveryNSteps(32)).next(clock).action.name
     ('LOCAL', 'ROUND')
@@ -270,16 +230,13 @@ class EveryNSteps(Schedule):
         n: local steps per round.
 
     Raises:
-        TypeError: ``n`` is not an int.
-        ValueError: ``n`` is less than 1.
+        TypeError, ValueError: ``n`` is not an int of at least 1.
 
     Source: the synchronisation interval H of local SGD, https://arxiv.org/abs/1805.09767
 
-    >>> schedule = EveryNSteps(2)
-    >>> schedule.next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    Step(action=<Action.LOCAL: 'local'>, fragment=0)
-    >>> schedule.next(ReplicaClock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0))
-    Step(action=<Action.ROUND: 'round'>, fragment=0)
+    >>> clock = ReplicaClock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0)
+    >>> EveryNSteps(2).next(clock).action, EveryNSteps(3).next(clock).action
+    (<Action.ROUND: 'round'>, <Action.LOCAL: 'local'>)
     """
 
     n: int
@@ -288,7 +245,6 @@ class EveryNSteps(Schedule):
         check_int(self, "n", at_least=1)
 
     def next(self, clock: ReplicaClock) -> Step:
-        """A round if the coming step is the n-th or a later one."""
         return Step(Action.ROUND if clock.steps_since_round + 1 >= self.n else Action.LOCAL)
 
 
@@ -305,16 +261,13 @@ class EverySeconds(Schedule):
         seconds: :math:`T`.
 
     Raises:
-        TypeError: ``seconds`` is not a number.
-        ValueError: ``seconds`` is not positive and finite.
+        TypeError, ValueError: ``seconds`` is not a positive and finite number.
 
     Source: the time-triggered averaging of Bagua's asynchronous model averaging, https://github.com/BaguaSys/bagua
 
-    >>> schedule = EverySeconds(0.5)
-    >>> schedule.next(ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4))
-    Step(action=<Action.LOCAL: 'local'>, fragment=0)
-    >>> schedule.next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.6))
-    Step(action=<Action.ROUND: 'round'>, fragment=0)
+    >>> clock = ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4)
+    >>> EverySeconds(0.3).next(clock).action, EverySeconds(0.5).next(clock).action
+    (<Action.ROUND: 'round'>, <Action.LOCAL: 'local'>)
     """
 
     seconds: float
@@ -323,7 +276,6 @@ class EverySeconds(Schedule):
         check_real(self, "seconds", above=0)
 
     def next(self, clock: ReplicaClock) -> Step:
-        """A round if the time is up."""
         return Step(Action.ROUND if clock.seconds_since_round >= self.seconds else Action.LOCAL)
 
 
@@ -341,7 +293,6 @@ class Synchronous(Schedule):
     """
 
     def next(self, clock: ReplicaClock) -> Step:
-        """Average the gradients."""
         return Step(Action.GRADIENTS)
 
 
@@ -370,11 +321,9 @@ class Warmup(Schedule):
 
     Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
 
-    >>> schedule = Warmup(EveryNSteps(8), steps=100)
-    >>> schedule.next(ReplicaClock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    Step(action=<Action.GRADIENTS: 'gradients'>, fragment=0)
-    >>> schedule.next(ReplicaClock(step=100, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    Step(action=<Action.LOCAL: 'local'>, fragment=0)
+    >>> clock = ReplicaClock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0)
+    >>> Warmup(EveryNSteps(8), steps=100).next(clock).action, Warmup(EveryNSteps(8), steps=99).next(clock).action
+    (<Action.GRADIENTS: 'gradients'>, <Action.LOCAL: 'local'>)
     """
 
     schedule: Schedule
@@ -392,7 +341,6 @@ class Warmup(Schedule):
                 check_int(self, argument, at_least=1)
 
     def next(self, clock: ReplicaClock) -> Step:
-        """The warm-up's action until it is over, then the schedule's."""
         if self.steps is not None:
             warm = clock.step >= self.steps
         else:

@@ -1,9 +1,8 @@
-"""What is done about staleness: by a parameter server for each push, and by replicas whose steps are one window late.
+"""Corrections of staleness: by a parameter server for each push, and by replicas whose steps are one window late.
 
-A server's policy is a frozen dataclass that extends `StalenessPolicy` and changes what differs: how much a push counts,
-what corrects it, what is pulled in place of the weights. A server asks it once for each push, with the `PushFacts` that
-it has measured for it; a policy keeps nothing itself. `make_policy` finds one by its name, by what suits an optimizer,
-or in JSON's terms, as a server's process is told.
+A server's policy is a frozen dataclass that extends `StalenessPolicy`. A server asks it once for each push, with the
+`PushFacts` that it has measured; a policy keeps nothing itself. `make_policy` finds one by its name, by what suits an
+optimizer, or by its description in JSON's terms.
 
 Replicas with a delay take a `GradientCorrection`, which changes the late gradient, or a `Prediction`, which says where
 gradients are computed instead. `DelayCompensation` and `WeightPrediction` are both a policy and one of these.
@@ -27,35 +26,23 @@ Form = Literal["exponential", "inverse", "sqrt", "linear"]
 
 
 class PushFacts(NamedTuple):
-    """What a server knows of a push before it applies it; each shard by itself.
+    """The facts of a push before a server applies it; each shard by itself."""
 
-    Args:
-        lag: updates since the worker pulled the weights that its gradient was computed at.
-        moved: the norm of how far the weights have gone since. 0 where ``lag`` is.
-        typical: the running mean of the norm of one update. 0 where there was none.
-        norm: of the gradient.
-    """
-
-    lag: int
-    moved: float = 0.0
-    typical: float = 0.0
-    norm: float = 0.0
+    lag: int  # updates since the worker pulled the weights that its gradient was computed at
+    moved: float = 0.0  # the norm of how far the weights have gone since. 0 where ``lag`` is
+    typical: float = 0.0  # the running mean of the norm of one update. 0 where there was none
+    norm: float = 0.0  # of the gradient
 
 
 class Weight(NamedTuple):
-    """How much a push counts.
+    """The weight of a push."""
 
-    Args:
-        rate: factor of the learning rate, of the update that the push is applied with.
-        gradient: factor of the gradient, before the optimizer sees it.
-    """
-
-    rate: float = 1.0
-    gradient: float = 1.0
+    rate: float = 1.0  # factor of the learning rate, of the update that the push is applied with
+    gradient: float = 1.0  # factor of the gradient, before the optimizer sees it
 
 
 class StalenessPolicy:
-    """What a server does about staleness: here, nothing.
+    """A server's answer to staleness: here, nothing.
 
     A policy of your own extends this in a module that the server's process can import, as a frozen dataclass whose
     fields JSON can hold (or are policies), and changes `weigh`.
@@ -64,21 +51,16 @@ class StalenessPolicy:
     measures: frozenset[str] = frozenset()
     """Facts of `PushFacts` to be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. The first makes the server
     keep the weights that each worker has pulled."""
-    decay: float = 0.99
-    """Of the running mean ``typical``."""
+    decay: float = 0.99  # of the running mean ``typical``
     adjusts: bool = False
     """Whether `adjust_` does anything; the server then keeps the weights that each worker has pulled."""
-    fields: tuple[str, ...] = ()
-    """Names of the state of `adjust_`: zeros at first, of the parameters' size."""
-    predicts: bool = False
-    """Whether `look_ahead_` says what is pulled."""
-    momentum_by_worker: bool = False
-    """Whether each worker has a momentum of its own, and pulls where all of them lead."""
-    buffer_size: int = 1
-    """Pushes that an update is the mean of."""
+    fields: tuple[str, ...] = ()  # names of the state of `adjust_`: zeros at first, of the parameters' size
+    predicts: bool = False  # whether `look_ahead_` says what is pulled
+    momentum_by_worker: bool = False  # whether each worker has a momentum of its own, and pulls where all of them lead
+    buffer_size: int = 1  # pushes that an update is the mean of
 
     def weigh(self, late: PushFacts) -> Weight | None:
-        """How much a push counts; None: it is left out."""
+        """Return the weight of a push; None: it is left out."""
         return Weight()
 
     def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
@@ -102,7 +84,7 @@ class StalenessPolicy:
 
 @runtime_checkable
 class GradientCorrection(Protocol):
-    """Changes a late gradient."""
+    """A correction of late gradients."""
 
     def correct_(self, gradient: Tensor, moved: Tensor) -> None:
         """Correct a gradient in place.
@@ -111,12 +93,11 @@ class GradientCorrection(Protocol):
             gradient: the mean of all replicas, flat, fp32.
             moved: the parameters now, less those that it was computed at; may be used up.
         """
-        ...
 
 
 @runtime_checkable
 class Prediction(Protocol):
-    """Computes gradients where the parameters are likely to be when they are stepped with."""
+    """A prediction of the parameters with which gradients are stepped."""
 
     def predict_(self, before: Tensor, now: Tensor) -> None:
         """Put the prediction in place of ``before``.
@@ -125,7 +106,6 @@ class Prediction(Protocol):
             before: one parameter ahead of the last step, in its own precision.
             now: the same after it.
         """
-        ...
 
 
 DelayCorrection: TypeAlias = GradientCorrection | Prediction
@@ -148,38 +128,22 @@ class NoCorrection(StalenessPolicy):
 UNCORRECTED = NoCorrection()
 
 
+def _of_policy(name: str) -> Any:
+    return property(lambda self: getattr(self.policy, name))
+
+
 class PolicyWrapper(StalenessPolicy):
-    """A policy around another one, ``policy``: all that it does not change is that one's."""
+    """A policy around another one, ``policy``, to which it leaves all that it does not change."""
 
     policy: StalenessPolicy
 
-    @property
-    def measures(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.measures
-
-    @property
-    def decay(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.decay
-
-    @property
-    def adjusts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.adjusts
-
-    @property
-    def fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.fields
-
-    @property
-    def predicts(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.predicts
-
-    @property
-    def momentum_by_worker(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.momentum_by_worker
-
-    @property
-    def buffer_size(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.policy.buffer_size
+    measures = _of_policy("measures")
+    decay = _of_policy("decay")
+    adjusts = _of_policy("adjusts")
+    fields = _of_policy("fields")
+    predicts = _of_policy("predicts")
+    momentum_by_worker = _of_policy("momentum_by_worker")
+    buffer_size = _of_policy("buffer_size")
 
     def weigh(self, late: PushFacts) -> Weight | None:
         return self.policy.weigh(late)
@@ -256,8 +220,7 @@ class Bounded(StalenessPolicy):
         max_staleness: :math:`R`, updates.
 
     Raises:
-        TypeError: ``max_staleness`` is not an int.
-        ValueError: it is below 1: nothing would ever be applied.
+        TypeError, ValueError: ``max_staleness`` is not an int of at least 1.
 
     Source: Maranjyan et al., "Ringmaster ASGD", 2025, https://arxiv.org/abs/2501.16168
 
@@ -327,8 +290,7 @@ class Clipping(PolicyWrapper):
         policy: that says how much a push counts besides. Default: all of it.
 
     Raises:
-        TypeError: ``max_norm`` is not a number, or ``policy`` no policy.
-        ValueError: ``max_norm`` is not above 0.
+        TypeError, ValueError: ``max_norm`` is not a number above 0, or ``policy`` no policy.
 
     Source: Pascanu et al., "On the Difficulty of Training Recurrent Neural Networks", 2013,
     https://arxiv.org/abs/1211.5063
@@ -379,7 +341,6 @@ class Dana(PolicyWrapper):
     Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
     https://arxiv.org/abs/1907.11612
 
-    >>> from lightning_async.algorithms.staleness import GapAware
     >>> Dana(GapAware("gradient")).measures
     frozenset({'moved'})
     """
@@ -407,8 +368,7 @@ class DelayCompensation(StalenessPolicy, GradientCorrection):
         strength: :math:`\lambda`. Default 0.04, the paper's for a constant one.
 
     Raises:
-        TypeError: ``strength`` is not a number.
-        ValueError: ``strength`` is negative, or not finite.
+        TypeError, ValueError: ``strength`` is not a number, negative, or not finite.
 
     Source: DC-ASGD (Zheng et al., ICML 2017), https://arxiv.org/abs/1609.08326
 
@@ -447,8 +407,8 @@ class AdaptiveDelayCompensation(StalenessPolicy):
         eps: :math:`\epsilon`. Default 1e-7.
 
     Raises:
-        TypeError: an argument is not a number.
-        ValueError: an argument is negative or not finite, ``decay_square`` not below 1, or ``eps`` 0.
+        TypeError, ValueError: an argument is not a number, negative or not finite, ``decay_square`` not below 1, or
+            ``eps`` 0.
 
     Source: DC-ASGD-a (Zheng et al., ICML 2017), https://arxiv.org/abs/1609.08326
 
@@ -497,8 +457,7 @@ class GapAware(StalenessPolicy):
         decay: :math:`d`. Default: 0.99.
 
     Raises:
-        TypeError: ``decay`` is not a number.
-        ValueError: ``decay`` is not in [0, 1), or ``scales`` is none of the two.
+        TypeError, ValueError: ``decay`` is not a number in [0, 1), or ``scales`` is none of the two.
 
     Source: Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", 2020, https://arxiv.org/abs/1909.10802
 
@@ -536,8 +495,7 @@ class WeightPrediction(StalenessPolicy, Prediction):
         steps: :math:`s`, steps ahead for each that a gradient is late. Default 1.0.
 
     Raises:
-        TypeError: ``steps`` is not a number.
-        ValueError: ``steps`` is negative, or not finite.
+        TypeError, ValueError: ``steps`` is not a number, negative, or not finite.
 
     Source: SpecTrain (Chen et al., 2018), https://arxiv.org/abs/1809.02839, and XPipe (Guan et al., 2019),
     https://arxiv.org/abs/1911.04610
@@ -676,18 +634,18 @@ def described(policy: StalenessPolicy) -> dict[str, Any]:
     given = {field.name: getattr(policy, field.name) for field in fields(policy)}
     plain = {key: described(each) if isinstance(each, StalenessPolicy) else each for key, each in given.items()}
     try:
-        told = {"policy": name, "arguments": json.loads(json.dumps(plain))}
-        same = _from_description(told) == policy
+        description = {"policy": name, "arguments": json.loads(json.dumps(plain))}
+        same = _from_description(description) == policy
     except (TypeError, ValueError) as error:
         raise TypeError(f"`staleness={policy!r}` has arguments that JSON does not hold: {error}.") from error
     if not same:
         raise TypeError(f"`staleness={policy!r}` is not what it was when made of its arguments in JSON's terms.")
-    return told
+    return description
 
 
-def _from_description(told: Mapping[str, Any]) -> StalenessPolicy:
-    name = told["policy"]
-    given = told["arguments"]
+def _from_description(description: Mapping[str, Any]) -> StalenessPolicy:
+    name = description["policy"]
+    given = description["arguments"]
     cls: Any = _CLASSES.get(name)
     if cls is None:
         module, _, path = name.partition(":")

@@ -1,7 +1,7 @@
 """Work on large memory by several threads: one alone does not use what the memory could move.
 
-The pieces are in one queue, and whoever is free takes the next. Threads that meet at barriers, as those of torch's own
-operations do, wait for whichever of them the system does not let run; here that one has a piece less to do.
+Each thread takes the next piece of one queue when it is free. Threads that meet at barriers, as those of torch's own
+operations do, wait for whichever the system does not let run.
 """
 
 from __future__ import annotations
@@ -16,15 +16,10 @@ T = TypeVar("T")
 
 
 def share_out(do: Callable[[Piece], T], pieces: Iterable[Piece], threads: int) -> list[T]:
-    """What ``do`` makes of all pieces, in no order; the calling thread is one of those that work.
+    """Return what ``do`` makes of all pieces, in no order; the calling thread works, too.
 
-    Args:
-        do: called with one piece, by any thread; it should be in native code, without the interpreter's lock, mostly.
-        pieces: to be dealt out.
-        threads: at most.
-
-    Raises:
-        BaseException: what ``do`` has raised first; pieces that were not begun are left.
+    ``do`` should be native code without the interpreter's lock, mostly. Its first error is raised; pieces that were not
+    begun are left.
 
     >>> sorted(share_out(lambda piece: piece * piece, range(4), threads=2))
     [0, 1, 4, 9]

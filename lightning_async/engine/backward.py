@@ -1,8 +1,8 @@
-"""A backward pass, as it makes gradients: parts of them are told of as soon as they are whole, from the tail on.
+"""A backward pass, as it makes gradients: parts of them are taken as soon as they are whole, from the tail on.
 
 A part is whole as soon as those of its parameters have a gradient that had one in any pass before; in the first pass,
-all. What comes otherwise (of a parameter that was never used, by a second backward pass, by whoever changes gradients
-behind it) is seen at the end, by the gradients' identity and version.
+all. Other gradients (of a parameter that was never used, by a second backward pass, by a hook) are found at the end, by
+identity and version.
 """
 
 from __future__ import annotations
@@ -29,13 +29,10 @@ class LayoutSpan(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object, ...] = ()) -> list[LayoutSpan]:
-    """A layout from its tail, by whole parameters, of some MB each: the first one is small, so that it leaves early.
+    """Split a layout from its tail, by whole parameters, into parts of some MB; the first is small, to leave early.
 
-    Args:
-        layout: of fp32 elements, or of those that they are of.
-        part_bytes: of a part, at most, unless one parameter has more; 0: each parameter is by itself. Default: 25 MiB,
-            as in DDP.
-        kinds: of the parameters: those of another one do not leave together. Default: all are of one.
+    A part has ``part_bytes`` at most, unless one parameter has more; 0: each parameter is by itself. Default: 25 MiB,
+    as in DDP. Parameters of different ``kinds`` do not leave together. Default: all are of one.
 
     >>> import torch
     >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(6 << 20), torch.empty(8)]))]
@@ -62,12 +59,8 @@ def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object
 class Backward:
     """One model's backward passes; on the training thread.
 
-    Args:
-        params: in the layout's order.
-        layout: of their gradients.
-        take: called with parts that have become whole, each part once in a pass, in their order; it may take gradients
-            from the parameters: what comes behind it is a change.
-        parts: of the layout, see `spans`. Default: some MB each.
+    ``take`` is called with parts of the layout that have become whole, each once in a pass, in order. It may take
+    gradients from the parameters: what comes after it is a change.
     """
 
     def __init__(
@@ -83,10 +76,8 @@ class Backward:
         self._span_of = [n for n, span in reversed(list(enumerate(self._spans))) for _ in range(span.first, span.last)]
         self._expected: set[int] = set()
         self._first = True
-        self.under_way = False
-        """`begin` was called, and not `finish`."""
-        self.filled = 0
-        """Parts that were taken in this pass."""
+        self.under_way = False  # `begin` was called, and not `finish`
+        self.filled = 0  # parts that were taken in this pass
         self._missing: list[set[int]] = []
         self._came: set[int] = set()
         self._taken: list[tuple[Any, int]] = []
@@ -97,14 +88,12 @@ class Backward:
         ]
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self.under_way = False
 
     def begin(self) -> None:
-        """A pass begins."""
         self.under_way = True
         self.filled = 0
         self._taken = []
@@ -114,11 +103,10 @@ class Backward:
 
     @property
     def begun(self) -> bool:
-        """A gradient has come since `begin`."""
+        """Whether a gradient has come since `begin`."""
         return bool(self._came)
 
     def _made(self, i: int, _: Any) -> None:
-        """A parameter's gradient is there."""
         if not self.under_way:
             return
         self._came.add(i)
@@ -140,7 +128,7 @@ class Backward:
                 self._taken = [*(_mark(p) for p in self._params[span.first : span.last]), *self._taken]
 
     def finish(self) -> list[int]:
-        """The pass is over: have the rest taken; which parameters' gradients have changed since they were."""
+        """Have the rest taken; return the parameters whose gradients have changed since they were."""
         for missing in self._missing:
             missing.clear()
         self._tell()
@@ -153,7 +141,6 @@ class Backward:
         return [i for i, (p, mark) in enumerate(zip(self._params, taken, strict=True)) if _changed(p, *mark)]
 
     def give_up(self) -> None:
-        """The pass has failed."""
         self.under_way = False
         self._taken = []
         self._came = set()

@@ -1,15 +1,13 @@
-"""The flat memory in which a replica's values travel: two buckets, whose they are, and what they hold.
+"""The flat memory in which a replica's values travel: two buckets, their owner, and what they hold.
 
     FREE --- the training thread packs ---> TRAINING --- a message is ready ---> FREE
     FREE --- headers have decided on a payload ---> ENGINE --- committed: the result has arrived ---> FREE
     FREE --- the training thread takes what has arrived ---> TRAINING --- merged ---> FREE
 
-From the moment in which a header is composed until it is served, no message may become ready: what the header said
-must stay true (`announced`). A rank whose training thread is late with taking a result may meanwhile miss further
-rounds. The engine leaves the two buckets alone then, and such a round lands in a third, borrowed one.
-
+No message becomes ready from the composing of a header until it is served (`announced`): what it said stays true.
 `sent` holds the snapshot, from the first header on the message made of it, and after the round the snapshot again.
-`received` holds the last target: from there a replica moves that is absent from the next round.
+`received` holds the last target: an absent replica moves from there. While a training thread is late with taking a
+result, further rounds land in a third, borrowed bucket.
 """
 
 from __future__ import annotations
@@ -30,21 +28,15 @@ from lightning_async.flat import ROOM
 
 @dataclass
 class Message:
-    """A message that is packed in the `sent` bucket and waits for a round.
+    """A message that is packed in the `sent` bucket and waits for a round."""
 
-    Args:
-        priority: of the kind of round that it is for.
-        step: the replica's step count at the snapshot.
-        place: how far its data has gone into it.
-    """
-
-    priority: int
-    step: int
-    place: float = field(default=0.0, kw_only=True)
+    priority: int  # of the kind of round that it is for
+    step: int  # the replica's step count at the snapshot
+    place: float = field(default=0.0, kw_only=True)  # the replica's place in its data at the snapshot
 
     @property
     def ready(self) -> bool:
-        """Whether headers may speak of it. Under the lock."""
+        """Whether headers may announce it. Under the lock."""
         return True
 
 
@@ -53,70 +45,47 @@ class RoundType(Protocol):
 
     @property
     def takes_marks(self) -> bool:
-        """Whether all replicas hold one model, or could, after such a round: a checkpoint may belong to it."""
+        """Whether a checkpoint may belong to such a round: all replicas hold one model after it, or could."""
         ...
 
     def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> InFlightRound:
-        """The record of what is to be exchanged: what this rank sends, and where the payload lands.
+        """Return the record of exchange ``id``: what this rank sends, and where the payload lands.
 
-        Args:
-            plan: what the headers decided, as the kind's component says it.
-            id: of the exchange.
-            parts: the component's part of every rank's header.
+        ``plan`` is what the component made of all headers, ``parts`` are its parts of them.
         """
         ...
 
     def move(self, exchange: Any) -> None:
         """Move the payload. Should that fail, nothing is lost that a commit, or the message, needs."""
-        ...
 
     def commit(self, exchange: Any) -> None:
-        """Every rank has the payload: change what all replicas share. Under `SharedState.committing`."""
-        ...
+        """Change what all replicas share: all have the payload. Under `SharedState.committing`."""
 
     def hand_over(self, exchange: Any) -> None:
-        """Count the work off, and put the result where the training thread takes it. Under `SharedState.changed`."""
-        ...
+        """Count the work off, and give the result to the training thread. Under `SharedState.changed`."""
 
 
 @dataclass
 class InFlightRound:
-    """A payload on its way: one record, from the decision to the merge.
+    """A payload on its way: one record, from the decision to the merge."""
 
-    Args:
-        id: of the exchange, the same on all ranks.
-        kind: of the round.
-        message: this rank's; None if it is absent.
-        target: the bucket that the payload lands in.
-        tally: a number of this rank's; the commit makes it the sum over all ranks, but for one that lost its answer.
-        doubt: this rank is not done; where any is not, all `settle` it in place of the commit, and then say this again.
-        settle: changes what has moved until all are done.
-        header_s: waiting for the slowest rank's header.
-        exchange_s: moving and committing the payload.
-        mark: the checkpoint that belongs to it, if one does.
-        places: by name, how far the data of each rank that takes part has gone into it.
-        at_once: commits where the payload is, as the rule's part of ``target`` stays what it is until all have it, see
-            `Held`. On all ranks, or on none.
-        void: nobody commits it, as all have heard.
-    """
-
-    id: int
-    kind: RoundType
-    message: Message | None
-    target: Tensor
-    tally: float = 0.0
-    doubt: bool = False
-    settle: Callable[[], None] = lambda: None
-    header_s: float = 0.0
-    exchange_s: float = 0.0
-    mark: Mark | None = None
-    places: dict[str, float] = field(default_factory=dict)
-    at_once: bool = False
-    void: bool = False
+    id: int  # of the exchange, the same on all ranks
+    kind: RoundType  # of the round
+    message: Message | None  # this rank's; None if it is absent
+    target: Tensor  # the bucket that the payload lands in
+    tally: float = 0.0  # this rank's; the commit makes it the sum over all ranks, but for one that lost its answer
+    doubt: bool = False  # this rank is not done; where any is not, all `settle` in place of the commit, and ask again
+    settle: Callable[[], None] = lambda: None  # changes what has moved until all are done
+    header_s: float = 0.0  # waiting for the slowest rank's header
+    exchange_s: float = 0.0  # moving and committing the payload
+    mark: Mark | None = None  # the checkpoint that belongs to it, if one does
+    places: dict[str, float] = field(default_factory=dict)  # by name, the place in its data of each present rank
+    at_once: bool = False  # each rank commits when it has the payload, see `UncommittedRound`. On all ranks, or on none
+    void: bool = False  # nobody commits it, as all know
 
 
 class BucketOwner(enum.Enum):
-    """Who may touch the buckets."""
+    """The side that may touch the buckets."""
 
     FREE = "free"
     TRAINING = "training"
@@ -124,37 +93,24 @@ class BucketOwner(enum.Enum):
 
 
 class Buckets:
-    """Two flat fp32 buckets of a replica, the one message and the one result that they can hold.
-
-    Args:
-        replica: says what there is to hold, and where.
-        shared_state: its lock is theirs.
-    """
+    """Two flat fp32 buckets of a replica, and the one message and the one result that they can hold."""
 
     def __init__(self, replica: Replica, shared_state: SharedState) -> None:
         self.replica = replica
         self._shared_state = shared_state
         self._changed = shared_state.changed
         self.owner = BucketOwner.FREE
-        self.announced = False
-        """A header is under way."""
+        self.announced = False  # A header is under way
         self.message: Message | None = None
-        self.offered: Message | None = None
-        """The message that the header under way speaks of."""
-        self.arrived: Any = None
-        """A committed exchange whose result the training thread has yet to take."""
-        self.at_target = True
-        """No step was taken since the parameters were the last target, to the bit."""
+        self.offered: Message | None = None  # the message that the header under way speaks of
+        self.arrived: Any = None  # a committed exchange whose result the training thread has yet to take
+        self.at_target = True  # no step was taken since the parameters were the last target, to the bit
         self.to_engine = _Handover(replica.device)
         self.to_training = _Handover(replica.device)
         self.lay_out()
 
     def lay_out(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket) -> None:
-        """Make both anew for what the replica holds now, `received` with the parameters as they are.
-
-        Args:
-            registered: puts a bucket where the transport moves it best.
-        """
+        """Make both anew, `received` with the parameters; ``registered`` puts a bucket where it moves best."""
         replica = self.replica
         self.sent = self.received = torch.empty(0)  # the old ones go first: there is not room for four
         pin = replica.device.type == "cpu" and any(p.is_cuda for p in replica.parameters)
@@ -162,11 +118,7 @@ class Buckets:
         replica.pack_(self.received)
 
     def begin(self, registered: Callable[[Tensor], Tensor]) -> None:
-        """Training begins, with the parameters as they are now; before anything is sent.
-
-        Args:
-            registered: see `lay_out`.
-        """
+        """Begin training with the parameters as they are now, before anything is sent; see `lay_out`."""
         if self.replica.device.type != "cpu":
             self.lay_out(registered)
             return
@@ -175,26 +127,23 @@ class Buckets:
         self.replica.pack_(self.received)
 
     def _bucket(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket, pin: bool = False) -> Tensor:
-        """Zeros, with `ROOM` in front."""
         numel = ROOM + self.replica.numel
         device = self.replica.device
         return registered(torch.zeros(numel, device=device, pin_memory=pin))[ROOM:]
 
     def release(self) -> None:
-        """The engine is done with its header. Under the lock."""
+        """End the engine's header. Under the lock."""
         self.announced = False
         if self.owner is BucketOwner.ENGINE:
             self.owner = BucketOwner.FREE
         self._changed.notify_all()
 
-    # ---- the training thread ----
-
     def can_pack(self) -> bool:
-        """Whether a message can become ready now. Under the lock."""
+        """Return whether a message can become ready now. Under the lock."""
         return self.message is None and self.arrived is None and not self.announced
 
     def take(self) -> None:
-        """They are the training thread's, which goes on to use them by `used`. Under the lock."""
+        """Make the training thread their owner, which goes on with `used`. Under the lock."""
         assert self.owner is BucketOwner.FREE, self.owner
         self.owner = BucketOwner.TRAINING
 
@@ -206,14 +155,14 @@ class Buckets:
 
     @contextmanager
     def alone(self, see: Callable[[], None]) -> Iterator[None]:
-        """The training thread uses them, while no header is under way that may move them."""
+        """Let the training thread use them while no header is under way that may move them."""
         self.take_when(lambda: not self.announced, see)
         with self.used():
             yield
 
     @contextmanager
     def used(self, message: Message | None = None) -> Iterator[None]:
-        """The training thread uses what it took; with the end, ``message`` is what they hold."""
+        """Let the training thread use what it took; at the end they hold ``message``."""
         try:
             yield
         except BaseException:
@@ -231,7 +180,7 @@ class Buckets:
     # ---- the engine's thread ----
 
     def announce(self) -> Message | None:
-        """A header is composed: the message that goes with it. Under the lock, when the training thread has let go."""
+        """Return the message for the header that is composed. Under the lock, after the training thread has let go."""
         assert self.owner is not BucketOwner.TRAINING, self.owner
         self.announced = True
         self.offered = self.message if self.arrived is None and self.has_message else None
@@ -239,11 +188,11 @@ class Buckets:
 
     @property
     def has_message(self) -> bool:
-        """Whether there is one that headers may speak of. Under the lock."""
+        """Whether there is one that headers may announce. Under the lock."""
         return self.message is not None and self.message.ready
 
     def claim(self) -> None:
-        """Payload is to move: they are the engine's, unless the training thread has yet to take a result."""
+        """Make the engine their owner, unless the training thread has yet to take a result."""
         with self._changed:
             self._changed.wait_for(lambda: self.owner is not BucketOwner.TRAINING or self.arrived is not None)
             if self.arrived is None:
@@ -251,7 +200,7 @@ class Buckets:
         self.to_engine.take()  # the training thread may have merged while the header waited
 
     def landing(self) -> Tensor:
-        """Where the result of a round lands that this rank has no message in."""
+        """Return where the result of a round lands that this rank has no message in."""
         with self._changed:
             sent_is_free = self.message is None and self.arrived is None
         # `received` holds the last target: this rank moves from there. If `sent` is taken too (by a message of another
@@ -259,7 +208,7 @@ class Buckets:
         return self.sent if sent_is_free else self._bucket()
 
     def turn(self, target: Tensor) -> Tensor:
-        """A round that this rank was absent from has landed: its target is the last one now. Returns the one before."""
+        """Make ``target``, of a round without this rank, the last target; return the one before."""
         before = self.received
         self.received = target
         if target is self.sent:
@@ -268,7 +217,7 @@ class Buckets:
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Under the lock, and not while the training thread uses them: a result goes over to it."""
+        """Hold the lock while a result is handed over, once the training thread has let go."""
         self.to_training.give()
         with self._changed:
             self._changed.wait_for(lambda: self.owner is not BucketOwner.TRAINING)
@@ -278,30 +227,26 @@ class Buckets:
             self._changed.notify_all()
 
     def hand_over(self, exchange: InFlightRound) -> None:
-        """The training thread finds a result. Under the lock."""
+        """Give the training thread a result. Under the lock."""
         if exchange.message is not None:
             self.message = None
         self.arrived = exchange
 
 
 class _Handover:
-    """Passes buckets from the work queued on one thread's CUDA stream to another's, without stopping either.
-
-    Args:
-        device: of the buckets. On the CPU there is nothing to do.
-    """
+    """A way to pass buckets from the work on one thread's CUDA stream to another's; does nothing on the CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._event: Any = None
 
     def give(self) -> None:
-        """What this thread's stream holds by now comes first."""
+        """Put what this thread's stream holds by now first."""
         if self._device.type == "cuda":
             self._event = torch.cuda.current_stream(self._device).record_event()
 
     def take(self, *tensors: Tensor) -> None:
-        """What this thread's stream does from now on comes after; ``tensors`` live for as long as it uses them."""
+        """Put this thread's further work after that; ``tensors`` live for as long as its stream uses them."""
         if self._event is None:
             return
         stream = torch.cuda.current_stream(self._device)
@@ -311,5 +256,4 @@ class _Handover:
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[object]:
-    """A stream beside the training's, for the engine's thread."""
     return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()

@@ -1,11 +1,9 @@
 """Lightning's collectives over all ranks: real where all ranks stand, local while replicas are asynchronous.
 
-Read `LightningCollectives` first. Its operations are calls of `ReplayableCalls`: numbered, of the training thread, and
-able to outlive the groups that they began in. The engine may form all groups anew at any time, and then some ranks have
-the answer to a call that others lost. So each rank keeps its last answers. After every reconfiguration the ranks
-compare numbers: a rank that is ahead hands its answers over, and the others take them; where none is, all repeat it.
-
-    usable --(the engine begins to form groups)--> forming --(the ranks have compared)--> usable
+Read `LightningCollectives` first. Its operations are `ReplayableCalls`: numbered, of the training thread, and able to
+outlive the groups that they began in. The engine may form all groups anew at any time, and then some ranks have the
+answer to a call that others lost. So each rank keeps its last answers, and after every reconfiguration the ranks
+compare numbers: a rank that is ahead hands its answers over; where none is, all repeat the call.
 """
 
 from __future__ import annotations
@@ -31,51 +29,37 @@ from lightning_async.flat import FlatLayout
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_ROW_BYTES = 2048
+_ROW_BYTES = 2048  # of an operation, by each rank: its text, three numbers, and the first bytes of its data
 _TEXT_BYTES = 128
 _DATA_AT = 160
-"""What each rank shows of an operation: which one it is, three numbers, and the first bytes of its data."""
 _ROOM = _ROW_BYTES - _DATA_AT
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_PART_BYTES = 8 << 20
-_SMALL_BYTES = 1 << 18
-_AHEAD = 4
-"""Of what is handed over: how much travels at once, what goes along with others, and how many parts are under way."""
+_PART_BYTES = 8 << 20  # of a state that is handed over, at once
+_SMALL_BYTES = 1 << 18  # tensors up to this size go along with others
+_AHEAD = 4  # parts that are under way
 _BEAT = timedelta(seconds=0.2)
-_KEPT = 3
-"""Answers: a broadcast's source may be done while others have yet to hear of the call before."""
+_KEPT = 3  # answers: a broadcast's source may be done while others have yet to answer the call before
 
 
 class Packed(NamedTuple):
-    """An object as it was, to be handed over.
+    """An object as it was, to be handed over."""
 
-    Args:
-        text: see `serialization.take_apart`.
-        tensors: that go with it, contiguous, on the CPU, and nobody else's.
-        is_pickle: the one tensor is the object, pickled.
-    """
-
-    text: str
-    tensors: list[Tensor]
-    is_pickle: bool
+    text: str  # see `serialization.take_apart`
+    tensors: list[Tensor]  # that go with it, contiguous, on the CPU, and nobody else's
+    is_pickle: bool  # the one tensor is the object, pickled
 
 
 class LightningCollectives:
-    """Reduce, gather and broadcast for a strategy.
+    """Reduce, gather and broadcast for a strategy, over a communicator of its own, for CPU tensors.
 
-    While ``asynchronous``, replicas run at their own pace and any wait for all of them would be a lockstep, or a
-    deadlock where they take unequal numbers of steps. Then every operation answers with this rank's own value
-    and says so once.
+    While ``asynchronous``, a wait for all replicas would be a lockstep, or a deadlock where they take unequal numbers
+    of steps. Then every operation answers with this rank's own value and says so once.
 
-    With each operation the ranks compare what they are about to do: where one came for something else (it logged
-    other metrics, say), all get an error that names both, instead of a hang. What is short goes along with that, in one
-    exchange.
+    With each operation the ranks compare what they are about to do: where one came for something else (other metrics,
+    say), all get an error that names both, instead of a hang. Short data goes along with that, in one exchange.
 
-    Args:
-        collectives: a communicator of its own, for CPU tensors.
-        check: raises if a peer was lost; called while waiting.
-        deadline: for each operation.
-        blame: how long it may take until a dead rank is known.
+    While it waits it calls ``check``, which raises if a peer was lost. ``deadline`` is for each operation; ``blame`` is
+    how long it may take until a dead rank is known.
     """
 
     def __init__(
@@ -91,24 +75,22 @@ class LightningCollectives:
         self._warned: set[str] = set()
 
     def follow(self, before: LightningCollectives) -> None:
-        """Take over what this rank was warned of by the one that it had until now."""
+        """Give no warning again that the one before has given."""
         self._warned = before._warned
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
         return self._collectives.rank
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self._collectives.world_size
 
     def in_one_generation(self, operation: Callable[[], T]) -> T:
-        """The answer to an operation of several calls, all of which were answered by the same ranks.
+        """Return the answer to several calls that the same ranks have answered; else repeat all of them.
 
-        Who has answered which call is known alike on all ranks, so all repeat it, or none. It may hold others of these,
-        and leaves what it works on as it is.
+        Which ranks have answered which call is known alike everywhere, so all repeat, or none. ``operation`` leaves its
+        inputs as they are.
         """
         while True:
             with self.calls.recorded() as generations:
@@ -122,14 +104,13 @@ class LightningCollectives:
                 return answer
 
     def generation(self) -> int:
-        """The generation in which all have met here; while asynchronous, the one that this rank is in."""
+        """Return the generation in which all have met here; while asynchronous, this rank's."""
         if self.asynchronous:
             return self.calls.generation
         self._compare("who is left")
         return self.calls.last.generation
 
     def fork(self, name: str, timeout: timedelta) -> Collectives:
-        """A communicator over the same ranks with an order of its own; it closes with this one."""
         return self._collectives.fork(name, timeout)
 
     def barrier(self, name: str = "") -> None:
@@ -139,7 +120,7 @@ class LightningCollectives:
         self._compare(f"barrier({name!r})")
 
     def reduce(self, tensor: Tensor, op: Any = "mean") -> Tensor:
-        """The reduction of ``tensor`` over all ranks: "mean" ("avg"), "sum", "min", "max" or "product"."""
+        """Reduce ``tensor`` over all ranks: "mean" ("avg"), "sum", "min", "max" or "product"."""
         kind = "mean" if op is None else str(op).rpartition(".")[2].lower()
         if kind not in ("mean", "avg", "sum", "min", "max", "product"):
             raise ValueError(f"`reduce_op={op!r}` must be one of 'mean', 'avg', 'sum', 'min', 'max', 'product'.")
@@ -167,10 +148,10 @@ class LightningCollectives:
         return (out if tensor.is_floating_point() or not mean else out.to(torch.get_default_dtype())).to(tensor.device)
 
     def all_gather(self, tensor: Tensor, sync_grads: bool = False) -> Tensor:
-        """Every rank's tensor (equal shapes), stacked along a new first dimension."""
+        """Stack every rank's tensor (equal shapes) along a new first dimension."""
         if self.asynchronous and self.world_size > 1:
             raise RuntimeError(
-                f"Rank {self.rank}: all_gather between two rendezvous would wait for replicas that run at their own "
+                f"Rank {self.rank}: all_gather between two sync points would wait for replicas that run at their own "
                 "pace. Gather in validation or at the end of an epoch, or train with `schedule=Synchronous()`."
             )
         if sync_grads and tensor.requires_grad:
@@ -180,7 +161,7 @@ class LightningCollectives:
         return self.in_one_generation(lambda: self._gather_rows(what, mine)).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
-        """Every rank's tensor; shapes may differ in size, not in number of dimensions."""
+        """Gather every rank's tensor; shapes may differ in size, not in number of dimensions."""
         if self.world_size == 1 or self.asynchronous:
             return [tensor]
         mine = _to_cpu(tensor)
@@ -194,14 +175,9 @@ class LightningCollectives:
         return [row.view(shape).to(tensor.device) for row, shape in zip(values, shapes, strict=True)]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Rank ``src``'s object: plain values and tensors as they are, others of Lightning's and the user's pickled.
+        """Return rank ``src``'s object: plain values and tensors as they are, others pickled.
 
-        Args:
-            obj: it.
-            src: whose it is.
-
-        Raises:
-            CollectiveError: other bytes have come than were sent.
+        Raises CollectiveError where other bytes have come than were sent.
         """
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
@@ -226,17 +202,10 @@ class LightningCollectives:
         return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))
 
     def hand_over(self, state: Packed | None, src: int = 0) -> Any:
-        """Rank ``src``'s object, as `broadcast` gives it; None on that rank, which has it.
+        """Return rank ``src``'s object, as `broadcast` does; None on that rank, which has ``state``.
 
-        For what is large: its tensors go from memory straight to memory, part by part. So nothing of it is kept, and it
-        is not repeated where groups are formed anew.
-
-        Args:
-            state: it, on rank ``src``.
-            src: whose it is.
-
-        Raises:
-            CollectiveError: other bytes have come than were sent.
+        For large objects: tensors go from memory straight to memory, part by part. Nothing is kept, nor repeated where
+        groups are formed anew.
         """
         text, is_pickle = self.broadcast(("", False) if state is None else (state.text, state.is_pickle), src)
         plain, tensors = (None, state.tensors) if state is not None else make_room(text)
@@ -275,15 +244,10 @@ class LightningCollectives:
         )
 
     def gather_objects(self, obj: T) -> list[T]:
-        """Every rank's object: plain values and tensors, see `comm.serialization`.
-
-        Raises:
-            TypeError: there is something else in it.
-        """
+        """Gather every rank's object: plain values and tensors, else it raises TypeError."""
         return [decode(row) for row in self.gather_uneven(encode(obj))]
 
     def make_equal_(self, tensors: list[Tensor], src: int = 0) -> None:
-        """Overwrite ``tensors`` with rank ``src``'s; all travel at once."""
         under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), src)) for tensor in tensors]
         with torch.no_grad():
             for tensor, pending in under_way:
@@ -295,7 +259,7 @@ class LightningCollectives:
         if self.asynchronous and what not in self._warned:
             self._warned.add(what)
             log.warning(
-                "Rank %d: %s was called between two rendezvous, where replicas run at their own pace: it %s.",
+                "Rank %d: %s was called between two sync points, where replicas run at their own pace: it %s.",
                 self.rank, what, instead,
             )  # fmt: skip
         return self.asynchronous
@@ -303,10 +267,9 @@ class LightningCollectives:
     def _compare(
         self, what: str, data: Tensor = _NOTHING, checksum: int = 0, pickled: bool = False
     ) -> tuple[list[list[int]], Tensor]:
-        """Of every rank its number of bytes, the other numbers, and as many of the bytes as go along.
+        """Return every rank's number of bytes and other numbers, and the first of its bytes.
 
-        Raises:
-            GateMismatch: on every rank, where they came for different things.
+        Raises GateMismatch on every rank, where they came for different things.
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
         text = bytearray(what.encode()[:_TEXT_BYTES])
@@ -325,7 +288,6 @@ class LightningCollectives:
         )
 
     def _gather(self, what: str, data: Tensor) -> list[Tensor]:
-        """Every rank's bytes."""
         numbers, rows = self._compare(what, data)
         sizes = [size for size, *_ in numbers]
         if (longest := max(sizes)) > _ROOM:
@@ -334,7 +296,7 @@ class LightningCollectives:
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _gather_rows(self, what: str, tensor: Tensor) -> Tensor:
-        """Every rank's tensor, all of one shape, as rows of one."""
+        """Gather every rank's tensor, all of one shape, as rows of one."""
         rows = self._gather(what, as_bytes(tensor))
         return torch.cat(rows).view(tensor.dtype).view(len(rows), *tensor.shape)
 
@@ -355,11 +317,9 @@ class _GatherWithGrad(torch.autograd.Function):
 
 
 def packed(obj: object, copies: Callable[[list[Tensor]], list[Tensor]] | None = None) -> Packed:
-    """Pack an object as it is now, to be handed over later.
+    """Pack an object as it is now, to be handed over later; values that are neither plain nor tensors are pickled.
 
-    Args:
-        obj: plain values and tensors; others are pickled.
-        copies: makes copies of tensors, contiguous and on the CPU. Default: each in memory of its own.
+    ``copies`` makes copies of tensors, contiguous and on the CPU. Default: each in memory of its own.
     """
     try:
         text, tensors = take_apart(obj)
@@ -370,7 +330,6 @@ def packed(obj: object, copies: Callable[[list[Tensor]], list[Tensor]] | None = 
 
 
 def _encoded(obj: object) -> tuple[Tensor, bool]:
-    """Return an object as bytes, and whether these are a pickle."""
     try:
         return encode(obj), False
     except TypeError:
@@ -382,7 +341,7 @@ def _pickled(obj: object) -> Tensor:
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """The bytes of these, each of them once: a part of a large tensor, or several small ones whole."""
+    """Yield the bytes of all tensors: a part of a large one, or several small ones whole."""
     small: list[Tensor] = []
     size = 0
     for data in map(as_bytes, tensors):
@@ -405,78 +364,54 @@ def _checksum(data: Tensor, before: int = 0) -> int:
 
 
 def _to_cpu(tensor: Tensor) -> Tensor:
-    """A contiguous CPU copy to send."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 class CallRecovery(NamedTuple):
-    """What an engine does about a call that failed."""
+    """An engine's answers to a call that failed."""
 
-    report: Callable[[PeerLost | CollectiveError], None]
-    """Has the groups formed anew, because of this error."""
-    check: Callable[[], None]
-    """Raises if the engine has failed itself."""
+    report: Callable[[PeerLost | CollectiveError], None]  # has the groups formed anew, because of this error
+    check: Callable[[], None]  # raises if the engine has failed itself
     survives: Callable[[PeerLost], bool]
     """Whether the others go on without the ranks that are lost: then groups are formed anew, too."""
 
 
 class CallAnswer(NamedTuple):
-    """Of one call, the same on all ranks that have it."""
+    """The answer to one call, the same on all ranks that have it."""
 
     value: Tensor | None
-    generation: int
-    """In which all ranks have answered."""
+    generation: int  # in which all ranks have answered
     world_size: int
 
 
 class ReplayableCalls:
-    """Calls over all ranks, one at a time and in the same order everywhere, whose answers are equal on all ranks.
-
-    Args:
-        collectives: a communicator of their own, for CPU tensors.
-        check: raises if a peer was lost; called while waiting.
-        deadline: for each call.
-        blame: after a failure without an engine, how long it may take until a dead rank is known.
-    """
+    """Calls over all ranks, one at a time and in the same order everywhere, whose answers are equal on all ranks."""
 
     def __init__(
-        self,
-        collectives: Collectives,
-        check: Callable[[], None],
-        deadline: timedelta,
-        blame: timedelta = timedelta(seconds=3),
+        self, collectives: Collectives, check: Callable[[], None], deadline: timedelta, blame: timedelta
     ) -> None:
         self._collectives = collectives
         self._check = check
         self._deadline = deadline
         self._blame = blame
-        self.recovery: CallRecovery | None = None
-        """Set while an engine runs that can form groups anew."""
+        self.recovery: CallRecovery | None = None  # set while an engine runs that can form groups anew
         self._changed = threading.Condition()
         self._begun = self._done = 0
-        self._answers: dict[int, CallAnswer] = {}
-        """The last ones, by number."""
-        self.last = CallAnswer(None, 0, collectives.world_size)
-        """What the last call returned."""
+        self._answers: dict[int, CallAnswer] = {}  # the last ones, by number
+        self.last = CallAnswer(None, 0, collectives.world_size)  # what the last call returned
         self._seen: set[int] = set()
         self._forming = False
         self._formed = self.generation = 0
-        """How often groups were formed anew, and the number of the generation that they are of."""
-        self._ranks = {0: collectives.rank}
-        """This rank's number, by generation."""
+        """The number of times that groups were formed anew, and the number of their generation."""
+        self._ranks = {0: collectives.rank}  # this rank's number, by generation
 
     # ---- the training thread ----
 
     def __call__(self, what: str, start: Callable[[Collectives], Pending[Any]]) -> Any:
-        """The answer to one call.
+        """Return the answer to the call that ``start`` begins; ``what`` names it in messages.
 
-        Args:
-            what: names the call, for messages.
-            start: begins it; called again where it must be repeated, so it leaves its tensors as they are.
-
-        Raises:
-            PeerLost: names the rank that is gone.
-            CollectiveTimeout, CollectiveError: it did not come to an end, and no rank is to blame.
+        It may be repeated, so ``start`` leaves its tensors as they are. Raises PeerLost, which names the rank that is
+        gone, or CollectiveError, where no rank is to blame.
         """
         started = time.monotonic()
         with self._changed:
@@ -495,18 +430,10 @@ class ReplayableCalls:
                     answer = CallAnswer(_copy(value), self.generation, self._collectives.world_size)
                     self._keep({self._begun: answer})
                     return self._returned(answer)
-                # The groups go: an answer that the others were not told of does not count.
+                # The groups go: an answer that the others do not know of does not count.
 
     def wait(self, what: str, pending: Pending[Any]) -> None:
-        """Wait for an operation that is no call: nobody keeps its answer, and nobody repeats it.
-
-        Args:
-            what: names it, for messages.
-            pending: it, over the same collectives.
-
-        Raises:
-            PeerLost, CollectiveTimeout, CollectiveError: as a call does.
-        """
+        """Wait for an operation that is no call: nobody keeps its answer or repeats it. Raises as a call does."""
         started = time.monotonic()
         formed = self._formed
         try:
@@ -517,7 +444,7 @@ class ReplayableCalls:
 
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
-        """The generations in which the calls made within were answered; they count for what this is within, too."""
+        """Record the generations in which the calls made within were answered; nested records count, too."""
         outer = self._seen
         self._seen = set()
         try:
@@ -527,7 +454,7 @@ class ReplayableCalls:
             self._seen = outer
 
     def rank_then(self) -> int:
-        """This rank's number among those that have answered the last call."""
+        """Return this rank's number among those that have answered the last call."""
         return self._ranks[self.last.generation]
 
     def _returned(self, answer: CallAnswer) -> Any:
@@ -536,14 +463,13 @@ class ReplayableCalls:
         return _copy(answer.value)
 
     def _keep(self, answers: dict[int, CallAnswer]) -> None:
-        """Under the lock."""
         self._answers.update(answers)
         self._done = max(self._answers)
         for number in [number for number in self._answers if number <= self._done - _KEPT]:
             del self._answers[number]
 
     def _usable(self, started: float) -> int:
-        """Wait until the groups are usable; how often they were formed."""
+        """Wait until the groups are usable; return how often they were formed."""
         recovery = self.recovery
         with self._changed:
             while self._forming:
@@ -563,7 +489,7 @@ class ReplayableCalls:
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
-        """Find the cause of a failure: raise it where nobody goes on without the rank; else the call is repeated."""
+        """Raise the cause of a failure where nobody goes on without the rank; else have the call repeated."""
         recovery = self.recovery
         if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
             raise error
@@ -593,7 +519,7 @@ class ReplayableCalls:
     # ---- the engine's thread ----
 
     def suspend(self) -> None:
-        """Begin to form the groups anew: what is under way now does not count any more."""
+        """Begin to form the groups anew: calls under way do not count any more."""
         with self._changed:
             self._forming = True
             self._changed.notify_all()
@@ -608,16 +534,9 @@ class ReplayableCalls:
     def settle(
         self, gather: Callable[[Tensor], Tensor], broadcast: Callable[[Tensor, int], Tensor], generation: int
     ) -> None:
-        """Compare the calls of all ranks' engines; those that are ahead hand over what they know.
+        """Compare the calls of all ranks' engines in a new generation; those that are ahead hand over their answers.
 
-        Args:
-            generation: its number.
-            gather: of every rank's row, over the new groups.
-            broadcast: from one rank.
-
-        Raises:
-            CollectiveError: the groups failed again.
-            AsyncTrainingError: ranks are further apart than they can be if they run the same program.
+        Raises AsyncTrainingError where ranks are further apart than they can be if they run the same program.
         """
         with self._changed:
             done = self._done
@@ -643,5 +562,4 @@ class ReplayableCalls:
 
 
 def _copy(answer: Any) -> Any:
-    """Copy an answer, so that what callers do to it does not reach others."""
     return answer.clone() if isinstance(answer, Tensor) else answer

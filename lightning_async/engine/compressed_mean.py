@@ -16,8 +16,7 @@ Compression = Literal["none", "bf16", "fp8", "int8"]
 CODES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _GATHERED = 4
 """Up to so many ranks everyone gets every message: fewer bytes than an uncompressed ring moves, and one trip less."""
-Rows = tuple[Tensor, Tensor | None]
-"""Codes, and the scales of their blocks: none for bf16."""
+Rows = tuple[Tensor, Tensor | None]  # codes, and the scales of their blocks: none for bf16
 
 
 class CompressedMean:
@@ -26,24 +25,13 @@ class CompressedMean:
     .. math:: q_i = \mathrm{decode}(\mathrm{encode}(u_i)), \qquad \bar q = \sum_i w_i q_i
 
     The message :math:`u_i` is overwritten by :math:`q_i`: the replica then counts as one that stood where :math:`q_i`
-    says, and moves by the displacement from there. What the codes could not hold, :math:`u_i - q_i`, so stays in its
-    parameters and is part of its next message. That is error feedback without a buffer for the error: the mean over
-    replicas moves as if nothing had been rounded, and nothing has to be kept in step when a round fails.
+    says, and moves by the displacement from there. The rest, :math:`u_i - q_i`, stays in its parameters and is part of
+    its next message: error feedback without a buffer, and with nothing to keep in step when a round fails. Gradients
+    have no parameters to stay in: their errors go into a ``residual``, and the message is left as it is.
 
-    What has no parameters to stay in, as gradients, has a buffer of its own for the error: with a ``residual`` the
-    message is left as it is, and all that was not delivered is in there afterwards.
-
-    Up to four ranks every rank gathers all messages and averages them. Beyond, each rank receives its part of all
-    messages, averages that, encodes it again for all, and owes its part's rounding error to the next round; a sync
-    point, which moves what replicas are, ends that debt.
-
-    Args:
-        collectives: moves the codes.
-        result: waits for one operation.
-        compression: "int8" or "fp8" with a scale per 256 elements, or "bf16".
-        numel: elements of a message.
-        part_bytes: codes move in parts of at most this size for each rank.
-        device: where the messages are.
+    Codes are "int8" or "fp8" with a scale per 256 elements, or "bf16". Up to four ranks every rank gathers all messages
+    and averages them. Beyond, each rank receives its part of all messages, averages that and encodes it again for all;
+    the next round brings its part's rounding error, unless a sync point ends it.
 
     Source: error feedback as in Karimireddy et al., 2019, https://arxiv.org/abs/1901.09847; the second encoding as in
     Tang et al., "DoubleSqueeze", 2019, https://arxiv.org/abs/1905.05957
@@ -60,8 +48,7 @@ class CompressedMean:
     ) -> None:
         self._collectives = collectives
         self._result = result
-        self.world_size = collectives.world_size
-        """Of the generation that this has room for."""
+        self.world_size = collectives.world_size  # of the generation that this has room for
         self._dtype = CODES[compression]
         self._gathered = self.world_size <= _GATHERED
         self._part = max(ops.BLOCK, part_bytes // self._dtype.itemsize)
@@ -72,29 +59,26 @@ class CompressedMean:
         self._received = _CodeMemory(self.world_size if self._gathered else 1, room, self._dtype, device)
         self._own = torch.ones(1, device=device)
         self.carried_residual = torch.zeros(sum(widths), device=device)
-        """What this rank's part of the means has lost to their encoding and the next ones will bring."""
+        """The loss of this rank's part of the means to their encoding, which the next ones will bring."""
         scales = 0 if self._dtype is torch.bfloat16 else sum(map(ops.blocks, sizes))
         self.message_bytes = numel * self._dtype.itemsize + 4 * scales
 
     def _width(self, numel: int) -> int:
-        """Elements of each rank's part of ``numel``: whole blocks."""
         return ops.blocks(-(-numel // self.world_size)) * ops.BLOCK
 
     def move_(
         self, out: Tensor, message: Tensor | None, weights: Sequence[float], residual: Tensor | None = None
     ) -> Tensor:
-        """The weighted mean of all ranks' messages into ``out``, the same bits everywhere.
+        """Put the weighted mean of all ranks' messages into ``out``, flat fp32, the same bits everywhere.
 
         Args:
-            out: flat fp32; overwritten.
-            message: this rank's, flat fp32, finite; overwritten by what its codes decode to. None: it has none. With a
-                residual it is left as it is, and may be ``out``.
+            message: this rank's, finite; overwritten by what its codes decode to. None: it has none. With a residual it
+                is left as it is, and may be ``out``.
             weights: every rank's; zero for one without a message.
-            residual: what goes with the message; becomes what of both, and of this rank's part of the means, is yet to
-                be delivered. With weights of 1, sum and residuals together are what they were.
+            residual: added to the message; becomes what of both, and of this rank's part of the means, is yet to be
+                delivered. With weights of 1, sum and residuals together are what they were.
 
-        Returns:
-            What `carried_residual` becomes when the round commits; with a residual nothing is owed.
+        Returns the next `carried_residual`, for when the round commits; zeros with a residual.
         """
         shares = torch.tensor(weights, dtype=torch.float32, device=out.device)
         carried_residual = self.carried_residual.clone()
@@ -116,7 +100,6 @@ class CompressedMean:
         return carried_residual
 
     def _average(self, part: Tensor, message: Tensor | None, shares: Tensor, residual: Tensor | None) -> None:
-        """Everyone gathers all messages and averages them."""
         self._encode(part, message, len(part), residual)
         peers = self._received.rows(self.world_size, len(part))
         self._move(self._collectives.all_gather, self._sent.row(len(part)), peers)
@@ -125,7 +108,7 @@ class CompressedMean:
     def _average_by_columns(
         self, part: Tensor, message: Tensor | None, shares: Tensor, carried_residual: Tensor, residual: Tensor | None
     ) -> None:
-        """Each rank averages its own columns of all messages, and everyone gathers the averages."""
+        """Average this rank's own columns of all messages, and gather all averages."""
         width = len(carried_residual)
         self._encode(part, message, self.world_size * width, residual)
         peers = self._received.rows(self.world_size, width)
@@ -136,8 +119,7 @@ class CompressedMean:
         ops.dequantize_average_(part, *self._received.rows(1, len(part)), self._own)
 
     def _encode(self, part: Tensor, message: Tensor | None, room: int, residual: Tensor | None) -> None:
-        """The first ``room`` codes, of the message and then zeros; without a residual the message becomes what they
-        decode to."""
+        """Encode ``room`` elements, the message and then zeros; without a residual it becomes their decoding."""
         numel = len(part) if message is not None else 0
         codes, scales = self._sent.row(room)
         codes[numel:].view(torch.uint8).zero_()
@@ -150,7 +132,6 @@ class CompressedMean:
             ops.dequantize_average_(message, *self._sent.rows(1, numel), self._own)
 
     def _move(self, operation: Callable[[Tensor, Tensor], Pending[Tensor]], mine: Rows, out: Rows) -> None:
-        """Move codes and scales; both are under way at once."""
         pending = [operation(a, b) for a, b in zip(mine, out, strict=True) if a is not None and b is not None]
         for each in pending:
             self._result(each)
@@ -164,11 +145,9 @@ class _CodeMemory:
         self._scales = None if dtype is torch.bfloat16 else torch.zeros(count * ops.blocks(numel), device=device)
 
     def rows(self, count: int, numel: int) -> Rows:
-        """The first codes, as rows of ``numel`` elements, and the scales that belong to them."""
         codes = self._codes[: count * numel].view(count, numel)
         return codes, None if self._scales is None else self._scales[: count * ops.blocks(numel)].view(count, -1)
 
     def row(self, numel: int) -> Rows:
-        """The first ``numel`` codes and their scales."""
         codes, scales = self.rows(1, numel)
         return codes[0], None if scales is None else scales[0]

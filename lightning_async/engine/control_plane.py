@@ -3,14 +3,9 @@
     IDLE --> HEADER --> PAYLOAD --> COMMIT --> IDLE
     any of these --(an operation fails)--> FAILED --(the groups are formed anew)--> IDLE
 
-Read `ControlPlane` first: components and strategies know nothing else. `EngineLoop` runs on the engine's thread; it
-answers every header for its rank and carries out what all headers together decide. `GroupRecovery` forms the groups of
-the next generation.
-
-An exchange commits in two phases: after the payload every rank says whether it has it, and applies it only when all
-do; or at once, where a rank that has the payload can still give it to the others later. So a failed exchange forks
-nothing: the first header of the next generation tells a rank by a higher id that others committed, see
-`UncommittedRound`.
+Components and strategies see `ControlPlane` only. `EngineLoop` answers every header for its rank and carries out what
+all headers decide. `GroupRecovery` forms the groups of the next generation. A failed exchange forks nothing: all ranks
+apply it when all have its payload, or at once, where a rank that has it can still give it to the others.
 """
 
 from __future__ import annotations
@@ -69,19 +64,16 @@ _PROMPT = timedelta(seconds=0.2)
 
 
 class ControlPlane:
-    """What the components of one rank share: the state of its two threads, the transfer, and the engine's thread.
+    """The state of one rank's two threads, the transfer, and the engine's thread, which its components share.
 
     Args:
         collectives: the root communicator, for CPU tensors; headers go over a fork of it.
         membership: liveness, generations, and the bell that calls for a header at once; its owner starts and closes it.
-        replica: what is moved. All ranks must start with equal parameters.
-        timeouts: how long to wait for what.
-        payload: what payloads go over a fork of: by default ``collectives``, or one for the device of the buckets.
-        part_bytes: payloads move in parts of at most this size.
-        now: a monotonic clock, in seconds.
-        calls: of the training thread over all ranks, which go on in the new groups when these are formed anew.
-        min_replicas: ranks that are lost are done without, as long as so many are left. Default: all that there are.
-        forks: see `forks_of`; by default they are made here.
+        replica: the tensors to move. All ranks must start with equal parameters.
+        payload: the communicator of which payloads use a fork. Default: ``collectives``.
+        calls: of the training thread over all ranks, which go on when groups are formed anew.
+        min_replicas: fewer ranks do not go on. Default: all that there are.
+        forks: see `forks_of`. Default: they are made here.
     """
 
     def __init__(
@@ -103,22 +95,17 @@ class ControlPlane:
         self.membership = membership
         self.now = now
         self.timeouts = timeouts
-        self._calls = calls
+        self.calls = calls
         roots = (collectives, payload or collectives)
         small, large = forks or forks_of(*roots, timeouts)
         self.transfer = Transfer(small, large, self.shared_state, membership, timeouts.payload, part_bytes, now)
         self.components: list[EngineComponent] = []
-        self.regroup = GroupRecovery(
-            roots, membership, self.shared_state, self.transfer, calls, timeouts, min_replicas, now
-        )
-        self._loop = EngineLoop(
-            self.components, self.buckets, self.shared_state, self.transfer, membership, self.regroup, timeouts, now
-        )
+        self.regroup = GroupRecovery(self, roots, min_replicas)
+        self._loop = EngineLoop(self)
         self._thread = threading.Thread(target=self._loop.run, name=f"lightning_async-rounds-{self.rank}", daemon=True)
 
     @property
     def rank(self) -> int:
-        """This rank's number in the present generation."""
         return self.transfer.rank
 
     @property
@@ -131,10 +118,7 @@ class ControlPlane:
         self.components.append(component)
 
     def on_mark(self, copy: Callable[[InFlightRound], Any]) -> None:
-        """Have ``copy`` called on the engine's thread with every marked exchange, before anything overwrites it.
-
-        What it returns is found in the shared state once the exchange is handed over.
-        """
+        """Have ``copy`` called with every marked exchange; the shared state has its result with the hand-over."""
         self._loop.on_mark = copy
 
     def start(self) -> None:
@@ -142,12 +126,12 @@ class ControlPlane:
         self.shared_state.last_seen = self.now()
         self.shared_state.last_exchange = self.shared_state.next_exchange
         self.buckets.begin(self.transfer.registered)
-        if self._calls is not None:
-            self._calls.recovery = CallRecovery(self._report_trouble, self._look, self.regroup.survives)
+        if self.calls is not None:
+            self.calls.recovery = CallRecovery(self._report_trouble, self._look, self.regroup.survives)
         self._thread.start()
 
     def close(self, timeout: timedelta) -> bool:
-        """End the thread, which waits for no peer; whether it has ended. Idempotent."""
+        """End the thread, which waits for no peer; return whether it has ended. Idempotent."""
         with self.shared_state.changed:
             self.shared_state.closing = True
             self.shared_state.changed.notify_all()
@@ -156,7 +140,7 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """The training thread shows itself, hears of failures, and passes on a signal's vote. Under the lock."""
+        """Note that the training thread lives, raise failures, and pass on a signal's vote. Under the lock."""
         box = self.shared_state
         box.last_seen = self.now()
         if box.error is not None:
@@ -166,7 +150,6 @@ class ControlPlane:
             self.ring()
 
     def _failure(self, error: BaseException) -> BaseException:
-        """Return what has ended the engine's thread, as an error of this package."""
         if isinstance(error, AsyncTrainingError):
             return error
         box = self.shared_state
@@ -194,17 +177,15 @@ class ControlPlane:
         self.membership.ring(seq)
 
     def wake(self) -> None:
-        """Wake the engine's thread: something outside the shared state has changed."""
         with self.shared_state.changed:
             self.shared_state.changed.notify_all()
 
     def vacated(self) -> Tensor:
-        """`Buckets.received`, to be overwritten while no header is under way: what others may lack is elsewhere now."""
+        """Return `Buckets.received` to be overwritten; what others may lack of it is copied first."""
         self._loop.held.keep()
         return self.buckets.received
 
     def forget(self) -> None:
-        """The buckets were laid out anew: nothing of the old ones is used any more."""
         self._loop.held.forget()
 
 
@@ -214,7 +195,7 @@ def forks_of(collectives: Collectives, payload: Collectives, timeouts: Timeouts)
 
 
 class Stage(enum.Enum):
-    """Where the exchange in flight stands on this rank."""
+    """The state of the exchange in flight on this rank."""
 
     IDLE = "idle"
     HEADER = "header"
@@ -227,43 +208,21 @@ _NEXT = {Stage.IDLE: Stage.HEADER, Stage.HEADER: Stage.PAYLOAD, Stage.PAYLOAD: S
 
 
 class EngineLoop:
-    """The engine's thread of one rank: it serves headers for all components.
+    """The engine's thread of one rank: it serves headers for all components of its control plane."""
 
-    Args:
-        components: what takes part; may grow until `run`.
-        buckets: what is moved.
-        shared_state: what is shared with the training thread.
-        transfer: moves it.
-        membership: liveness, and the bell that calls for a header at once.
-        regroup: forms the groups anew after a failure.
-        timeouts: how long to wait for what.
-        now: a monotonic clock, in seconds.
-    """
-
-    def __init__(
-        self,
-        components: Sequence[EngineComponent],
-        buckets: Buckets,
-        shared_state: SharedState,
-        transfer: Transfer,
-        membership: Membership,
-        regroup: GroupRecovery,
-        timeouts: Timeouts,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, control: ControlPlane) -> None:
         self.stage = Stage.IDLE
-        self.seq = _first_seq(membership.generation.number)
-        """Number of the next header."""
-        self.held = UncommittedRound(buckets, transfer)
+        self.seq = _first_seq(control.membership.generation.number)  # number of the next header
+        self.held = UncommittedRound(control.buckets, control.transfer)
         self.on_mark: Callable[[InFlightRound], Any] = lambda exchange: None  # what a marked one has made is copied
-        self._components = components
-        self._buckets = buckets
-        self._box = shared_state
-        self._transfer = transfer
-        self._membership = membership
-        self._regroup = regroup
-        self._timeouts = timeouts
-        self._now = now
+        self._components = control.components
+        self._buckets = control.buckets
+        self._box = control.shared_state
+        self._transfer = control.transfer
+        self._membership = control.membership
+        self._regroup = control.regroup
+        self._timeouts = control.timeouts
+        self._now = control.now
         self._some_silent = self._compare = False
 
     def run(self) -> None:
@@ -294,7 +253,7 @@ class EngineLoop:
                 self._recover(error)
 
     def _wait_for_cause(self) -> bool:
-        """Wait until this rank has a reason to answer the next header; False when closing."""
+        """Wait until this rank has a reason to answer the next header; return False when closing."""
         box = self._box
         with box.changed:
             while not box.closing:
@@ -315,14 +274,13 @@ class EngineLoop:
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
-        """Whether the training thread has been silent for so long that nobody need wait for it. Under the lock."""
+        """Return whether the training thread is silent for so long that nobody need wait. Under the lock."""
         silent_s = self._now() - self._box.last_seen
         return silent_s > self._timeouts.grace.total_seconds() and not any(
             component.is_indispensable() for component in self._components
         )
 
     def _serve(self) -> None:
-        """Exchange one header, and carry out what all headers decide."""
         box = self._box
         buckets = self._buckets
         started = self._now()
@@ -344,25 +302,23 @@ class EngineLoop:
         blanks = [Header(), *(component.blank for component in self._components)]
         headers, *everyones = from_rows(blanks, self._transfer.meet(row, ring).tolist())
         self.seq += 1
-        round_decision = decide(headers, everyones, self._components)
+        decision = decide(headers, everyones, self._components)
+        plan = decision.plan
         waited_s = self._now() - started
-        self._note(round_decision, header, headers)
-        if round_decision.common.catch_up is not None:
-            self._catch_up(round_decision.common.catch_up, headers)
-        elif round_decision.plan is not None and round_decision.plan.kind is not None:
-            self._exchange(
-                round_decision.plan.kind, round_decision.plan, everyones[round_decision.component], headers, waited_s
-            )
+        self._note(decision, header, headers)
+        if decision.common.catch_up is not None:
+            self._catch_up(decision.common.catch_up, headers)
+        elif plan is not None and plan.kind is not None:
+            self._exchange(plan.kind, plan, everyones[decision.component], headers, waited_s)
         else:
             self.held.forget()
         self._to(Stage.IDLE)
         with box.changed:
-            if round_decision.plan is not None and round_decision.plan.kind is None:
-                self._components[round_decision.component].drop()
+            if plan is not None and plan.kind is None:
+                self._components[decision.component].drop()
             buckets.release()
 
     def _header(self, message: Message | None) -> Header:
-        """The common part of this rank's header. Under the lock."""
         box = self._box
         replica = self._buckets.replica
         return Header(
@@ -389,11 +345,10 @@ class EngineLoop:
             pace=box.pace,
         )
 
-    def _note(self, round_decision: RoundDecision, mine: Header, headers: Sequence[Header]) -> None:
-        """Tell the training thread what was agreed."""
+    def _note(self, decision: RoundDecision, mine: Header, headers: Sequence[Header]) -> None:
         box = self._box
-        common = round_decision.common
-        self._compare = round_decision.compare
+        common = decision.common
+        self._compare = decision.compare
         self._some_silent = any(h.excused and h.sync_point is SyncPointKind.NONE for h in headers)
         with box.changed:
             box.mean_steps = sum(h.clock for h in headers) / len(headers)
@@ -402,15 +357,14 @@ class EngineLoop:
             box.losses = tuple(h.loss for h in headers)
             box.paces = tuple(h.pace for h in headers)
             box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
-            votes = common.votes.lasting if round_decision.opens or common.late else common.votes
-            unheard = Vote.NONE if round_decision.plan is not None else between_steps(headers)
+            votes = common.votes.lasting if decision.opens or common.late else common.votes
+            unheard = Vote.NONE if decision.plan is not None else between_steps(headers)
             box.agreed |= votes & ~(Vote.SAVE | unheard)  # saves are carried out by the engine's threads
-            if round_decision.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
+            if decision.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
                 self._open(common)
             box.changed.notify_all()
 
     def _open(self, common: CommonDecision) -> None:
-        """Open a sync point: all replicas hold one model. Under the lock."""
         box = self._box
         box.num_opened += 1
         box.last_sync_point = common.place
@@ -423,12 +377,10 @@ class EngineLoop:
         self._buckets.release()  # no exchange follows: the first step from here on may already have a message
         box.open_sync_point(common.place, self._now())
 
-    # ---- exchanges ----
-
     def _exchange(
         self, kind: RoundType, plan: ComponentPlan, parts: Sequence[Any], headers: Sequence[Header], waited: float
     ) -> None:
-        """Move a payload, and apply it if every rank has it: a rank that has not does not come to the last gather."""
+        """Move a payload, and apply it if all ranks have it: a rank without it misses the last gather."""
         self._to(Stage.PAYLOAD)
         self.held.forget()
         self._buckets.claim()
@@ -470,21 +422,14 @@ class EngineLoop:
         self.held.committed(exchange)
         self._regroup.attempts = 0
 
-    # ---- failing ----
-
     def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Meet all ranks that live again in a new generation of the groups.
-
-        All answer its first header at once. The bell of the one that failed is gone with it, some may have lost its
-        answer, and a training thread with nothing to send is kept from packing (`announced`) until it is served.
-        """
+        """Meet all live ranks in a new generation, and ring for its first header: the failed one's bell is gone."""
         self._to(Stage.FAILED)
         self.seq = _first_seq(self._regroup.after(error))
         self._to(Stage.IDLE)
         self._ring_for_this()
 
     def _ring_for_this(self) -> None:
-        """Ask every rank to answer the header that is under way."""
         self._membership.ring(self.seq)
 
     def _to(self, stage: Stage) -> None:
@@ -494,70 +439,48 @@ class EngineLoop:
 
 
 def _first_seq(generation: int) -> int:
-    """Headers are numbered, so that a bell is for one header; the numbers of a new generation are all newer."""
+    """Return a generation's first header number: a bell is for one header, and newer generations count higher."""
     return (generation << 32) + 1
 
 
 class GroupRecovery:
     """The recovery from a failure: it forms the groups anew with the live ranks, as long as these are enough.
 
-    Args:
-        roots: the root communicators: for CPU tensors, and for payloads, which may be the same.
-        membership: knows who lives, and which generation is next.
-        shared_state: says when the engine closes.
-        transfer: by which ranks compare their calls in the new groups.
-        calls: of the training thread, which go on in the new groups.
-        timeouts: how long to wait for the others.
-        min_replicas: fewer ranks do not go on. Default: all that there are.
-        now: a monotonic clock, in seconds.
+    ``roots`` are the communicators for CPU tensors and for payloads, which may be the same.
     """
 
     def __init__(
-        self,
-        roots: tuple[Collectives, Collectives],
-        membership: Membership,
-        shared_state: SharedState,
-        transfer: Transfer,
-        calls: ReplayableCalls | None,
-        timeouts: Timeouts,
-        min_replicas: int | None = None,
-        now: Callable[[], float] = time.monotonic,
+        self, control: ControlPlane, roots: tuple[Collectives, Collectives], min_replicas: int | None = None
     ) -> None:
         first, second = roots
         distinct = [first] if second is first else [first, second]
         self._roots = [root for root in distinct if isinstance(root, ElasticCollectives)]
         self.possible = len(self._roots) == len(distinct)
         """False where the transport cannot: then the first failure is the last."""
+        membership = control.membership
         self._membership = membership
-        self._shared_state = shared_state
-        self._transfer = transfer
-        self._calls = calls
-        self._timeouts = timeouts
-        self._now = now
+        self._shared_state = control.shared_state
+        self._transfer = control.transfer
+        self._calls = control.calls
+        self._timeouts = control.timeouts
+        self._now = control.now
         self._min_replicas = membership.generation.world_size if min_replicas is None else min_replicas
         self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
         """Called with a new generation, and with why others are not in it, once its groups are formed."""
         self._may_lose = self._min_replicas < membership.generation.world_size
         if self._may_lose:
             membership.keep(self._min_replicas)
-        self._lost: list[str] = []
-        """Why ranks are not in the generation that is being formed."""
-        self.attempts = 0
-        """Failures in a row."""
+        self._lost: list[str] = []  # why ranks are not in the generation that is being formed
+        self.attempts = 0  # failures in a row
 
     def survives(self, error: PeerLost) -> bool:
-        """Whether enough ranks are left to go on without those that are lost."""
         left = self._membership.generation.world_size - len(self._membership.lost())
         return self.possible and not isinstance(error, (StoreLost, Evicted)) and left >= self._min_replicas
 
     def after(self, error: PeerLost | CollectiveError) -> int:
-        """Try until all ranks that live have met again; the number of the generation in which they have.
+        """Try until all live ranks have met again; return the number of their generation.
 
-        Raises:
-            PeerLost: names the ranks that are lost, and without which nobody goes on.
-            Evicted: the others have gone on without this rank.
-            CollectiveError: too many attempts have failed.
-            Closed: the engine closes.
+        Raises the last failure where too few are left, the others have gone on, or too many attempts have failed.
         """
         box = self._shared_state
         box.failed += 1
@@ -599,7 +522,6 @@ class GroupRecovery:
             ) from error
 
     def _meet(self) -> int:
-        """Return the new generation, once all ranks are in it and their training threads' calls go on there."""
         started = self._now()
         members = self._membership.generation.members
         if self._calls is not None:
@@ -630,11 +552,7 @@ class GroupRecovery:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
 
     def look_for_the_cause(self) -> None:
-        """Wait shortly for the heartbeats to tell who has failed, where no groups can be formed anew.
-
-        Raises:
-            PeerLost: names the rank, which has said why.
-        """
+        """Wait shortly until heartbeats tell who has failed; raise PeerLost, which says why."""
         until = self._now() + _HEARSAY_S
         while self._now() < until and not self._shared_state.closing:
             self._membership.check()
@@ -642,16 +560,13 @@ class GroupRecovery:
                 self._shared_state.changed.wait(_BEAT_S)
 
     def close(self) -> None:
-        """End the recovery: from now on no groups are formed anew."""
         if self._calls is not None:
             self._calls.abandon()
 
     def _go_on_without(self, missing: list[str]) -> None:
         """Go on without ranks that are not in the next generation.
 
-        Raises:
-            Closed: they left through the last sync point.
-            PeerLost: too few are left: no round comes any more.
+        Raises `Closed` where they left through the last sync point, and PeerLost where too few are left.
         """
         box = self._shared_state
         left = self._membership.left()

@@ -1,4 +1,4 @@
-"""What all headers together decide: pure functions of the gathered rows, so that every rank decides alike.
+"""The decision that all headers make together: pure functions of the gathered rows, the same on every rank.
 
 A row holds float64 numbers (exact for integers below 2**53): a header's common part, then each component's own.
 """
@@ -23,19 +23,19 @@ _ASKED_BY_STANDING = {
 
 
 class ComponentPlan(Protocol):
-    """What a component makes of all headers, the same on every rank."""
+    """A component's conclusion from all headers, the same on every rank."""
 
     @property
     def kind(self) -> RoundType | None:
-        """The kind of round that is to come; None where the messages that are ready hold nothing and are dropped."""
+        """The round that is to come; None: the messages that are ready hold nothing and are dropped."""
         ...
 
 
 class EngineComponent(Protocol):
     """A capability, as the control plane sees it. All calls come on the engine's thread.
 
-    ``headers`` and ``parts`` hold the common and the component's own part of every rank's header. What is made of them
-    must be a pure function, so that all ranks decide alike.
+    ``headers`` and ``parts`` hold the common and the component's own part of every rank's header. `is_due`, `plan` and
+    `settle` must be pure functions of these, so that all ranks decide alike.
     """
 
     @property
@@ -44,69 +44,54 @@ class EngineComponent(Protocol):
         ...
 
     def is_indispensable(self) -> bool:
-        """Whether nobody goes on without this rank, however late it is. Under the lock."""
-        ...
+        """Return whether nobody goes on without this rank, however late it is. Under the lock."""
+        return False
 
     def compose(self) -> Any:
-        """This rank's part but for its message. Under the lock."""
-        ...
+        """Return this rank's part without its message. Under the lock."""
+        return self.blank
 
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
-        """The part with its message; ``compare``: all ranks stand at one sync point, and say what they hold."""
+        """Return the part with its message; ``compare``: all stand at one sync point and say what they hold."""
         ...
 
     def is_due(self, parts: Sequence[Any]) -> bool:
-        """Whether a message is to be served before a sync point can open."""
+        """Return whether a message is to be served before a sync point can open."""
         ...
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
-        """What is exchanged where all are ready for the kind of round with this priority; None for another
-        component's."""
+        """Plan the round of this priority, for which all are ready; None: it is another component's."""
         ...
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
-        """At a sync point where all ranks stand: whether it may open, and else what is exchanged first, if anything."""
-        ...
+        """Return whether a sync point where all stand may open, and else what is exchanged first."""
+        return True, None
 
     def opened(self, here: bool) -> None:
-        """A sync point has opened on all ranks, and all hold one model; ``here``: this one stood at it. Under the
-        lock."""
-        ...
+        """Note that a sync point has opened; ``here``: this rank stood at it. Under the lock."""
 
     def drop(self) -> None:
-        """The messages that were ready hold nothing. Under the lock."""
-        ...
+        """Drop the messages that were ready: they hold nothing. Under the lock."""
 
 
 class RoundDecision(NamedTuple):
-    """What all headers together decide.
+    """The decision of all headers."""
 
-    Args:
-        common: what does not depend on a component.
-        plan: what is exchanged.
-        component: whose plan it is, by number.
-        opens: the sync point at which all ranks stand opens.
-    """
-
-    common: CommonDecision
-    plan: ComponentPlan | None = None
-    component: int = 0
-    opens: bool = False
+    common: CommonDecision  # the part that does not depend on a component
+    plan: ComponentPlan | None = None  # the exchange to come
+    component: int = 0  # whose plan it is, by number
+    opens: bool = False  # the sync point at which all ranks stand opens
 
     @property
     def compare(self) -> bool:
-        """All ranks stand at one sync point, which has yet to open: the next header says what they hold."""
+        """Whether the next header says what each rank holds, as all stand at a sync point that is still closed."""
         return self.common.place is not SyncPointKind.NONE and not self.opens and not self.common.late
 
 
 def decide(
     headers: Sequence[Header], parts: Sequence[Sequence[Any]], components: Sequence[EngineComponent]
 ) -> RoundDecision:
-    """What these headers mean; ``parts`` by component, then by rank.
-
-    Raises:
-        GateMismatch, LayoutMismatch, CollectiveError: see `survey`.
-    """
+    """Decide on these headers; ``parts`` by component, then by rank. Raises as `survey` does."""
     due = any(component.is_due(own) for component, own in zip(components, parts, strict=True))
     common = survey(headers, busy=due)
     if common.catch_up is not None or common.late:
@@ -130,36 +115,21 @@ def decide(
 
 
 class CommonDecision(NamedTuple):
-    """What all headers together mean, the same on every rank, before any component is asked.
+    """The part of a decision for which no component is asked."""
 
-    Args:
-        votes: what some rank asks for.
-        catch_up: the exchange that some rank committed and others did not; those that did not commit it now.
-        late: some ranks have seen the last sync point open and others lost the answer; it opens for these now.
-        place: the sync point at which every rank stands, and which may open; of ``late``, the one that has opened.
-        moved: whether the model has changed, on any rank, since the sync point before that.
-        clock: steps of all ranks when that sync point opens.
-    """
-
-    votes: Vote = Vote.NONE
-    catch_up: int | None = None
-    late: bool = False
-    place: SyncPointKind = SyncPointKind.NONE
-    moved: bool = False
-    clock: float = 0.0
+    votes: Vote = Vote.NONE  # the union of all ranks' votes
+    catch_up: int | None = None  # the exchange that some ranks committed and the others commit now
+    late: bool = False  # the last sync point opened for some ranks only; it opens for the others now
+    place: SyncPointKind = SyncPointKind.NONE  # the sync point of all, which may open; of ``late``, has
+    moved: bool = False  # whether the model has changed, on any rank, since the sync point before that
+    clock: float = 0.0  # steps of all ranks when that sync point opens
 
 
 def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
-    """What these headers, one per rank, mean for all components.
+    """Decide on what all components share; ``busy``: a message comes before a sync point can open.
 
-    Args:
-        headers: by rank.
-        busy: a message is to be served before a sync point can open.
-
-    Raises:
-        GateMismatch: all ranks stand at sync points, at different ones.
-        LayoutMismatch: they do, and hold different parameters.
-        CollectiveError: the ranks' exchanges differ by more than one.
+    Raises GateMismatch where all ranks stand at different sync points, LayoutMismatch where they hold different
+    parameters there, and CollectiveError where their exchanges differ by more than one.
     """
     votes = Vote.NONE
     for header in headers:
@@ -186,19 +156,16 @@ def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
 
 
 def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
-    """The sync point at which all stand; NONE where some of them must go to another one first."""
+    """Return the sync point at which all stand; NONE where some must go to another one first."""
     places = {(h.sync_point, h.sync_point_index if h.sync_point is SyncPointKind.EPOCH_END else 0) for h in headers}
-    sync_point = (
-        SyncPointKind.SYNCHRONISE
-        if any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
-        else headers[0].sync_point
-    )
+    synchronise = any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
+    sync_point = SyncPointKind.SYNCHRONISE if synchronise else headers[0].sync_point
     if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP | Vote.DECIDE):
         return SyncPointKind.NONE  # the others join that one and come back
     if len(places) > 1 and sync_point is not SyncPointKind.SYNCHRONISE:  # that opens while others wait elsewhere
         where = ", ".join(f"rank {rank} at {h.sync_point.name} {h.sync_point_index}" for rank, h in enumerate(headers))
         raise GateMismatch(
-            f"Ranks came to a rendezvous for different things: {where}. Epoch-end work (checkpoints, metrics, early "
+            f"Ranks came to different sync points: {where}. Epoch-end work (checkpoints, metrics, early "
             "stopping) needs the same number of epochs on every rank: limit training by `max_epochs` rather than by "
             "`max_steps`, or validate with `val_check_interval` instead of at the end of epochs."
         )
@@ -210,8 +177,8 @@ def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
 def between_steps(headers: Sequence[Header]) -> Vote:
     """Return the votes that headers without an exchange leave for the next ones, which repeat them.
 
-    A bell calls for headers at any time, when one rank may have passed the batch boundary at which another one would
-    act: it would take the next synchronous step without that one. With an exchange all ranks in step are in one step.
+    Such a header may come when one rank has passed the batch boundary at which another would act, and would so take its
+    next synchronous step alone. With an exchange all ranks in step are in one step.
 
     >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
     (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
@@ -220,23 +187,21 @@ def between_steps(headers: Sequence[Header]) -> Vote:
     """
     if not any(h.in_step and not h.excused for h in headers):
         return Vote.NONE
-    leaves = any(
-        h.sync_point is SyncPointKind.STOP for h in headers
-    )  # it has heard so behind the last step: here is what others lost
+    # A rank that stops was asked to behind the last step: the others lost that.
+    leaves = any(h.sync_point is SyncPointKind.STOP for h in headers)
     return Vote.END if leaves else Vote.STOP | Vote.END
 
 
 def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:
-    """How far the data of each rank that takes part goes in what these headers decide on: all, in a consensus."""
+    """Return, by name, the place in its data of each rank that takes part: of all, in a consensus."""
     ready = max(h.ready for h in headers)
     return {name: h.place for name, h in zip(names, headers, strict=True) if h.ready == ready}
 
 
 def ready_for(headers: Sequence[Header]) -> int:
-    """The kind of round that can go ahead, by its priority; 0: none can.
+    """Return the priority of the round that can go ahead; 0: none can.
 
-    It is the highest that a rank has a message for, once every rank has one for it, or is excused. A rank that is ready
-    for a lower kind need not be waited for.
+    It is the highest that a rank has a message for, once every rank has one for it or for a lower one, or is excused.
 
     >>> ready_for([Header(ready=1), Header(excused=True)]), ready_for([Header(ready=1), Header()])
     (1, 0)
@@ -248,7 +213,7 @@ def ready_for(headers: Sequence[Header]) -> int:
 
 
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
-    """The checkpoint that some rank asks for: it belongs to the round that these headers of ``members`` begin.
+    """Return the checkpoint that some rank asks for; it belongs to the round that these headers begin.
 
     >>> standing = Header(sync_point=SyncPointKind.TRAIN_END)
     >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
@@ -273,7 +238,7 @@ def _check_layouts(headers: Sequence[Header]) -> None:
 
 
 def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
-    """A header's parts, one behind the other, as numbers.
+    """Lay out a header's parts, one behind the other, as numbers.
 
     >>> to_row([Header(ready=2, votes=Vote.END)])[:3]
     [1.0, 2.0, 2.0]
@@ -282,7 +247,7 @@ def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
 
 
 def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]) -> list[list[Any]]:
-    """The parts that `to_row` laid out, each like its blank: by part, then by rank.
+    """Return the parts that `to_row` laid out, each like its blank: by part, then by rank.
 
     >>> from_rows([Header()], [to_row([Header(sync_point=SyncPointKind.STOP)])])[0][0].sync_point
     <SyncPointKind.STOP: 4>
@@ -297,12 +262,10 @@ def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]
 
 
 def _flat(part: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A part's values; a tuple at its end is laid out behind the rest."""
     return (*part[:-1], *part[-1]) if isinstance(part[-1], tuple) else part
 
 
 def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
-    """A part of the blank's type, with the row's numbers as what they were."""
     values = [x if cast is None else cast(int(x)) for cast, x in zip(_casts(blank), row, strict=True)]
     fixed = len(blank) - isinstance(blank[-1], tuple)
     kind: Any = type(blank)
@@ -311,7 +274,7 @@ def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _casts(blank: tuple[Any, ...]) -> list[Any]:
-    """Of each number, the type that it had; None for a float."""
+    """Return the type of each number; None for a float."""
     return [None if isinstance(x, float) else type(x) for x in _flat(blank)]
 
 

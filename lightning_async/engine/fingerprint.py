@@ -16,21 +16,21 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The same memory as real numbers: a complex tensor as pairs of them, others as they are."""
+    """Return the same memory as real numbers: a complex tensor as pairs of them, others as they are."""
     return torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor
 
 
 def strided(gradient: Tensor) -> Tensor:
-    """The same as a dense one, that has in its memory what it is."""
+    """Return the same gradient as a dense tensor in memory of its own."""
     return gradient.resolve_conj() if gradient.layout is torch.strided else gradient.to_dense()
 
 
 def digest(tensors: Iterable[Tensor]) -> int:
-    r"""A number of 52 bits, which a float64 holds exactly; equal for equal bits, on any device.
+    r"""Return a number of 52 bits, which a float64 holds exactly; equal for equal bits, on any device.
 
     .. math:: h = \sum_b p_b \sum_i w_i\, x_{b,i}
 
-    :math:`x_{b,i}` are the tensors' words in blocks, as integers; the weights depend on the place, so a permutation
+    :math:`x_{b,i}` are the tensors' words in blocks, as integers. The weights depend on the place, so a permutation
     changes the number. Integer arithmetic only: unlike machines agree.
 
     >>> digest([torch.tensor([1.0, 2.0])]) == digest([torch.tensor([1.0, 2.0])])
@@ -42,17 +42,16 @@ def digest(tensors: Iterable[Tensor]) -> int:
 
 
 def digests(tensors: Iterable[Tensor]) -> list[int]:
-    """The `digest` of each tensor alone."""
     return [_combined(_blocks(tensor)) for tensor in tensors]
 
 
 def is_finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all elements are finite; waits for a GPU once."""
+    """Return whether all elements are finite; wait for a GPU once."""
     return bool(all_finite(tensors))
 
 
 def all_finite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether all elements are finite as they are now, as a bool where the tensors are: no GPU is waited for."""
+    """Return whether all elements are finite now, as a bool where the tensors are: no GPU is waited for."""
     present = [real(_stored(tensor.detach())) for tensor in tensors if tensor.numel()]
     on_cpu = torch.tensor(all(ops.all_finite(tensor) for tensor in present if tensor.device.type == "cpu"))
     on_gpu = [torch.isfinite(tensor).all() for tensor in present if tensor.device.type != "cpu"]
@@ -60,14 +59,13 @@ def all_finite(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _stored(tensor: Tensor) -> Tensor:
-    """The elements that it has: a sparse one, as momentum of sparse gradients is, has others, which are zero."""
+    """Return the elements that it has; those that a sparse one lacks are zero."""
     return tensor.coalesce().values() if tensor.layout is torch.sparse_coo else tensor
 
 
 @functools.cache
 def _weights(device: torch.device) -> Tensor:
-    """Odd numbers of 31 bits: times a word of 32 bits they fit an int64. 2 MiB, kept: all ranks wait at sync points for
-    what is compared there."""
+    """Return odd numbers of 31 bits, so that products with words of 32 bits fit an int64; 2 MiB, kept."""
     weights = (torch.arange(_BLOCK, device=device) * 2_654_435_761 + 40_503) % 2_147_483_647 | 1
     if device.type == "cuda":  # other threads use it on other streams
         torch.cuda.current_stream(device).synchronize()

@@ -1,13 +1,10 @@
 r"""One replica's tensors, and how they lie in a flat bucket.
 
-`Replica` packs and merges; only the training thread calls it, as the only writer of the parameters. `ModuleTensors`
-says which tensors a module holds, and what becomes of each kind when replicas meet.
-
-The rest is about averages over time (statistics of BatchNorm, Adam's moments) where the mean of all replicas arrives
-late, see `RunningMean` and `late_mean`. At each update :math:`x \leftarrow d\,x + u` a part of the value stays. After
-:math:`k` updates since a snapshot :math:`s` it is :math:`d^k s + U`. Had the replica held the mean :math:`m` of all at
-the snapshot, it would be :math:`d^k m + U` now, which is :math:`x + d^k (m - s)`: no update is lost, and a variance
-stays positive.
+`Replica` packs and merges; only the training thread calls it. `ModuleTensors` says which tensors a module holds, and
+what becomes of each kind when replicas meet. The rest is about averages over time (statistics of BatchNorm, Adam's
+moments) where the mean of all replicas arrives late. At each update :math:`x \leftarrow d\,x + u` a part of the value
+stays: after :math:`k` updates since a snapshot :math:`s` it is :math:`d^k s + U`. Had the replica held the mean
+:math:`m` of all then, it would be :math:`x + d^k (m - s)` now: no update is lost, and a variance stays positive.
 """
 
 from __future__ import annotations
@@ -26,8 +23,7 @@ from lightning_async.engine.fingerprint import digest, is_finite, real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-PIECE = 1 << 20
-"""Elements that are merged at a time: what a merge needs beside the buckets is a few times as much."""
+PIECE = 1 << 20  # elements that are merged at a time: what a merge needs beside the buckets is a few times as much
 BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
 OptimizerPolicy = Literal["keep", "average", "reset"]
 Updates = tuple[Sequence[Tensor], Sequence[Tensor]]
@@ -60,27 +56,18 @@ class _Section:
 
 
 class Replica:
-    """The parameters, and what travels with them, of one replica.
+    """The parameters of one replica, and what travels with them.
 
-    The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point
-    buffers (unless they are kept); the optimizers' state (where it is averaged). The last two always take
-    the plain work-weighted mean (``"broadcast"``: one replica's values), and keep their updates since the snapshot: see
-    `RunningMean`. Complex numbers count as two real ones.
+    The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point buffers (unless
+    they are kept); the optimizers' state (where it is averaged). The last two always take the plain work-weighted mean
+    (``"broadcast"``: one replica's values), and keep their updates since the snapshot: see `RunningMean`. Complex
+    numbers count as two real ones. Buffers and optimizer state may be assigned anew while training.
 
-    What stands apart moves at a consensus only, in its own precision, and only where replicas differ: integer and bool
-    buffers, by their maximum; frozen parameters, by their mean; and what a bucket of fp32 would cut: float64.
+    Other tensors move at a consensus only, in their own precision, and only where replicas differ: integer and bool
+    buffers, by their maximum; frozen parameters, by their mean; and float64, which a bucket of fp32 would cut.
 
-    Buffers and optimizer state may be assigned anew while training; the replica follows them. Memory: an fp32 remainder
-    per bf16 or fp16 parameter.
-
-    Args:
-        module: the module whose parameters and buffers these are.
-        buffers: what happens to floating-point buffers.
-        device: where the buckets live: best where the parameters do, so that all arithmetic is there; on the CPU, for
-            transports that see no other memory, they are pinned under CUDA.
-
-    Raises:
-        ValueError: see `ModuleTensors`.
+    Buckets live on ``device``: best that of the parameters; on the CPU they are pinned under CUDA. Raises as
+    `ModuleTensors` does.
     """
 
     def __init__(
@@ -91,10 +78,8 @@ class Replica:
         self.device = torch.device(device)
         self.watched: Callable[[], Iterable[Tensor]] = tuple
         """Further tensors whose health is the replica's: the state that its optimizers keep."""
-        self.version = 0
-        """How often the layout has changed since training began."""
-        self.remainders: dict[str, Tensor] = {}
-        """What parameters of 16 bits lack of their fp32 values, by name."""
+        self.version = 0  # how often the layout has changed since training began
+        self.remainders: dict[str, Tensor] = {}  # what parameters of 16 bits lack of their fp32 values, by name
         self._state: Callable[[], Sequence[Tensor]] = tuple
         self._state_means: Callable[[], Sequence[RunningMean]] | None = None
         self.reference = torch.empty(0)
@@ -108,11 +93,9 @@ class Replica:
         optimizer_state: Callable[[], Sequence[Tensor]] | None = None,
         running_means: Callable[[], Sequence[RunningMean]] | None = None,
     ) -> None:
-        """Lay out a bucket anew, with what ``optimizer_state`` returns (default: as before) behind the rest.
+        """Lay out a bucket anew, with the tensors that ``optimizer_state`` returns behind the rest. Default: as before.
 
-        Args:
-            optimizer_state: returns tensors as they are now.
-            running_means: returns how each of these averages over time. Default: nothing is known of them.
+        ``running_means`` returns how each of these averages over time. Default: unknown.
         """
         if optimizer_state is not None:
             self._state = optimizer_state
@@ -132,7 +115,7 @@ class Replica:
         """Equal on all ranks whose messages have the same layout."""
 
     def note_agreed(self) -> None:
-        """Note that all replicas hold the same model now: what in its buffers is infinite is meant."""
+        """Note that all replicas hold the same model now: what is infinite in its buffers is meant."""
         self.refresh()
         self.tensors.accept_infinite()
         buffers = self._sections[1]
@@ -141,17 +124,12 @@ class Replica:
         self.reference.nan_to_num_(0.0, 0.0, 0.0)
 
     def take_thawed(self) -> None:
-        """Lay out a bucket with what is trained now. All replicas hold the same model, and do the same."""
         self.tensors.take_thawed()
         self.version += 1
         self.build()
 
     def refresh(self) -> None:
-        """Follow buffers and optimizer state that were assigned anew.
-
-        Raises:
-            AsyncTrainingError: what was assigned does not fit in the old one's place.
-        """
+        """Follow buffers and optimizer state that were assigned anew; raise AsyncTrainingError if one does not fit."""
         parameters, buffers, state = self._sections
         if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
             tensors = [real(p) for p in self.tensors.trained.values()]
@@ -172,7 +150,6 @@ class Replica:
 
     @property
     def layout(self) -> FlatLayout:
-        """Layout of the parameters that travel."""
         return self._sections[0].plan.layout
 
     @property
@@ -182,21 +159,20 @@ class Replica:
 
     @property
     def numel(self) -> int:
-        """Elements of a message."""
         return self._sections[-1].end
 
-    # ---- comparing and judging ----
-
     def digests(self) -> tuple[int, int]:
-        """Of the parameters that travel, and of all else that replicas share; see `engine.digest`."""
+        """Return the `digest` of the parameters that travel, and of all else that replicas share."""
         self.refresh()
         _, buffers, state = self._sections
         rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
         return digest([*self.parameters, *self.remainders.values()]), digest(rest)
 
     def judge(self) -> tuple[bool, bool]:
-        """Whether parameters, and the optimizers' state with what is watched, are finite as they are now; and whether
-        buffers and frozen parameters are, but for what was not when replicas agreed."""
+        """Return whether parameters and optimizer state are finite now, and whether all else is.
+
+        Buffers and frozen parameters may be infinite where they were when replicas agreed.
+        """
         self.refresh()
         parameters, buffers, state = self._sections
         rest = [*self._judged(buffers.tensors), *self.tensors.judged_frozen]
@@ -213,22 +189,18 @@ class Replica:
     def _judged(self, buffers: Iterable[Tensor]) -> list[Tensor]:
         return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
 
-    # ---- moving ----
-
-    num_fragments = 1
-    """Parts of the parameters that travel one at a time, each with a rule state of its own."""
+    num_fragments = 1  # parts of the parameters that travel one at a time, each with a rule state of its own
 
     def of_rule(self, bucket: Tensor, fragment: int = 0) -> Tensor:
-        """The part of a bucket that belongs to the rule: the parameters, or a fragment of them."""
+        """Return the part of a bucket that belongs to the rule: the parameters, or a fragment of them."""
         assert fragment < self.num_fragments
         return self._sections[0].of(bucket)
 
     def beyond_rule(self, bucket: Tensor) -> Tensor:
-        """The rest of a bucket: buffers and optimizer state, which take the plain mean."""
         return bucket[self._sections[0].end :]
 
     def pack_(self, bucket: Tensor, for_round: bool = False) -> None:
-        """Parameters, buffers and optimizer state into ``bucket``, as fp32; ``for_round``: buffers as differences."""
+        """Pack all into ``bucket``, as fp32; ``for_round``: buffers as differences."""
         self.refresh()
         self.pack_parameters_(self.of_rule(bucket))
         for section in self._sections[1:]:
@@ -249,15 +221,12 @@ class Replica:
         return known or [RunningMean()] * len(self._sections[2].tensors)
 
     def pack_parameters_(self, part: Tensor) -> None:
-        """The parameters into the rule's part of a bucket, as fp32."""
         self._sections[0].plan.pack_(part)
 
     def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool, of_rule: bool = True) -> None:
-        """This rank's part of the sum, ``out = weight * source``; broadcast buffers come from one rank alone.
+        """Write this rank's part of the sum, ``out = weight * source``, with the rule's part where ``of_rule``.
 
-        Args:
-            is_source: that is this rank.
-            of_rule: also of the rule's part.
+        Broadcast buffers come from one rank alone, where ``is_source``.
         """
         start = 0 if of_rule else self._sections[0].end
         self.scaled_(out[start:], source[start:], weight)
@@ -267,7 +236,7 @@ class Replica:
 
     @staticmethod
     def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
-        """``out = weight * source``; weight zero gives zeros, whatever ``source`` holds (NaN too)."""
+        """Write ``out = weight * source``; weight zero gives zeros, whatever ``source`` holds (NaN too)."""
         if weight == 0.0:
             out.zero_()
         else:
@@ -288,7 +257,7 @@ class Replica:
         Args:
             with_state: also overwrite buffers and optimizer state.
             buffers_too: False where no rank's buffers are in ``target`` (one rank broadcasts them and was absent).
-            still: the parameters are what was packed: what fp32 does not hold of a float64 stays.
+            still: the parameters are what was packed: digits of a float64 beyond fp32 stay.
             of_round: buffers in ``target`` are differences.
         """
         self.refresh()
@@ -306,14 +275,7 @@ class Replica:
             p.add_(rest)
 
     def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
-        """Let buffers and optimizer state take up a round's mean, and keep their updates since the snapshot.
-
-        Args:
-            target: the bucket with the mean.
-            snapshot: the bucket with what this replica packed.
-            updates: what `updates` said then.
-            buffers_too: see `merge_`.
-        """
+        """Give buffers and optimizer state a round's mean in ``target``; keep their ``updates`` since ``snapshot``."""
         self.refresh()
         _, buffers, state = self._sections
         if buffers.tensors and buffers_too:
@@ -334,15 +296,10 @@ class Replica:
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module, by name, as they are now.
+    """The parameters and buffers of a module, by name, as they are now; shared tensors count once.
 
-    Args:
-        module: shared tensors count once.
-        policy: what happens to floating-point buffers.
-
-    Raises:
-        ValueError: an unknown policy, tensors that are not materialised yet (lazy modules), or of a kind that can be
-            neither averaged nor compared; names them.
+    Raises ValueError for an unknown policy, and for tensors that are not materialised yet (lazy modules), or of a kind
+    that can be neither averaged nor compared.
     """
 
     def __init__(self, module: nn.Module, policy: BufferPolicy) -> None:
@@ -354,19 +311,19 @@ class ModuleTensors:
         self._policy = policy
         self.parameters = dict(module.named_parameters())
         self._buffers = dict(module.named_buffers())
-        self._layers = _with_running_means(module)
+        norms = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
+        self._layers = [norm for norm in norms if norm.track_running_stats]
         self._shapes = {name: p.shape for name, p in self.parameters.items()}
-        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        """What the rule applies to."""
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}  # what the rule applies to
         self._infinite: frozenset[str] = frozenset()
 
     @property
     def averaged(self) -> dict[str, Tensor]:
-        """The buffers that take the mean."""
-        return {name: b for name, b in self._buffers.items() if self._takes_mean(b)}
+        floating = {name: b for name, b in self._buffers.items() if b.is_floating_point() or b.is_complex()}
+        return {} if self._policy == "keep" else floating
 
     def running_means(self) -> list[RunningMean]:
-        """How each of `averaged` averages over time, with the number of its updates as it is now."""
+        """Return how each of `averaged` averages over time, with its updates so far."""
         found: dict[int, RunningMean] = {}
         for layer in self._layers:
             for buffer, positive in ((layer.running_mean, False), (layer.running_var, True)):
@@ -374,12 +331,9 @@ class ModuleTensors:
                     found[id(buffer)] = _running_mean(layer, buffer, positive)
         return [found.get(id(buffer), RunningMean()) for buffer in self.averaged.values()]
 
-    def _takes_mean(self, buffer: Tensor) -> bool:
-        return self._policy != "keep" and (buffer.is_floating_point() or buffer.is_complex())
-
     @property
     def apart(self) -> dict[str, Tensor]:
-        """What moves at a consensus only, in its own precision: frozen parameters, integers, and what is float64."""
+        """The tensors that move at a consensus only: frozen parameters, integers, and float64."""
         frozen = {name: p for name, p in self.parameters.items() if name not in self.trained}
         counters = {n: b for n, b in self._buffers.items() if not (b.is_floating_point() or b.is_complex())}
         wide = {n: t for n, t in {**self.trained, **self.averaged}.items() if real(t).dtype is torch.float64}
@@ -387,7 +341,6 @@ class ModuleTensors:
 
     @torch.no_grad()
     def set_apart(self, values: Mapping[str, Tensor]) -> None:
-        """Overwrite some of what stands `apart`."""
         mine = self.apart if values else {}
         for name, value in values.items():
             mine[name].copy_(value)
@@ -395,8 +348,7 @@ class ModuleTensors:
     def follow_buffers(self) -> bool:
         """Take up buffers that were assigned anew; return whether there were any.
 
-        Raises:
-            AsyncTrainingError: one has another shape or type than before, or buffers were added or removed.
+        Raises AsyncTrainingError for another shape or type than before, and for added or removed buffers.
         """
         known = self._buffers
         now = dict(self._module.named_buffers())
@@ -425,11 +377,10 @@ class ModuleTensors:
         return self._policy == "keep" and all(b.is_floating_point() for b in present)
 
     def check_unchanged(self, thawed_too: bool = True) -> None:
-        """Whether the module still has the parameters that it had when training began.
+        """Check that the module still has the parameters that it had when training began.
 
-        Raises:
-            AsyncTrainingError: parameters were added, removed, replaced or resized, or (``thawed_too``) frozen ones are
-                trained now.
+        Raises AsyncTrainingError where some were added, removed, replaced or resized, or (``thawed_too``) frozen ones
+        are trained now.
         """
         now = dict(self._module.named_parameters())
         changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
@@ -441,16 +392,15 @@ class ModuleTensors:
             )
         if thawed_too and (thawed := self.thawed()):
             raise AsyncTrainingError(
-                f"Parameters {thawed} were frozen at the last gate, so they are not averaged, and require gradients "
-                "now. Unfreeze parameters where an epoch starts (`on_train_epoch_start`), on all ranks alike."
+                f"Parameters {thawed} were frozen at the last sync point, so they are not averaged, and require "
+                "gradients now. Unfreeze parameters where an epoch starts (`on_train_epoch_start`), on all ranks alike."
             )
 
     def thawed(self) -> list[str]:
-        """Parameters that were frozen at the last sync point and are trained now."""
+        """Return the parameters that were frozen at the last sync point and are trained now."""
         return [name for name, p in self.parameters.items() if p.requires_grad and name not in self.trained]
 
     def take_thawed(self) -> None:
-        """Train them from now on, with the others."""
         names = {*self.trained, *self.thawed()}
         self.trained = {name: p for name, p in self.parameters.items() if name in names}
 
@@ -460,44 +410,34 @@ class ModuleTensors:
         return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
 
     def accept_infinite(self) -> None:
-        """All replicas agree: infinite elements that a buffer or a frozen parameter has now (a mask) are meant."""
+        """Note which buffers and frozen parameters are meant to be infinite (masks), as all agree."""
         fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
         self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
 
     @property
     def judged_frozen(self) -> list[Tensor]:
-        """The frozen parameters that must be finite."""
         return [p for name, p in self._frozen.items() if name not in self._infinite]
 
     @property
     def judged(self) -> list[bool]:
-        """For each of `averaged` whether it must be finite."""
+        """Whether each of `averaged` must be finite."""
         return [name not in self._infinite for name in self.averaged]
 
 
 def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
-    """Whether both hold the same objects, in the same order."""
     return [id(each) for each in left] == [id(each) for each in right]
 
 
 def alike(left: Tensor, right: Tensor) -> bool:
-    """Whether one tensor can stand in the other's place."""
+    """Return whether one tensor can stand in the other's place."""
     return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
 
 
 def with_statistics(module: nn.Module) -> list[_BatchNorm]:
-    """The BatchNorm layers that keep running statistics."""
     return [m for m in module.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
 
 
-def _with_running_means(module: nn.Module) -> list[_BatchNorm | _InstanceNorm]:
-    """Return the layers of which it is known how their statistics average over time."""
-    layers = [m for m in module.modules() if isinstance(m, _BatchNorm | _InstanceNorm)]
-    return [layer for layer in layers if layer.track_running_stats]
-
-
 def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: bool) -> RunningMean:
-    """Return how a statistic of a layer averages over time."""
     if isinstance(layer, _InstanceNorm):
         # It does not count its updates; torch counts the writes to the buffer, one for each.
         return RunningMean(1.0 - (layer.momentum or 0.0), float(buffer._version), positive=positive)
@@ -508,7 +448,6 @@ def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: b
 
 
 def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
-    """Refuse what can be neither averaged, by mean or maximum, nor compared."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     sparse = [n for n, t in tensors if _is_odd(t)]
     frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
@@ -523,14 +462,12 @@ def _check_kinds(module: nn.Module, policy: BufferPolicy) -> None:
 
 
 def _is_odd(t: Tensor) -> bool:
-    """Whether its elements cannot all be written in place."""
     if t.layout is not torch.strided or t.is_quantized or t.is_conj() or t.is_neg() or t.is_inference():
         return True
     return any(stride == 0 and size > 1 for stride, size in zip(t.stride(), t.shape, strict=True))
 
 
 def _check_materialised(module: nn.Module) -> None:
-    """Refuse lazy parameters and buffers: without a shape they can be neither compared nor averaged."""
     lazy = [
         name
         for name, tensor in (*module.named_parameters(), *module.named_buffers())
@@ -544,7 +481,7 @@ def _check_materialised(module: nn.Module) -> None:
 
 
 def describe(module: nn.Module) -> list[str]:
-    """One line per parameter and buffer, frozen ones included; equal on replicas of one model."""
+    """Return a line per parameter and buffer, frozen ones included; equal on replicas of one model."""
     _check_materialised(module)
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
@@ -555,19 +492,12 @@ def describe(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class RunningMean:
-    """How a tensor averages over time; the default is of one of which nothing is known.
+    """A tensor's way to average over time; the default is of one of which nothing is known."""
 
-    Args:
-        decay: the part of its value that is left after an update; None: it is the mean of all updates so far.
-        updates: the number of updates so far: a tensor of one element where a module or an optimizer counts them.
-        per_update: by how much ``updates`` grows with each.
-        positive: nothing negative goes into it, so that it must not become negative.
-    """
-
-    decay: float | None = 1.0
-    updates: Tensor | float = 0.0
-    per_update: int = 1
-    positive: bool = False
+    decay: float | None = 1.0  # the part of its value that an update leaves; None: it is the mean of all updates so far
+    updates: Tensor | float = 0.0  # their number so far: a tensor where a module or an optimizer counts them
+    per_update: int = 1  # by how much ``updates`` grows with each
+    positive: bool = False  # nothing negative goes into it, so that it must not become negative
 
 
 def count(means: Sequence[RunningMean]) -> list[Tensor]:
@@ -583,7 +513,7 @@ def count(means: Sequence[RunningMean]) -> list[Tensor]:
 
 
 def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.dtype] | None, list[int]]:
-    """The places of those whose counters can be stacked."""
+    """Return the places of those whose counters can be stacked."""
     found: dict[tuple[torch.device, torch.dtype] | None, list[int]] = {}
     for i, mean in enumerate(means):
         key = (mean.updates.device, mean.updates.dtype) if isinstance(mean.updates, Tensor) else None
@@ -592,18 +522,11 @@ def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.
 
 
 def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
-    r"""Return for each tensor what is left of its value at the snapshot, and whether any of it has gone.
+    """Return for each tensor what is left of its value at the snapshot, and whether any of it has gone: fp64 rows.
 
     That is :math:`d^k` after :math:`k` updates; :math:`n / (n + k)` of a mean of all :math:`n + k` updates so far.
-    Nothing is left where a counter went back: the average has begun anew.
-
-    Args:
-        means: as they are now.
-        then: what `count` said at the snapshot.
-        device: of the result.
-
-    Returns:
-        fp64, one row for each tensor: the part, and 1 or 0.
+    Nothing is left where a counter went back: the average has begun anew. ``then``: the result of `count` at the
+    snapshot.
     """
     rows: list[Tensor] = []
     order: list[int] = []
@@ -626,7 +549,7 @@ def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torc
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """Return a small tensor on a device; on the way to a GPU nobody waits for what that has yet to do."""
+    """Return a small tensor on a device, without waiting for a GPU."""
     return values.to(device, non_blocking=device.type == "cuda")
 
 
@@ -636,17 +559,11 @@ def late_mean(
     r"""Return :math:`x + p\,(m - s)`, where :math:`p` is the part of :math:`s` that is left in :math:`x`.
 
     Where nothing has changed since the snapshot it is :math:`m`, to the bit; where :math:`m = s` it is :math:`x`.
-    What is positive stays so: the updates since the snapshot were, so that at least :math:`p\,m` is left; of one
-    whose updates are not known, at least the smaller one of :math:`x` and :math:`m`.
+    Positive values stay so: the updates since the snapshot were, so that at least :math:`p\,m` is left; where updates
+    are not known, at least the smaller one of :math:`x` and :math:`m`.
 
-    Args:
-        now: :math:`x`.
-        mean: :math:`m`, as its difference from ``reference``.
-        snapshot: :math:`s`, as its difference from ``reference``.
-        part: :math:`p`.
-        gone: bool: :math:`p` tells what was lost by updates; else 1 stands for not knowing.
-        positive: bool: nothing negative goes into it.
-        reference: what is subtracted from means and snapshots as they travel.
+    Mean :math:`m` and snapshot :math:`s` come as differences from ``reference``. Where ``gone``, :math:`p` tells what
+    was lost by updates; else 1 stands for not knowing.
 
     >>> now, mean, snapshot, part = (torch.tensor([each]) for each in (5.0, 4.0, 2.0, 0.5))
     >>> yes, zero = torch.tensor([True]), torch.tensor([0.0])
@@ -669,15 +586,10 @@ def merge_late_(
     then: Sequence[Tensor],
     reference: Tensor | None = None,
 ) -> None:
-    """Let tensors take up the mean of all replicas' snapshots, and keep their updates since; see `late_mean`.
+    """Give tensors the mean of all replicas' snapshots, and keep their updates since; see `late_mean`.
 
-    Args:
-        tensors: of one replica, as they lie in the buckets.
-        mean: of all replicas' snapshots; a flat bucket.
-        snapshot: this replica's.
-        means: how each of the tensors averages.
-        then: what `count` said at the snapshot.
-        reference: what was subtracted from the snapshots. Default: nothing.
+    ``mean`` and ``snapshot`` are flat buckets, from which ``reference`` was subtracted; ``means`` says how each tensor
+    averages, ``then`` is the result of `count` at the snapshot.
     """
     left = remaining(means, then, mean.device)
     device = mean.device
@@ -701,7 +613,7 @@ def merge_late_(
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Runs of tensors, or parts of a large one, of about `PIECE` elements, each with its tensor's number."""
+    """Yield runs of tensors, or parts of a large one, of about `PIECE` elements, each with its tensor's number."""
     group: list[tuple[int, Tensor]] = []
     size = 0
     for i, tensor in enumerate(tensors):

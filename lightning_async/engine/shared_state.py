@@ -1,6 +1,6 @@
-"""What the training thread and the engine's thread of one rank share, beside the buckets; all under one lock.
+"""The state that the training thread and the engine's thread of one rank share, beside the buckets, under one lock.
 
-`SharedState` is that; `Header` is what a rank says of it to all others, whichever component it is for.
+`Header` is what a rank says of it to all others, whichever component it is for.
 """
 
 from __future__ import annotations
@@ -16,122 +16,77 @@ from lightning_async.errors import CollectiveError, PeerLost
 
 
 class SyncPointKind(enum.IntEnum):
-    """Where a rank's training thread stands."""
+    """The place where a rank's training thread stands."""
 
-    NONE = 0
-    """Nowhere: it trains."""
+    NONE = 0  # nowhere: it trains
     VALIDATE = 1
     EPOCH_END = 2
     TRAIN_END = 3
-    STOP = 4
-    """It leaves training early, because a rank was told to."""
-    SYNCHRONISE = 5
-    """It goes from local steps back to synchronous ones, for which all replicas must be equal."""
-    DECIDE = 6
-    """It has called all together: something is to be decided on one model."""
+    STOP = 4  # it leaves training early, because a rank was told to
+    SYNCHRONISE = 5  # it goes from local steps back to synchronous ones, for which all replicas must be equal
+    DECIDE = 6  # it has called all together: something is to be decided on one model
 
 
 class Arrival(enum.Enum):
-    """How a sync point ended."""
+    """The outcome of waiting at a sync point."""
 
-    OPEN = "open"
-    """Every rank is here and holds the same model."""
-    VALIDATE = "validate"
-    """A rank asks for a validation: go to `SyncPointKind.VALIDATE`, then come back."""
-    DECIDE = "decide"
-    """A rank has called all together: go to `SyncPointKind.DECIDE`, then come back."""
-    STOP = "stop"
-    """A rank was told to stop: go to `SyncPointKind.STOP`."""
+    OPEN = "open"  # every rank is here and holds the same model
+    VALIDATE = "validate"  # a rank asks for a validation: go to `SyncPointKind.VALIDATE`, then come back
+    DECIDE = "decide"  # a rank has called all together: go to `SyncPointKind.DECIDE`, then come back
+    STOP = "stop"  # a rank was asked to stop: go to `SyncPointKind.STOP`
 
 
 class Vote(enum.Flag):
-    """What one rank asks of all. All hear it with the next header, and do it from their next batch boundary on."""
+    """A request of one rank to all. All learn of it with the next header, and act from their next batch boundary on."""
 
     NONE = 0
-    STOP = enum.auto()
-    """Leave training: this rank was told to."""
-    END = enum.auto()
-    """End training as after its last epoch: a time limit, `trainer.should_stop`."""
-    VALIDATE = enum.auto()
-    """Come to a validation: this rank waits there."""
-    SYNCHRONISE = enum.auto()
-    """Become equal: this rank is to take synchronous steps."""
+    STOP = enum.auto()  # leave training: this rank was told to
+    END = enum.auto()  # end training as after its last epoch: a time limit, `trainer.should_stop`
+    VALIDATE = enum.auto()  # come to a validation: this rank waits there
+    SYNCHRONISE = enum.auto()  # become equal: this rank is to take synchronous steps
     SAVE = enum.auto()
     """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
-    DECIDE = enum.auto()
-    """Come together: this rank waits there."""
-    EPOCH = enum.auto()
-    """Whoever has no end of the epoch of its own comes to it: this rank waits there."""
+    DECIDE = enum.auto()  # come together: this rank waits there
+    EPOCH = enum.auto()  # whoever has no end of the epoch of its own comes to it: this rank waits there
 
     @property
     def lasting(self) -> Vote:
-        """What is still to be done once a sync point has opened: all but what asks for a sync point."""
+        """The votes that remain once a sync point has opened: all but those that ask for one."""
         return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE | Vote.EPOCH)
 
 
 class Mark(NamedTuple):
-    """A checkpoint that belongs to an exchange: one model, one rule state, and what each rank has of its own.
+    """A checkpoint that belongs to an exchange: one model, one rule state, and what each rank has of its own."""
 
-    Args:
-        number: of the save, the same on all ranks.
-        step: optimizer steps per replica, the mean over all.
-        members: the names of those that take part: they have a message, or stand at a sync point. Names, as the
-            exchange may be committed in a generation in which numbers are others.
-    """
-
-    number: int
-    step: int
-    members: tuple[str, ...]
+    number: int  # of the save, the same on all ranks
+    step: int  # optimizer steps per replica, the mean over all
+    members: tuple[str, ...]  # the stable names of those that have a message or stand at a sync point
 
 
 class Header(NamedTuple):
-    """The common part.
+    """The common part."""
 
-    Args:
-        exchange: id of the exchange that this rank would commit next.
-        ready: priority of the kind of round that it has a message for; 0 for none.
-        votes: what it asks of all.
-        excused: nobody need wait for its message: it stands at a sync point, is done, or has been silent for long.
-        sync_point: where its training thread stands.
-        sync_point_index: which of the sync points of that kind (the epoch).
-        layout: fingerprint of what its buckets hold.
-        version: how often that has changed since training began.
-        clock: optimizer steps that it has taken in all.
-        samples: samples that it has seen in all.
-        opened: sync points that have opened for it.
-        last_sync_point: the last of them.
-        last_moved: whether the model had changed when that one opened.
-        last_clock: steps of all ranks at that time.
-        last_exchange: its `exchange` at that time.
-        saved: the last save that it knows of, by number.
-        loss: of its last batch; infinite where that is not known, or not finite.
-        place: how far it is in its data: with what its message holds, or, without one, with its last step.
-        held: the exchange whose payload it has, where others may not; 0 for none.
-        in_step: it takes synchronous steps.
-        pace: seconds that a batch takes of its own time, for data, compute and communication, and its samples.
-    """
-
-    exchange: int = 1
-    ready: int = 0
-    votes: Vote = Vote.NONE
-    excused: bool = False
-    sync_point: SyncPointKind = SyncPointKind.NONE
-    sync_point_index: int = 0
-    layout: int = 0
-    version: int = 0
-    clock: float = 0.0
-    samples: float = 0.0
-    opened: int = 0
-    last_sync_point: SyncPointKind = SyncPointKind.NONE
-    last_moved: bool = False
-    last_clock: float = 0.0
-    last_exchange: int = 1
-    saved: int = 0
-    loss: float = math.inf
-    place: float = 0.0
-    held: int = 0
-    in_step: bool = False
-    pace: tuple[float, ...] = (0.0,) * 4  # stays the last: a tuple is laid out behind the rest
+    exchange: int = 1  # id of the exchange that this rank would commit next
+    ready: int = 0  # priority of the kind of round that it has a message for; 0 for none
+    votes: Vote = Vote.NONE  # what it asks of all
+    excused: bool = False  # nobody need wait for its message: it stands at a sync point, or is silent for long
+    sync_point: SyncPointKind = SyncPointKind.NONE  # where its training thread stands
+    sync_point_index: int = 0  # which of the sync points of that kind (the epoch)
+    layout: int = 0  # fingerprint of what its buckets hold
+    version: int = 0  # how often that has changed since training began
+    clock: float = 0.0  # optimizer steps that it has taken in all
+    samples: float = 0.0  # samples that it has seen in all
+    opened: int = 0  # sync points that have opened for it
+    last_sync_point: SyncPointKind = SyncPointKind.NONE  # the last of them
+    last_moved: bool = False  # whether the model had changed when that one opened
+    last_clock: float = 0.0  # steps of all ranks at that time
+    last_exchange: int = 1  # its `exchange` at that time
+    saved: int = 0  # the last save that it knows of, by number
+    loss: float = math.inf  # of its last batch; infinite where that is not known, or not finite
+    place: float = 0.0  # how far it is in its data: with what its message holds, or, without one, with its last step
+    held: int = 0  # the exchange whose payload it has, where others may not; 0 for none
+    in_step: bool = False  # it takes synchronous steps
+    pace: tuple[float, ...] = (0.0,) * 4  # seconds of a batch: data, compute, communication; samples; a tuple is last
 
 
 _ASKED_FOR = {
@@ -158,82 +113,56 @@ class SharedState:
     sync_point: SyncPointKind = SyncPointKind.NONE
     sync_point_index: int = 0
     asked: Vote = Vote.NONE
-    samples: float = 0.0
-    """What this replica has seen since training began."""
-    steps: float = 0.0
-    """Optimizer steps that it has taken."""
-    loss: float = math.inf
-    """Of the last batch; infinite where it is not known."""
-    place: float = 0.0
-    """How far it is in its data, with the batches that its steps are of: a number that only grows."""
-    pace: tuple[float, ...] = (0.0,) * 4
-    """What a batch takes of its own time of late: seconds for data, compute and communication; and its samples."""
-    speed: float = 1.0
-    """Its batches per second, over those of the fastest; 1.0 while some are not known."""
-    last_seen: float = 0.0
-    """When the training thread was last heard of."""
-    in_step: bool = False
-    """It takes synchronous steps, so that all ranks act on a vote behind the same one."""
-    stop_requested: bool = False
-    """Set by a signal handler, which may touch nothing else: a vote for stopping follows."""
+    samples: float = 0.0  # what this replica has seen since training began
+    steps: float = 0.0  # optimizer steps that it has taken
+    loss: float = math.inf  # of the last batch; infinite where it is not known
+    place: float = 0.0  # how far it is in its data, with the batches that its steps are of: a number that only grows
+    pace: tuple[float, ...] = (0.0,) * 4  # as in `Header`
+    speed: float = 1.0  # its batches per second, over those of the fastest; 1.0 while some are not known
+    last_seen: float = 0.0  # when the training thread was last heard of
+    in_step: bool = False  # it takes synchronous steps, so that all ranks act on a vote behind the same one
+    stop_requested: bool = False  # set by a signal handler, which may touch nothing else: a vote for stopping follows
     closing: bool = False
     trouble: PeerLost | CollectiveError | None = None
     """A call of the training thread's has failed: the groups are to be formed anew."""
 
     # ---- of the engine's thread ----
 
-    composed: int = 0
-    """Number of the last header composed: what changes now is heard of with the next one."""
+    composed: int = 0  # number of the last header composed: what changes now is heard of with the next one
     agreed: Vote = Vote.NONE
-    opened: bool = False
-    """The sync point at which the training thread stands has opened."""
+    opened: bool = False  # the sync point at which the training thread stands has opened
     num_opened: int = 0
     last_sync_point: SyncPointKind = SyncPointKind.NONE
     """The sync point that opened last, on whichever ranks stood there."""
-    last_clock: float = 0.0
-    """Steps of all ranks when it did."""
-    last_exchange: int = 1
-    """The exchange that was to come next."""
-    moved: bool = False
-    """Whether the model had changed, on any rank, since the sync point before."""
-    next_exchange: int = 1
-    """The exchange that comes next; equal on all ranks, but for one that lost the last answer."""
-    saved: int = 0
-    """The last save, by number, that all ranks have agreed on."""
-    marked: Any = None
-    """What was copied for it; until the training thread takes it, or another exchange follows."""
-    lost: list[Any] = field(default_factory=list)
-    """What was copied, and not taken before another exchange followed."""
-    samples_by_rank: tuple[float, ...] = ()
-    """Samples that every replica had seen at the last header."""
-    losses: tuple[float, ...] = ()
-    """Every replica's, at the last header."""
-    paces: tuple[tuple[float, ...], ...] = ()
-    """Every replica's, at the last header."""
-    mean_steps: float = 0.0
-    """Optimizer steps per replica, on average over all, at the last header."""
-    steps_then: float = 0.0
-    """The same, of this replica, at the last header."""
+    last_clock: float = 0.0  # steps of all ranks when it did
+    last_exchange: int = 1  # the exchange that was to come next
+    moved: bool = False  # whether the model had changed, on any rank, since the sync point before
+    next_exchange: int = 1  # the exchange that comes next; equal on all ranks, but for one that lost the last answer
+    saved: int = 0  # the last save, by number, that all ranks have agreed on
+    marked: Any = None  # what was copied for it; until the training thread takes it, or another exchange follows
+    lost: list[Any] = field(default_factory=list)  # what was copied, and not taken before another exchange followed
+    samples_by_rank: tuple[float, ...] = ()  # samples that every replica had seen at the last header
+    losses: tuple[float, ...] = ()  # every replica's, at the last header
+    paces: tuple[tuple[float, ...], ...] = ()  # every replica's, at the last header
+    mean_steps: float = 0.0  # optimizer steps per replica, on average over all, at the last header
+    steps_then: float = 0.0  # the same, of this replica, at the last header
     places: dict[str, float] = field(default_factory=dict)
     """By name, how far each rank was in its data with what all have committed; equal on all ranks at a sync point."""
-    failed: int = 0
-    """Exchanges that failed and were repeated."""
-    error: BaseException | None = None
-    """What has ended the engine's thread."""
+    failed: int = 0  # exchanges that failed and were repeated
+    error: BaseException | None = None  # what has ended the engine's thread
 
     def wait(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
-        """Stand still on the training thread until ``condition``; ``see`` raises if it cannot come. Under the lock."""
+        """Wait on the training thread for ``condition``; ``see`` raises if it cannot come. Under the lock."""
         while not condition():
             see()
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Whether the training thread goes on when that sync point opens: where one is for synchronous steps, others
-        stand at sync points of their own. Under the lock."""
+        """Return whether the training thread goes on when that sync point opens. Under the lock."""
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:
-        """Let the training thread go, if that is where it stands. Under the lock."""
+        """Let the training thread go on, if it stands there. Under the lock."""
         if sync_point is SyncPointKind.SYNCHRONISE:
             self.agreed &= ~Vote.SYNCHRONISE
         if not self.stands_at(sync_point):

@@ -1,4 +1,4 @@
-"""Where all ranks meet, and what they vote for: all arrive, headers are served meanwhile, one model comes out."""
+"""The sync points, where all ranks meet and leave with one model, and the votes for them."""
 
 from __future__ import annotations
 
@@ -11,59 +11,43 @@ from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 
 
 class SyncPointParticipant(Protocol):
-    """What a component does at sync points, on the training thread."""
+    """A component's work at sync points, on the training thread."""
 
     def come(self) -> None:
-        """The training thread is about to stand at a sync point."""
-        ...
+        """Prepare to stand at a sync point."""
 
     def stand(self) -> None:
-        """It stands there: called once, and after every event."""
-        ...
+        """Stand there: called once, and after every event."""
 
     def go(self, waited_s: float) -> None:
-        """It stands there no more. Under the lock."""
-        ...
+        """Stand there no more. Under the lock."""
 
     def leave(self) -> None:
-        """A batch begins, or another sync point: what was done at the last one counts from now on."""
-        ...
+        """Follow what was done at the last sync point, before a batch or another one."""
 
     def resume(self) -> None:
-        """A batch begins."""
-        ...
+        """Begin a batch."""
 
 
 class SyncPoints:
-    """The training thread's meetings and votes.
-
-    Args:
-        control: the control plane, which serves headers meanwhile.
-        visitors: the components that have something to do at sync points.
-    """
+    """The training thread's meetings and votes; the control plane serves headers meanwhile."""
 
     def __init__(self, control: ControlPlane, *visitors: SyncPointParticipant) -> None:
         self._control = control
         self._box = control.shared_state
         self._visitors = visitors
-        self.moved_at_sync_point = False
-        """Whether the model had changed, on any rank, between the last two sync points."""
-        self.coming = SyncPointKind.NONE
-        """Where the training thread is about to stand, stands, or stood last."""
-        self.waited_s = 0.0
-        """How long the training thread has stood still for others, at sync points and elsewhere."""
-        self._at_sync_point = True
-        """No batch has begun since the last sync point, or since training began."""
+        self.moved_at_sync_point = False  # whether the model had changed, on any rank, between the last two sync points
+        self.coming = SyncPointKind.NONE  # where the training thread is about to stand, stands, or stood last
+        self.waited_s = 0.0  # how long the training thread has stood still for others, at sync points and elsewhere
+        self._at_sync_point = True  # no batch has begun since the last sync point, or since training began
 
     def add(self, participant: SyncPointParticipant) -> None:
-        """Another one that has something to do there."""
         self._visitors = (*self._visitors, participant)
 
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> Arrival:
         """Wait, serving headers, until every rank stands at this sync point and holds the same model.
 
-        The model is the work-weighted mean of all replicas (or what the rule says of it). Two in a row change
-        no bit: where no rank has moved since the last one, nothing is exchanged.
+        The model is the work-weighted mean of all replicas, or what the rule says of it. Two in a row change no bit.
         """
         box = self._box
         now = self._control.now
@@ -94,11 +78,8 @@ class SyncPoints:
                         return Arrival.STOP
                     if Vote.DECIDE in box.agreed and sync_point not in (SyncPointKind.DECIDE, SyncPointKind.STOP):
                         return Arrival.DECIDE
-                    if Vote.VALIDATE in box.agreed and sync_point not in (
-                        SyncPointKind.VALIDATE,
-                        SyncPointKind.DECIDE,
-                        SyncPointKind.STOP,
-                    ):
+                    stays = (SyncPointKind.VALIDATE, SyncPointKind.DECIDE, SyncPointKind.STOP)
+                    if Vote.VALIDATE in box.agreed and sync_point not in stays:
                         return Arrival.VALIDATE
                     box.changed.wait(1.0)
         finally:
@@ -110,7 +91,6 @@ class SyncPoints:
                     participant.go(now() - started)
 
     def resume(self) -> None:
-        """The training thread starts a batch: it is alive."""
         with self._box.changed:
             self._control.see()
         for participant in self._visitors:
@@ -131,7 +111,6 @@ class SyncPoints:
         self.waited_s += self._control.now() - started
 
     def vote(self, vote: Vote) -> None:
-        """Ask every rank for this."""
         with self._box.changed:
             news = vote not in self._box.asked
             self._box.asked |= vote
@@ -144,49 +123,41 @@ class SyncPoints:
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was told to stop."""
         return self._box.stop_requested
 
     def tell_loss(self, loss: float) -> None:
-        """What the next header says of this replica's last batch."""
         with self._box.changed:
             self._box.loss = loss
 
     def tell_pace(self, pace: tuple[float, ...]) -> None:
-        """What headers say of this replica's speed, see `Header`."""
         with self._box.changed:
             self._box.pace = pace
 
     def tell_place(self, place: float) -> None:
-        """How far this replica is in its data with the step that follows; goes with the next message."""
+        """Put the place in the data with the step that follows into the next message."""
         with self._box.changed:
             self._box.place = place
 
     @property
     def name(self) -> str:
-        """This rank's, for life."""
         return self._control.membership.generation.name
 
     @property
     def places(self) -> dict[str, float]:
-        """By name, how far each rank was in its data with what all have committed; equal on all ranks at a sync
-        point."""
+        """Each rank's place in its data with what all have committed, by name; equal at a sync point."""
         with self._box.changed:
             return dict(self._box.places)
 
     @property
     def standing(self) -> bool:
-        """Whether the training thread stands at a sync point."""
         return self._box.sync_point is not SyncPointKind.NONE
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Every replica's, as the last header told it."""
         return self._box.losses
 
     @property
     def paces(self) -> dict[str, tuple[float, ...]]:
-        """By name, what every rank has said of its speed in the last header."""
         members = self._control.membership.generation.members
         with self._box.changed:
             paces = self._box.paces
@@ -194,16 +165,15 @@ class SyncPoints:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """By name, every rank's batches per second, as said in the last header; 0.0 where they are not known."""
+        """Every rank's batches per second, by name; 0.0 where they are not known."""
         return {name: batches_per_second(pace) for name, pace in self.paces.items()}
 
     @property
     def opened(self) -> int:
-        """How many have opened for this rank."""
         with self._box.changed:
             return self._box.num_opened
 
     @property
     def agreed(self) -> Vote:
-        """What all ranks do from the next batch boundary on."""
+        """Votes that all ranks act on from the next batch boundary on."""
         return self._box.agreed

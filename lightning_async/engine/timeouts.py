@@ -1,4 +1,4 @@
-"""How long the engine waits for what."""
+"""The engine's timeouts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_async.membership.membership import HEARTBEAT
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """How long the engine waits for what.
+    """The engine's timeouts.
 
     Args:
         payload: for each part of a payload. Default 60 s; the header before it has no deadline, because a late
@@ -36,7 +36,7 @@ class Timeouts:
 
     @staticmethod
     def or_default(given: Timeouts | None) -> Timeouts:
-        """What was passed as an argument, whatever it is; the default where that is None."""
+        """Return the given argument, whatever it is; the default where that is None."""
         return Timeouts() if given is None else given
 
     def __post_init__(self) -> None:

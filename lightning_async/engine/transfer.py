@@ -1,4 +1,4 @@
-"""What moves between ranks: every wait has a deadline, and hears of deaths, of closing, and of the groups moving on."""
+"""The moving of bytes between ranks: every wait has a deadline, and ends with deaths, closing, and new generations."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ _BEAT = timedelta(seconds=0.1)
 
 
 class Closed(Exception):
-    """The training thread has closed the engine."""
+    """The end of the engine, by the training thread."""
 
 
 class Transfer:
-    """Moves headers and payloads, for the engine's thread.
+    """The engine's headers and payloads on their way.
 
-    Args:
-        small: communicator for CPU tensors of a few numbers.
-        large: communicator for the buckets.
-        shared_state: says when the engine closes, or a call of the training thread's has failed.
-        membership: says when a peer is lost or has gone on to another generation.
-        deadline: for each part of a payload.
-        part_bytes: payloads move in parts of at most this size.
-        now: a monotonic clock, in seconds.
+    ``small`` moves CPU tensors of a few numbers, ``large`` the buckets, in parts of at most ``part_bytes``, each within
+    ``deadline``. ``shared_state`` and ``membership`` end waits.
     """
 
     def __init__(
@@ -57,13 +51,10 @@ class Transfer:
 
     @property
     def rank(self) -> int:
-        """This rank's number in the present generation."""
         return self.small.rank
 
-    # ---- waiting ----
-
     def check(self) -> None:
-        """Raise what there is to raise: `Closed`, `PeerLost`, or a `CollectiveError` to form the groups anew for."""
+        """Raise `Closed`, `PeerLost`, or a `CollectiveError` to form the groups anew for, where there is cause."""
         if self._shared_state.closing:
             raise Closed
         self._membership.check()
@@ -71,11 +62,7 @@ class Transfer:
             raise self._shared_state.trouble
 
     def result(self, pending: Pending[T]) -> T:
-        """The result of one part of a payload.
-
-        Raises:
-            CollectiveTimeout: it is not there after the deadline.
-        """
+        """Return the result of one part of a payload; raise CollectiveTimeout after the deadline."""
         return self._wait(pending, self._deadline, None)
 
     def _wait(
@@ -92,66 +79,49 @@ class Transfer:
                 last = now
         return pending.result(timedelta(0))
 
-    # ---- a few numbers ----
-
     def meet(self, row: Tensor, every: tuple[timedelta, Callable[[], None]] | None = None) -> Tensor:
-        """All ranks' rows; waits for as long as all of them live, because a late rank is no failure.
+        """Gather all ranks' rows; wait for as long as all of them live, because a late rank is no failure.
 
-        Args:
-            row: this rank's.
-            every: call a function each time that so much has passed.
+        ``every``: a function to call each time that so much has passed.
         """
         return self._wait(self.small.all_gather(row), None, every)
 
     def all_have(self, tally: float, doubt: bool) -> float | None:
-        """Waits until all ranks have a payload. The sum of their tallies; None where any has doubts.
-
-        Args:
-            tally, doubt: this rank's.
-        """
-        told = self.meet(torch.tensor([tally, doubt], dtype=torch.float64))
-        total, doubts = told.sum(dim=0).tolist()
+        """Wait until all ranks have a payload; return the sum of their tallies, None where any has doubts."""
+        rows = self.meet(torch.tensor([tally, doubt], dtype=torch.float64))
+        total, doubts = rows.sum(dim=0).tolist()
         return None if doubts else total
 
     def gather(self, row: Tensor) -> Tensor:
-        """All ranks' rows, with the deadline of a payload."""
         return self.result(self.small.all_gather(row))
 
     def largest_(self, flat: Tensor) -> None:
-        """The largest of all ranks' numbers on the CPU, element by element."""
+        """Take the largest of all ranks' numbers on the CPU, element by element."""
         for part in FlatLayout.parts(flat, self.part_bytes):
             self.result(self.small.all_reduce(part, ReduceOp.MAX))
 
-    # ---- payloads ----
-
     def sum_(self, bucket: Tensor) -> None:
-        """The sum over all ranks, part by part."""
         for part in FlatLayout.parts(bucket, self.part_bytes):
             self.result(self.large.all_reduce(part))
 
     def broadcast_(self, bucket: Tensor, source: int) -> None:
-        """What one rank holds, part by part."""
         for part in FlatLayout.parts(bucket, self.part_bytes):
             self.result(self.large.broadcast(part, source))
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """A copy of a bucket in memory that the transport moves best, or the bucket itself."""
+        """Return a copy of a bucket in memory that the transport moves best, or the bucket itself."""
         return self.large.registered(buffer)
 
 
 class UncommittedRound:
-    """What this rank has of an exchange that others may have committed, or may lack.
+    """An exchange that others may have committed, or may lack.
 
-    two steps    all say that they have the payload, then each commits: whoever loses the last answer is `behind`,
-                 with the payload, and commits when it hears of that
-    at once      each commits when it has the payload: whoever is `behind` may lack it, and is given it by one that is
-                 `ahead`, which keeps it where it landed until a header has met everyone beyond it
+    two steps    all say that they have the payload, then each commits: a rank that loses the last answer is `behind`,
+                 with the payload, and commits when it learns of that
+    at once      each commits when it has the payload: a rank that is `behind` may lack it, and gets it from one that
+                 is `ahead`, which keeps it where it landed until a header has met everyone beyond it
 
-    Of both, nobody is behind by more than one exchange: a header meets all before the next begins.
-
-    Args:
-        buckets: where payloads land.
-        transfer: moves them.
+    Nobody is behind by more than one exchange: a header meets all before the next begins.
     """
 
     def __init__(self, buckets: Buckets, transfer: Transfer) -> None:
@@ -159,18 +129,17 @@ class UncommittedRound:
         self._transfer = transfer
         self.behind: InFlightRound | None = None
         """Not committed here; others may have. In two steps: the payload is there."""
-        self.ahead: InFlightRound | None = None
-        """Committed here, at once; others may lack it."""
+        self.ahead: InFlightRound | None = None  # committed here, at once; others may lack it
 
     @property
     def id(self) -> int:
-        """Of the exchange whose payload this rank has; 0: there is none that others could need."""
+        """The exchange whose payload this rank has; 0: there is none that others could need."""
         if self.behind is not None and not self.behind.at_once:
             return self.behind.id
         return 0 if self.ahead is None else self.ahead.id
 
     def all_have(self, exchange: InFlightRound) -> bool:
-        """All ranks say whether they have the payload, until none has doubts; whether it is to be committed."""
+        """Ask all ranks for the payload until none has doubts; return whether to commit."""
         self.behind = exchange
         while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
             self.behind = None
@@ -182,26 +151,21 @@ class UncommittedRound:
         return True
 
     def committed(self, exchange: InFlightRound) -> None:
-        """Here."""
         self.behind = None
         self.ahead = exchange if exchange.at_once else None
 
     def keep(self) -> None:
-        """What others may lack stays what it is, elsewhere; on the training thread, which uses the buckets."""
+        """Copy what others may lack; for the training thread, which uses the buckets."""
         if self.ahead is not None:
             self.ahead.target = self.ahead.target.clone()
 
     def forget(self) -> None:
-        """Nobody needs it any more."""
         self.behind = self.ahead = None
 
     def catch_up(self, id: int, source: int | None, is_behind: bool) -> InFlightRound | None:
-        """Some ranks committed an exchange and others did not: what this one is to commit now. All call this together.
+        """Return what this rank is to commit, where some committed exchange ``id`` and others did not.
 
-        Args:
-            id: of the exchange.
-            source: see `source_of`.
-            is_behind: whether this rank is.
+        All call this together; ``source``: see `source_of`; ``is_behind``: this rank did not commit it.
         """
         mine = self.behind if is_behind else self.ahead
         if mine is not None and mine.id != id:
@@ -217,10 +181,7 @@ class UncommittedRound:
 
 
 def source_of(headers: Sequence[Header], id: int) -> int | None:
-    """The rank that gives all others the payload of an exchange which some have yet to commit; None: nobody lacks it.
-
-    Raises:
-        RuntimeError: somebody does, and nobody has it.
+    """Return the rank that gives all others a payload which some have yet to commit; None: nobody lacks it.
 
     >>> source_of([Header(exchange=7, held=7), Header(exchange=8)], 7)
     >>> source_of([Header(exchange=7), Header(exchange=8, held=7)], 7)

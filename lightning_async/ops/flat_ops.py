@@ -1,4 +1,7 @@
-"""The flat ops on compressed messages; what each one computes stands in its reference."""
+"""The flat ops: each is made of its reference, of checks, and of the native library.
+
+Checks of overlap and gradients are here, as torch's custom operators have none.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,12 @@ from lightning_async.ops import native
 from lightning_async.ops.reference import buckets, compression, server
 from lightning_async.ops.reference.compression import blocks
 
-# What the ops refuse: custom operators of torch check neither overlap nor gradients by themselves.
-
 PARAMETERS = (torch.float32, torch.bfloat16, torch.float16)
 STATE = (torch.float32,)
 
 
 def check_no_grad(op: str, written: Mapping[str, Tensor]) -> None:
-    """Refuse to overwrite what autograd watches; called in grad mode.
-
-    Raises:
-        ValueError: a tensor requires grad.
-    """
+    """Raise ValueError where autograd watches what is overwritten; called in grad mode."""
     for name, tensor in written.items():
         if tensor.requires_grad:
             raise ValueError(
@@ -44,12 +41,10 @@ def check_flat(
     dtypes: Mapping[str, tuple[torch.dtype, ...]],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Check dtypes (fp32 unless ``dtypes`` says more), shapes (the first tensor's unless ``shapes`` says otherwise),
-    devices, contiguity, and that what is written overlaps nothing.
+    """Check dtypes, shapes, devices, contiguity, and that what is written overlaps nothing.
 
-    Raises:
-        TypeError: a dtype does not fit.
-        ValueError: anything else does not.
+    Tensors are fp32 unless ``dtypes`` says more, and shaped as the first one unless ``shapes`` says otherwise. Raises
+    TypeError for a dtype, ValueError for the rest.
     """
     first = next(iter(tensors.values()))
     spans: list[tuple[int, int, str]] = []
@@ -81,9 +76,6 @@ def _check_overlaps(op: str, spans: list[tuple[int, int, str]], written: Collect
                 raise ValueError(f"`{op}`: `{name}` is written and shares memory with `{other}`.")
 
 
-# How a flat op is made of its reference: checks, the choice of the backend, a custom operator of torch around
-# both.
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Arguments = Mapping[str, Any]
@@ -99,11 +91,11 @@ def fused(
     dtypes: Mapping[str, tuple[torch.dtype, ...]] | None = None,
     check: Callable[[str, Arguments], Mapping[str, tuple[int, ...]] | None] | None = None,
 ) -> Callable[P, R]:
-    """The op that ``reference`` specifies.
+    """Return the op that ``reference`` specifies.
 
     Args:
         reference: equal results in plain torch; its name, signature and docstring become the op's.
-        schema: of the custom operator; what it marks with ``!`` is written.
+        schema: of the custom operator; ``!`` marks what is written.
         run: the native library's way, with the same arguments.
         dtypes: of arguments that may be other than fp32.
         check: looks at the arguments' values, and returns the shapes of those that differ from the first one's.
@@ -156,38 +148,32 @@ def fused(
 
 
 def eager(op: Callable[P, R]) -> Callable[P, R]:
-    """The op without torch's dispatcher, for memory that neither autograd nor a compiler knows of, and tensors that
-    stay where they are: those that were found right together once are not looked at again.
+    """Return the op without torch's dispatcher, which takes 60 microseconds a call, and a second before the first.
 
-    The dispatcher takes 60 microseconds for each call, and a second before the first one.
+    For memory that neither autograd nor a compiler knows of; tensors that were found right together are not checked
+    again.
     """
     return _kernels[op]
 
 
 class _Known:
-    """Tensors that an op was called with, and that it takes together; they are forgotten with their end."""
+    """Tensors that an op takes together; they are forgotten with their end."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, ...], list[weakref.ref[Tensor]]] = {}
 
     def has(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether these are such."""
         found = self._seen.get(tuple(map(id, tensors.values())))
         return found is not None and all(ref() is each for ref, each in zip(found, tensors.values(), strict=True))
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """They are."""
         if len(self._seen) >= _MOST:
             self._seen.clear()
         self._seen[tuple(map(id, tensors.values()))] = [weakref.ref(each) for each in tensors.values()]
 
 
 def num_peers(op: str, rows: Tensor) -> int:
-    """How many rows there are.
-
-    Raises:
-        ValueError: ``rows`` is no matrix, or has no row.
-    """
+    """Return the number of rows; raise ValueError where ``rows`` is no matrix, or has none."""
     if rows.dim() != 2 or not len(rows):
         raise ValueError(f"`{op}` needs one row per peer and at least one, got shape {tuple(rows.shape)}.")
     return len(rows)
@@ -318,9 +304,6 @@ topk_accumulate_ = fused(
 )
 
 
-# The flat ops on parameters and their state; what each one computes stands in its reference.
-
-
 def _present(*tensors: Tensor | None) -> list[Tensor]:
     return [tensor for tensor in tensors if tensor is not None]
 
@@ -347,85 +330,23 @@ outer_merge_ = fused(
     _outer_merge,
 )
 
-# Server
+
+def _server(name: str, arrays: str, scalars: Callable[..., Sequence[float]]) -> Callable[..., None]:
+    """Return the native way of a server's op: its arrays in the library's order, and the scalars of the rest."""
+    keys = arrays.split()
+
+    def run(reply: Tensor | None, whole: int, **given: Any) -> None:
+        tensors = [given.pop(key) for key in keys]
+        native.flat(name if reply is None else f"{name}_reply", [*tensors, *_present(reply)], scalars(**given), whole)
+
+    return run
 
 
-def _server(name: str, arrays: list[Tensor], reply: Tensor | None, scalars: list[float], whole: int) -> None:
-    native.flat(name if reply is None else f"{name}_reply", [*arrays, *_present(reply)], scalars, whole)
-
-
-def _server_add(
-    params: Tensor,
-    reply: Tensor | None,
-    old_params: Tensor,
-    gradient: Tensor,
-    weight: float,
-    decay: float,
-    whole: int,
-) -> None:
-    _server("server_add", [gradient, old_params, params], reply, [weight, -decay], whole)
-
-
-def _server_sgd(
-    params: Tensor,
-    momentum: Tensor,
-    reply: Tensor | None,
-    old_params: Tensor,
-    old_momentum: Tensor,
-    gradient: Tensor,
-    lr: float,
-    mu: float,
-    nesterov: bool,
-    scale: float,
-    weight_decay: float,
-    whole: int,
-) -> None:
-    arrays = [gradient, old_params, old_momentum, params, momentum]
-    _server("server_sgd", arrays, reply, [lr, mu, float(nesterov), scale, weight_decay], whole)
-
-
-def _server_dana(
-    params: Tensor,
-    momentum: Tensor,
-    total: Tensor,
-    ahead: Tensor,
-    reply: Tensor | None,
-    old_params: Tensor,
-    old_momentum: Tensor,
-    old_total: Tensor,
-    gradient: Tensor,
-    lr: float,
-    mu: float,
-    scale: float,
-    whole: int,
-) -> None:
-    arrays = [gradient, old_params, old_momentum, old_total, params, momentum, total, ahead]
-    _server("server_dana", arrays, reply, [lr, mu, lr * mu, scale], whole)
-
-
-def _server_adam(
-    params: Tensor,
-    first: Tensor,
-    second: Tensor,
-    reply: Tensor | None,
-    old_params: Tensor,
-    old_first: Tensor,
-    old_second: Tensor,
-    gradient: Tensor,
-    step: int,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    scale: float,
-    weight_decay: float,
-    decoupled: bool,
-    whole: int,
-) -> None:
+def _adam_scalars(
+    step: int, lr: float, beta1: float, beta2: float, eps: float, scale: float, weight_decay: float, decoupled: bool
+) -> list[float]:
     size, rest1, rest2, root = server.adam_scalars(step, lr, beta1, beta2)
-    arrays = [gradient, old_params, old_first, old_second, params, first, second]
-    scalars = [size, beta1, rest1, beta2, rest2, root, eps, scale, *server.decay_scalars(lr, weight_decay, decoupled)]
-    _server("server_adam", arrays, reply, scalars, whole)
+    return [size, beta1, rest1, beta2, rest2, root, eps, scale, *server.decay_scalars(lr, weight_decay, decoupled)]
 
 
 def _check_step(op: str, given: Arguments) -> None:
@@ -438,7 +359,7 @@ server_add_ = fused(
     server.server_add_,
     "(Tensor(a!) params, Tensor(b!)? reply, Tensor old_params, Tensor gradient, float weight, float decay=0.0, "
     "int whole=0) -> ()",
-    _server_add,
+    _server("server_add", "gradient old_params params", lambda weight, decay: [weight, -decay]),
     dtypes=_GRADIENT,
 )
 server_sgd_ = fused(
@@ -446,7 +367,11 @@ server_sgd_ = fused(
     "(Tensor(a!) params, Tensor(b!) momentum, Tensor(c!)? reply, Tensor old_params, Tensor old_momentum, "
     "Tensor gradient, float lr, float mu, bool nesterov, float scale=1.0, float weight_decay=0.0, "
     "int whole=0) -> ()",
-    _server_sgd,
+    _server(
+        "server_sgd",
+        "gradient old_params old_momentum params momentum",
+        lambda lr, mu, nesterov, scale, weight_decay: [lr, mu, float(nesterov), scale, weight_decay],
+    ),
     dtypes=_GRADIENT,
 )
 server_dana_ = fused(
@@ -454,7 +379,11 @@ server_dana_ = fused(
     "(Tensor(a!) params, Tensor(b!) momentum, Tensor(c!) total, Tensor(d!) ahead, Tensor(e!)? reply, "
     "Tensor old_params, Tensor old_momentum, Tensor old_total, Tensor gradient, float lr, float mu, float scale=1.0, "
     "int whole=0) -> ()",
-    _server_dana,
+    _server(
+        "server_dana",
+        "gradient old_params old_momentum old_total params momentum total ahead",
+        lambda lr, mu, scale: [lr, mu, lr * mu, scale],
+    ),
     dtypes=_GRADIENT,
 )
 server_adam_ = fused(
@@ -462,7 +391,7 @@ server_adam_ = fused(
     "(Tensor(a!) params, Tensor(b!) first, Tensor(c!) second, Tensor(d!)? reply, Tensor old_params, Tensor old_first, "
     "Tensor old_second, Tensor gradient, int step, float lr, float beta1=0.9, float beta2=0.999, float eps=1e-08, "
     "float scale=1.0, float weight_decay=0.0, bool decoupled=False, int whole=0) -> ()",
-    _server_adam,
+    _server("server_adam", "gradient old_params old_first old_second params first second", _adam_scalars),
     dtypes=_GRADIENT,
     check=_check_step,
 )

@@ -1,4 +1,7 @@
-"""Loads the libraries that cuda_ext builds, after torch, and says which backend runs and why not a better one."""
+"""The native libraries that cuda_ext builds, loaded after torch: which backend runs, why not a better one, and calls.
+
+No call here checks shapes, formats or overlaps: `flat_ops` and `plan` do, before they come here.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,6 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-
-
 FOLDER = Path(__file__).resolve().parent / "lib"
 ABI_VERSION = 4
 
@@ -26,7 +27,7 @@ Kind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What runs the ops on one kind of device.
+    """The backend of the ops on one kind of device.
 
     Args:
         name: ``"torch"``, or the library's kernels: ``"native (x86-64-v3)"``.
@@ -82,7 +83,7 @@ def _open(kind: Kind) -> ctypes.CDLL:
 
 
 def _open_openmp() -> None:
-    """The OpenMP runtime that torch uses, for what the library leaves open: a second one would double the threads."""
+    """Load torch's OpenMP runtime, which the library lacks: a second one would double the threads."""
     beside = Path(torch.__file__).parent
     found = [*beside.glob("lib/libgomp*.so*"), *beside.parent.glob("torch.libs/libgomp*.so*")]
     for name in [*map(str, found), "libgomp.so.1", "libomp.so.5", "libiomp5.so"]:
@@ -118,18 +119,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def build_record() -> dict[str, dict[str, Any]]:
-    """How the libraries were built, or why they were not; empty where nobody tried."""
+    """Return how the libraries were built, or why they were not; empty where nobody tried."""
     path = FOLDER / "build.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def available(device: torch.device) -> bool:
-    """Whether the library for this device runs."""
+    """Return whether the library for this device runs."""
     return (device.type == "cpu" or device.type == "cuda") and _loaded.get(device.type) is not None
 
 
 def backend(kind: Kind) -> Backend:
-    """What runs the ops on this kind of device, and why not something better."""
+    """Return what runs the ops on this kind of device, and why not something better."""
     library = _loaded.get(kind)
     if library is None:
         return Backend(name="torch", reason=_loaded.reasons.get(kind, "switched off by `use`"))
@@ -143,10 +144,7 @@ def backend(kind: Kind) -> Backend:
 def use(level: str) -> Iterator[None]:
     """Run the ops in another way than the best: ``"torch"``, or a level of the CPU library (``"portable"``, ...).
 
-    For tests and comparisons; it holds for the whole process.
-
-    Raises:
-        ValueError: this processor or this build lacks the level.
+    For tests and comparisons; it holds for the whole process. Raises ValueError where the level is lacking.
     """
     library = _loaded.get("cpu")
     before = library.la_cpu_level() if library is not None else b""
@@ -163,18 +161,12 @@ def use(level: str) -> Iterator[None]:
 
 
 def library(kind: str) -> ctypes.CDLL:
-    """The library for this kind of device; `available` has said that there is one."""
     found = _loaded.get("cuda" if kind == "cuda" else "cpu")
     assert found is not None
     return found
 
 
-# Calls into the native libraries: pointers, scratch memory, streams.
-#
-# Nothing here checks shapes, formats or overlaps: `define` and `plan` do, before they come here.
-
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""Formats of parameters; state is fp32."""
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # formats of parameters; state is fp32
 CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3}
 """Formats of messages; uint8 holds four codes of 2 bits."""
 CHUNK = 65536
@@ -198,7 +190,6 @@ class Segment(ctypes.Structure):
 
 @functools.cache
 def find(kind: str, name: str) -> int:
-    """The number of an op."""
     number = library(kind).la_find(name.encode())
     assert number >= 0, f"the {kind} library has no op {name!r}"
     return number
@@ -229,7 +220,7 @@ def _scalars(values: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
 
 
 def _on(device: torch.device) -> tuple[ctypes.CDLL, int]:
-    """The CUDA library, told the device, and torch's stream on it."""
+    """Return the CUDA library, set to the device, and torch's stream on it."""
     cuda = library("cuda")
     _ok(cuda.la_cuda_use_device(device.index if device.index is not None else torch.cuda.current_device()))
     return cuda, torch.cuda.current_stream(device).cuda_stream
@@ -240,11 +231,7 @@ def _chunks(numel: int) -> int:
 
 
 def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), whole: int = 0) -> None:
-    """Run an elementwise op.
-
-    Args:
-        whole: elements of the arrays that these are a piece of, where they are. Default: they are no piece.
-    """
+    """Run an elementwise op; ``whole``: elements of the arrays that these are a piece of, if they are."""
     x = arrays[0]
     number = find(x.device.type, name)
     form = FORMATS[x.dtype]
@@ -259,12 +246,7 @@ def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), who
 
 
 class SegmentTable:
-    """A list of tensors as the library of their device wants it: one table on the CPU, one per op and format on a GPU.
-
-    Args:
-        device: where the tensors are.
-        segments: not empty; the library's ops and formats are in them.
-    """
+    """A list of tensors as the library wants them: one table on the CPU, one per op and format on a GPU."""
 
     def __init__(self, device: torch.device, segments: Sequence[Segment]) -> None:
         self.device = device
@@ -280,7 +262,7 @@ class SegmentTable:
                 self._groups.append((*key, raw.to(device), torch.tensor(chunks, dtype=torch.int64, device=device)))
 
     def follow(self, pointers: Sequence[int]) -> bool:
-        """The tensors are elsewhere from now on; whether the table could be changed."""
+        """Point to other memory; return whether the table could be changed."""
         if self.device.type != "cpu":
             return False
         for segment, pointer in zip(self._segments, pointers, strict=True):
@@ -318,7 +300,6 @@ class SegmentTable:
 
 
 def square(a: Tensor, b: Tensor | None) -> Tensor:
-    """The sum of :math:`(a - b)^2` in float64, on the device."""
     other = a if b is None else b
     total = torch.empty((), dtype=torch.float64, device=a.device)
     arguments = (FORMATS[a.dtype], a.data_ptr(), FORMATS[other.dtype], _pointer(b), a.numel(), total.data_ptr())
@@ -352,7 +333,7 @@ def average(
     out: Tensor | None = None,
     again: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> None:
-    """The weighted sum of all peers' decoded codes: into ``out``, or encoded ``again`` (codes, scales, residual)."""
+    """Write the weighted sum of all peers' codes into ``out``, or encoded ``again`` (codes, scales, residual)."""
     out_codes, out_scales, residual = again if again is not None else (None, None, None)
     arguments = (
         CODES[codes.dtype], codes.data_ptr(), _pointer(scales), weights.data_ptr(), weights.numel(), numel, threshold,
@@ -366,7 +347,6 @@ def average(
 
 
 def topk(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> None:
-    """Select on the CPU."""
     _ok(
         library("cpu").la_cpu_topk(
             source.data_ptr(), residual.data_ptr(), source.numel(), values.numel(), values.data_ptr(),
@@ -376,11 +356,7 @@ def topk(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> N
 
 
 def scatter(out: Tensor, values: Tensor, indices: Tensor, weight: float) -> None:
-    """Add to selected elements, on the CPU.
-
-    Raises:
-        IndexError: an index is out of range; nothing was added.
-    """
+    """Add to selected elements, on the CPU; raise IndexError, and add nothing, if an index is out of range."""
     status = library("cpu").la_cpu_scatter(
         out.data_ptr(), out.numel(), values.data_ptr(), indices.data_ptr(), values.numel(), weight
     )

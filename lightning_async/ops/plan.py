@@ -1,7 +1,4 @@
-"""Lists of tensors and the flat buckets in which they travel: the native library where it runs, else the reference.
-
-A `Plan` checks its tensors once; the functions check them at every call.
-"""
+"""Lists of tensors and the flat buckets in which they travel: the native library where it runs, else the reference."""
 
 from __future__ import annotations
 
@@ -59,12 +56,9 @@ class Plan:
         self._kinds = _kinds(self.tensors)
 
     def follow(self, tensors: Sequence[Tensor]) -> bool:
-        """Go on with other tensors of the same kinds, which costs a tenth of another plan; whether they are.
+        """Go on with other tensors of the same kinds, which costs a tenth of another plan; return whether they are.
 
-        A plan with remainders follows none.
-
-        Raises:
-            ValueError: see `apply_`.
+        A plan with remainders follows none. Raises ValueError as `apply_` does.
         """
         if _kinds(tensors) != self._kinds or any(rest is not None for rest in self.remainders):
             return False
@@ -80,11 +74,9 @@ class Plan:
         return True
 
     def release(self) -> None:
-        """Hold no tensors, until it is to `follow` others."""
         self.tensors = []
 
     def _check_distinct(self) -> None:
-        """What is written in parallel must not overlap."""
         written = [*self.tensors, *(rest for rest in self.remainders if rest is not None)]
         spans = sorted((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in written if _dense(t))
         pointers = [x.data_ptr() for x in self.tensors if x.numel()]
@@ -143,11 +135,11 @@ class Plan:
 
     @torch.no_grad()
     def apply_(self, target: Tensor, base: Tensor | None = None) -> None:
-        r"""Move every tensor by ``target - base``, or copy ``target``, as `apply_` does.
+        """Move every tensor by ``target - base``, or copy ``target``, as `apply_` does.
 
         Args:
             target: flat fp32; stays intact.
-            base: flat fp32; consumed: what it holds afterwards is not defined. Default: None, copy.
+            base: flat fp32; consumed: not defined afterwards. Default: None, copy.
 
         Raises:
             TypeError: a bucket is not fp32.
@@ -198,12 +190,7 @@ def _dense(t: Tensor) -> bool:
 
 
 def _offsets(layout: FlatLayout) -> list[int]:
-    offsets = []
-    end = 0
-    for size in layout.sizes:
-        offsets.append(end)
-        end += size
-    return offsets
+    return list(itertools.accumulate(layout.sizes, initial=0))[:-1]
 
 
 class _Table:
@@ -234,11 +221,11 @@ class _Table:
         self._table = native.SegmentTable(device, segments) if segments else None
 
     def follow(self, pointers: Sequence[int]) -> bool:
-        """The tensors, none of which has a remainder, are there from now on; whether that can be."""
+        """Point to other memory of tensors without remainders; return whether that can be."""
         return self._table is None or self._table.follow([pointers[k] for k in self._places])
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norm: bool) -> float:
-        """Run the op; the first of its norms, where it is wanted."""
+        """Run the op; return the first of its norms, where it is wanted."""
         sums = self._table.run(buckets, scalars, norm) if self._table is not None else None
         return 0.0 if sums is None else sums[0].item()
 

@@ -52,7 +52,7 @@ def test_who_reduces_while_replicas_drift_hears_once_what_is_of_all(caplog: pyte
 
     assert on_ranks(body) == [(2.0, 0), (4.0, 0), (6.0, 0)]
     assert sorted(record.getMessage() for record in caplog.records) == [
-        f"Rank {rank}: reduce(mean) was called between two rendezvous, where replicas run at their own pace: it "
+        f"Rank {rank}: reduce(mean) was called between two sync points, where replicas run at their own pace: it "
         "returns this replica's own value (`on_epoch=True` logs that of all, at the end of the epoch)."
         for rank in range(RANKS)
     ]

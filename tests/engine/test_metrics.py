@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 import lightning_async
-from lightning_async.engine.averaging.report import RunSummary
+from lightning_async.engine.averaging.report import RunSummary, Totals
 from lightning_async.engine.gradients.window import WindowTotals
-from lightning_async.engine.metrics import Totals
 from lightning_async.parameter_server.metrics import PushTotals
 
 WINDOWS = WindowTotals(number=3, own=2, batches=6, exchange_s=2.0, waited_s=1.0, sent_bytes=80)

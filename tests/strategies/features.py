@@ -623,7 +623,7 @@ def calls_between_gates() -> Any:
     seen: list[float] = []
     with logged() as messages:
         told = fit(None, loader(shard((5, 20))), Calls())
-    return told | {"seen": seen, "warnings": [m for m in messages if "between two rendezvous" in m]}
+    return told | {"seen": seen, "warnings": [m for m in messages if "between two sync points" in m]}
 
 
 @scenario

@@ -217,7 +217,7 @@ def world_of_sums() -> Any:
 
     with logged() as messages:
         fit(None, loader(shard((2, 2))), val=loader(shard((1, 1))), callbacks=[Ask()])
-    return told | {"warnings": [m for m in messages if "rendezvous, where" in m]}
+    return told | {"warnings": [m for m in messages if "two sync points, where" in m]}
 
 
 @scenario

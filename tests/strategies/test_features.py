@@ -366,7 +366,7 @@ def test_collectives_between_gates_are_local_and_warn_once(ranks: Outcomes) -> N
 
 def test_all_gather_between_gates_is_an_error_that_says_why(ranks: Outcomes) -> None:
     for error in ranks.errors("gather_between_gates"):
-        assert "all_gather between two rendezvous" in error
+        assert "all_gather between two sync points" in error
 
 
 # ---- telemetry ----

@@ -50,7 +50,7 @@ def test_a_summary_says_what_happened(ranks: Outcomes) -> None:
         assert none["rows"]["averaging rounds"].strip() == "0"
         for row in ("communication", "staleness"):
             assert none["rows"][row].strip().startswith("no round")
-        assert none["gate_s"] > 0.0 and f"at gates {none['gate_s']:.2f} s" in none["rows"]["communication"]
+        assert none["gate_s"] > 0.0 and f"at sync points {none['gate_s']:.2f} s" in none["rows"]["communication"]
         assert not {"averaging/hidden_share", "averaging/round_s", "averaging/spread"} & set(none["metrics"])
         assert none["metrics"]["averaging/bytes"] == 2 * 4 * 65
         for quiet in (rounds, synchronous):

@@ -1,7 +1,6 @@
 """The training thread's side of averaging: count work, pack, merge.
 
-`BackgroundAverager` is what strategies see; `Merger` moves the parameters by what has arrived, the last step of a
-round.
+Strategies see `BackgroundAverager`. `Merger` moves the parameters by what has arrived, the last step of a round.
 """
 
 from __future__ import annotations
@@ -29,28 +28,16 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundAverager:
-    """Averages one replica with its peers while it trains.
+    """An average of one replica with its peers while it trains.
 
-    The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where
-    several optimizers step), `sync_points.rendezvous` wherever all ranks must hold one model, and `resume` when it
-    trains on. The control plane's thread serves the rounds meanwhile. All ranks must start with equal parameters.
-
-    Args:
-        control: the control plane, made and not yet started; closed by `close`.
-        rule: how replicas become one model.
-        schedule: when they do.
-        config: the rest.
-
-    Raises:
-        ValueError: a rule that ``config`` cannot carry out, see `AveragerConfig.check_rule`.
+    The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where several
+    optimizers step), `sync_points.rendezvous` wherever all ranks must hold one model, and `resume` when it trains on.
+    The control plane's thread serves the rounds meanwhile; `close` closes it. All ranks must start with equal
+    parameters. Raises ValueError for a rule that ``config`` cannot carry out.
     """
 
     def __init__(
-        self,
-        control: ControlPlane,
-        rule: AveragingRule,
-        schedule: Schedule,
-        config: AveragerConfig | None = None,
+        self, control: ControlPlane, rule: AveragingRule, schedule: Schedule, config: AveragerConfig | None = None
     ) -> None:
         self.config = config or AveragerConfig()
         self.config.check_rule(type(self).__name__, rule)
@@ -77,8 +64,6 @@ class BackgroundAverager:
         self._resumed = self._in_flight = False
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
-    # ---- life ----
-
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
         ledger = self.ledger
@@ -94,11 +79,8 @@ class BackgroundAverager:
         if not self.control.close(timeout):
             log.warning("The engine's thread of rank %d did not end within %s.", self.summary.rank, timeout)
 
-    # ---- stepping ----
-
     def plan(self, meet: Callable[[SyncPointKind], Arrival] | None = None) -> Step:
-        """Return what to do with the step that the training thread is about to take; ``meet``, by default `rendezvous`,
-        opens a sync point that it needs first."""
+        """Plan the step that the training thread is about to take; ``meet`` opens a sync point that it needs first."""
         box = self._box
         ledger = self.ledger
         with box.changed:
@@ -132,27 +114,24 @@ class BackgroundAverager:
         return Step.of(self.schedule.next(clock), self.schedule, self.replica.num_fragments)
 
     def _leave_synchronous(self) -> None:
-        """Replicas part from here: this is where they come from, should one miss the next round."""
+        """Note where replicas part, for one that misses the next round."""
         with self._buckets.alone(self.control.see):
             self.replica.pack_(self.control.vacated())
         self.ledger.part()
         self._buckets.at_target = True
 
     def synchronous_step(self, samples: float | None) -> None:
-        """Gradients were averaged, with this replica's of so many ``samples``; None: without them. Under the lock."""
+        """Count a step on averaged gradients; ``samples`` is None without this replica's. Under the lock."""
         self.ledger.synchronous_step(None if samples is None else Work(samples, 1.0))
         message = self._buckets.message
         if isinstance(message, LocalMessage) and message.announced:
             self.component.average.abandon()  # made with a rule state that begins anew; its work stays for another one
 
     def tick(self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
-        """Count a step, take what arrived, and start a round if that was planned; returns the round that was merged.
+        """Count a step, take what arrived, and start a round if that was planned; return the round that was merged.
 
-        Args:
-            step: what `plan` said.
-            samples: samples behind the step.
-            stepped: False if no parameter moved (a step skipped because of infinite gradients).
-            lr: the inner learning rate, for rules that need it.
+        ``step`` is the result of `plan`. ``stepped`` is False if no parameter moved (infinite gradients). ``lr`` is the
+        inner learning rate, for rules that need it.
         """
         box = self._box
         now = self._now()
@@ -179,7 +158,6 @@ class BackgroundAverager:
         return report
 
     def _average_now(self, lr: float, fragment: int) -> RoundReport | None:
-        """One round, for which the training thread stands still."""
         buckets = self._buckets
         started = self._now()
         report = self._take()
@@ -193,11 +171,10 @@ class BackgroundAverager:
         return self._take() or report
 
     def _has_news(self) -> bool:
-        """Whether this replica did anything that no round holds."""
         return self.ledger.work.weight(self.config.weighting) > 0.0 or self.ledger.since_round > 0.0
 
     def _pack(self, lr: float = 0.0, fragment: int = 0, due: bool = True) -> bool:
-        """Snapshot the parameters as this rank's message, if the buckets are free; whether it did."""
+        """Pack the parameters as this rank's message, if the buckets are free; return whether they were."""
         box = self._box
         buckets = self._buckets
         ledger = self.ledger
@@ -217,7 +194,6 @@ class BackgroundAverager:
         return True
 
     def _take(self) -> RoundReport | None:
-        """Move the parameters by what arrived."""
         buckets = self._buckets
         with self._box.changed:
             arrived = buckets.arrived
@@ -235,7 +211,7 @@ class BackgroundAverager:
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
-        """Optimizer steps per replica: the mean of all at the last header, then at that pace, or a late one's own."""
+        """Estimate optimizer steps per replica: the mean of all at the last header, and this replica's since."""
         box = self._box
         pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
@@ -265,7 +241,7 @@ class BackgroundAverager:
         self._merger.restore_local()
 
     def leave(self) -> None:
-        """Parameters were unfrozen at a sync point: they travel with the others from now on."""
+        """Follow parameters that were unfrozen at a sync point: they travel with the others from now on."""
         replica = self.replica
         buckets = self._buckets
         followed = False
@@ -284,14 +260,11 @@ class BackgroundAverager:
                     self.control.forget()
         log.info("Rank %d: %d parameters were unfrozen and are averaged from now on.", self.summary.rank, len(thawed))
 
-    # ---- checkpoints ----
-
     def state_dict(self) -> dict[str, Any]:
-        """The rule's state and the round, equal on all replicas where it is taken at a sync point; a copy."""
+        """Copy the rule's state and the round, which are equal on all replicas at a sync point."""
         return self.agreed.state_dict()
 
     def clocks(self) -> dict[str, Any]:
-        """What is this replica's own."""
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
@@ -299,10 +272,9 @@ class BackgroundAverager:
         }  # fmt: skip
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
-        """Go on from `state_dict` and `clocks`; before `start`. What ``clocks`` lacks of the rule's state begins anew.
+        """Go on from `state_dict` and `clocks`; raise ValueError for the state of another rule. Before `start`.
 
-        Raises:
-            ValueError: the state is another rule's.
+        Rule state that ``clocks`` lacks begins anew.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
@@ -317,13 +289,9 @@ class BackgroundAverager:
 
 
 class Merger:
-    """What merges committed rounds into one replica's parameters.
+    """The training thread's merging of committed rounds into one replica's parameters.
 
-    Args:
-        buckets: what has arrived.
-        agreed: the rule, which says what becomes of progress made meanwhile, and of local models at a sync point.
-        component: hears whether the parameters only show a model.
-        exact: False where a message counts as what its codes decode to: what they lack stays in the parameters.
+    ``exact``: False where messages are compressed, whose losses stay in the parameters.
     """
 
     def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
@@ -333,10 +301,9 @@ class Merger:
         self._replica = buckets.replica
         self._exact = exact
         self._local: Tensor | None = None
-        """What training goes on from, while the parameters show the model of a sync point."""
+        """The parameters with which training goes on, while they show the model of a sync point."""
 
     def merge(self, arrived: Merge, step: int) -> None:
-        """Move the parameters; ``step`` is the replica's step count."""
         replica = self._replica
         rule = self._agreed.rule
         message = arrived.message
@@ -369,7 +336,7 @@ class Merger:
             self._component.showing = self._local is not None
 
     def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
-        """The target, with as much of the progress since ``base`` as the rule takes up."""
+        """Return the target, with as much of the progress since ``base`` as the rule takes up."""
         replica = self._replica
         mixed = arrived.target.clone()
         live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
@@ -378,7 +345,7 @@ class Merger:
         return mixed
 
     def restore_local(self) -> bool:
-        """Where the parameters only show a model, put this replica's own back; whether it did."""
+        """Put this replica's own parameters back where they only show a model; return whether they did."""
         if self._local is None:
             return False
         self._replica.merge_(self._local, None, with_state=True)

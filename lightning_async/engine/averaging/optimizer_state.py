@@ -1,11 +1,9 @@
 """The optimizers' state as tensors that can be averaged or reset.
 
 Optimizers make their state at the first step that has a gradient. To be averaged it must be there from the start on
-every replica, one without any data too, and must begin as the optimizer itself would begin it. What an optimizer does
-is found out with a small stand-in: the same class and options, a parameter of a few elements.
-
-`recompute_batch_norm` stands beside that: it recomputes the BatchNorm statistics of an averaged model from recent
-batches, as the statistics of an average are not the average of statistics (precise BatchNorm, Wu and Johnson, 2021).
+every replica, one without any data too, and must begin as the optimizer itself would begin it. A small stand-in of the
+same class and options, with a parameter of a few elements, shows what an optimizer does. `recompute_batch_norm` makes
+BatchNorm statistics anew (precise BatchNorm, Wu and Johnson, 2021): those of an average are no average of statistics.
 """
 
 from __future__ import annotations
@@ -28,21 +26,14 @@ from lightning_async.engine.fingerprint import real
 from lightning_async.engine.replica import RunningMean, with_statistics
 
 log = logging.getLogger(__name__)
-
-
 RECENT_BATCHES = 16
 
 
 def recompute_batch_norm(module: nn.Module, batches: list[Any], world: LightningCollectives) -> None:
-    r"""Set every BatchNorm's statistics to the mean over the batches of all replicas.
+    """Set every BatchNorm's statistics to the mean over the batches of all replicas, which call this together.
 
     Each batch's input (its first element, where it is a tuple or list) passes through ``module.forward`` in training
-    mode without gradients.
-
-    Args:
-        module: the model, equal on all ranks.
-        batches: this rank's; other ranks may have more, fewer, or none.
-        world: of all ranks, which call this together.
+    mode without gradients. Ranks may have unequal numbers of batches, or none.
     """
     if not (layers := with_statistics(module)):
         return
@@ -75,10 +66,9 @@ Group = dict[str, Any]
 
 
 def materialise(optimizers: Iterable[Optimizer]) -> None:
-    """Give every trained parameter the state with which its optimizer would begin; where it has one, that stays.
+    """Give every trained parameter the state with which its optimizer would begin, where it has none.
 
-    Raises:
-        ValueError: an optimizer that trains otherwise with such a state than without; names it and its options.
+    Raises ValueError for an optimizer that trains otherwise with such a state than without.
     """
     for optimizer in optimizers:
         checked = set()
@@ -95,22 +85,15 @@ class AveragedState:
     """The state that has a value for each element of its parameter, or for each row: moments, not step counts.
 
     Calling it gives the tensors as they are now, of every trained parameter; complex ones as views of real numbers.
-
-    Args:
-        optimizers: what `materialise` has not given its state yet is given that when it is asked for.
-
-    Raises:
-        ValueError: see `materialise`.
+    Raises as `materialise` does.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._known: dict[Any, list[str]] = {}
         self._laws: dict[Any, tuple[Any, dict[str, _Law]]] = {}
-        self._hooks: dict[int, RemovableHandle] = {}
-        """Of optimizers, by their `id`, whose updates nobody else counts."""
-        self._steps: Counter[int] = Counter()
-        """Of each parameter of theirs, by its `id`."""
+        self._hooks: dict[int, RemovableHandle] = {}  # of optimizers, by their `id`, whose updates nobody else counts
+        self._steps: Counter[int] = Counter()  # of each parameter of theirs, by its `id`
 
     def __call__(self) -> list[Tensor]:
         materialise(self._optimizers)
@@ -131,13 +114,12 @@ class AveragedState:
         return found
 
     def close(self) -> None:
-        """Let go of the optimizers."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
-        """After a step: some fused kernels leave no trace in the state that an update could be told by."""
+        """Count a step: some fused kernels leave no trace in the state."""
         self._steps.update(id(param) for _, param in _params(optimizer) if param.grad is not None)
 
     def _each(self) -> Iterator[tuple[Optimizer, Group, Tensor, dict[str, Any], str]]:
@@ -153,7 +135,7 @@ class AveragedState:
                         yield optimizer, group, param, state, name
 
     def _laws_of(self, kind: Any, optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, _Law]:
-        """Found out once for each set of options: schedulers change momenta, too."""
+        """Find the laws once for each set of options: schedulers change momenta, too."""
         options = {key: value for key, value in group.items() if key not in ("params", "lr")}
         before = self._laws.get(kind)
         shown = repr(options)
@@ -163,22 +145,15 @@ class AveragedState:
 
 
 class _Law(NamedTuple):
-    """How a tensor of a parameter's state averages over time.
+    """A tensor's law of averaging over time."""
 
-    Args:
-        decay: see `RunningMean`; 1 also where it is not known.
-        counter: the name of the state's entry that counts updates; None: none does.
-        writes: how often torch counts that an update writes to the tensor.
-        positive: see `RunningMean`.
-    """
-
-    decay: float = 1.0
-    counter: str | None = None
-    writes: int = 0
-    positive: bool = False
+    decay: float = 1.0  # see `RunningMean`; 1 also where it is not known
+    counter: str | None = None  # the name of the state's entry that counts updates; None: none does
+    writes: int = 0  # how many writes to the tensor torch counts for an update
+    positive: bool = False  # see `RunningMean`
 
     def of(self, state: Mapping[str, Any], name: str, steps: float) -> RunningMean:
-        """For a parameter with this state, whose optimizer has taken so many ``steps`` with a gradient of it."""
+        """Apply it to a parameter with this state and so many ``steps`` with a gradient."""
         if self.counter is not None and self.counter in state:
             return RunningMean(self.decay, state[self.counter], positive=self.positive)
         if self.writes:
@@ -192,14 +167,12 @@ class _Law(NamedTuple):
 
 
 def every_tensor(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """All floating-point state, for a look at its health."""
     states = [state for optimizer in optimizers for state in optimizer.state.values()]
     tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
     return [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
 
 
 def reset(optimizers: Iterable[Optimizer]) -> None:
-    """Forget the state: the next step begins as the first."""
     for optimizer in optimizers:
         optimizer.state.clear()
 
@@ -211,7 +184,7 @@ def _params(optimizer: Optimizer) -> Iterator[tuple[Group, nn.Parameter]]:
 
 
 def _begun(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
-    """The state with which this optimizer begins this parameter; the parameter itself is left alone."""
+    """Return the state with which this optimizer begins this parameter, which is left alone."""
     twin = nn.Parameter(param.detach().clone())
     twin.grad = torch.zeros_like(twin)
     stand_in = _stand_in(optimizer, group, twin)
@@ -253,7 +226,7 @@ def _check(optimizer: Optimizer, group: Group, param: Tensor) -> None:
 
 
 def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> tuple[Tensor, list[str]]:
-    """A small parameter after three steps, and which of its state's tensors were replaced meanwhile."""
+    """Return a small parameter after three steps, and which of its state's tensors were replaced meanwhile."""
     small = _small(param)
     stand_in = _stand_in(optimizer, group, small)
     if begun:
@@ -269,7 +242,7 @@ def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> 
 
 
 def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
-    """The tensors of a parameter's state that are more than one number, whatever the parameter's size."""
+    """Return the tensors of a parameter's state that are more than one number, whatever the parameter's size."""
     state = _begun(optimizer, group, _small(param))
     return sorted(
         name
@@ -279,11 +252,11 @@ def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
 
 
 def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -> dict[str, _Law]:
-    """Find out how each tensor of the state averages over time; nothing of those of which that cannot be.
+    """Find out how each tensor of the state averages over time; return nothing where that cannot be.
 
-    Steps are taken from states that differ in that tensor only. What is left of the difference is the decay, if it is
-    the same for all elements, gradients, times and factors that the state holds: a maximum, or a step size that adapts,
-    has none, and ASGD's average has none of its own. Fp64 tells it to more digits than options have.
+    Steps are taken from states that differ in that tensor only. The rest of the difference is the decay, if it is the
+    same for all elements, gradients, times and factors that the state holds: a maximum, or a step size that adapts, has
+    none, and ASGD's average has none of its own. Fp64 tells it to more digits than options have.
     """
     small = nn.Parameter(_small(param.detach().real).detach().double())
     signs = torch.ones_like(small)
@@ -306,19 +279,17 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
 
 def _halved(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state whose factors, such as ASGD's ``mu``, are half as large, as they may become later."""
-    return {name: value / 2 if _is_factor(value) else value for name, value in state.items()}
-
-
-def _is_factor(value: Any) -> bool:
-    """Return whether an entry of the state is one number in (0, 1]; a count that has begun is larger."""
-    one = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
-    return one and 0.0 < float(value) <= 1.0
+    halved = dict(state)
+    for name, value in state.items():
+        is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
+        if is_number and 0.0 < float(value) <= 1.0:  # a count that has begun is larger
+            halved[name] = value / 2
+    return halved
 
 
 def _law(
     optimizer: Optimizer, group: Group, small: Tensor, runs: list[tuple[dict[str, Any], Tensor]], name: str
 ) -> _Law:
-    """Return how one tensor of the state averages over time, by a step from each state with each gradient."""
     left = []
     positive = True
     counters = set(runs[0][0])
@@ -362,7 +333,7 @@ def _stepped(
 
 @contextmanager
 def _own_random_numbers(param: Tensor) -> Iterator[None]:
-    """Let an optimizer draw random numbers, the same each time, and none of those that training draws."""
+    """Let an optimizer draw the same random numbers each time, and none of those that training draws."""
     with torch.random.fork_rng([param.device] if param.is_cuda else []):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed all GPUs, too
         if param.is_cuda:
@@ -371,18 +342,16 @@ def _own_random_numbers(param: Tensor) -> Iterator[None]:
 
 
 def _kind(group: Group, param: Tensor) -> tuple[Any, ...]:
-    """Parameters of one kind are treated alike by their optimizer."""
+    """Return a key that parameters share which their optimizer treats alike."""
     return id(group), max(param.ndim, 1), param.dtype, param.device
 
 
 def _small(param: Tensor) -> nn.Parameter:
-    """A parameter of a few elements, of the same kind."""
     shape = (3,) if param.ndim < 2 else (3, 2, *(1 for _ in range(param.ndim - 2)))
     return nn.Parameter(torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape).to(param))
 
 
 def _stand_in(optimizer: Optimizer, group: Group, param: nn.Parameter) -> Any:
-    """An optimizer of this class with this group's options, for one parameter, without hooks or history."""
     stand_in: Any = copy.copy(optimizer)
     vars(stand_in).pop("step", None)  # a scheduler's wrapper around the real one's
     stand_in.state = defaultdict(dict)

@@ -1,4 +1,4 @@
-"""What rounds report, and what a whole run adds up to."""
+"""Reports of rounds, and the totals of a run."""
 
 from __future__ import annotations
 
@@ -6,45 +6,54 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
 
 from lightning_async.algorithms.schedules import Pace, straggler
 from lightning_async.engine.averaging.rounds import Merge
-from lightning_async.engine.metrics import Totals
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One committed round, as this replica saw it. Times in seconds, sizes in bytes.
+    """One committed round, as this replica saw it. Times in seconds, sizes in bytes."""
 
-    Args:
-        id: number of the round.
-        is_consensus: the exchange was a consensus, not an averaging round.
-        share: this replica's weight in the mean; 0 if it was absent.
-        num_present: replicas with a weight.
-        staleness_steps: local steps between the snapshot and the merge.
-        payload_bytes: what this replica's message takes on the wire.
-        header_s: waiting for the slowest replica's header; the training thread goes on meanwhile.
-        exchange_s: moving and committing the payload.
-        blocked_s: how much of all that the training thread stood still for.
-        merge_s: packing and merging, on the training thread.
-        spread: root of the work-weighted mean squared distance of the replicas' messages from their mean.
-        healed: this replica was not finite and took over the others' model.
-    """
+    id: int  # number of the round
+    is_consensus: bool  # the exchange was a consensus, not an averaging round
+    share: float  # this replica's weight in the mean; 0 if it was absent
+    num_present: int  # replicas with a weight
+    staleness_steps: int  # local steps between the snapshot and the merge
+    payload_bytes: int  # size of this replica's message on the wire
+    header_s: float  # waiting for the slowest replica's header; the training thread goes on meanwhile
+    exchange_s: float  # moving and committing the payload
+    blocked_s: float  # how much of all that the training thread waited for
+    merge_s: float  # packing and merging, on the training thread
+    spread: float  # root of the work-weighted mean squared distance of the replicas' messages from their mean
+    healed: bool = False  # this replica was not finite and took over the others' model
 
-    id: int
-    is_consensus: bool
-    share: float
-    num_present: int
-    staleness_steps: int
-    payload_bytes: int
-    header_s: float
-    exchange_s: float
-    blocked_s: float
-    merge_s: float
-    spread: float
-    healed: bool = False
+
+class Totals(Protocol):
+    """Totals of exchanges other than averaging rounds: a dataclass, whose numbers are in checkpoints."""
+
+    title: ClassVar[str]  # first line of the summary
+    prefix: ClassVar[str]  # beginning of the metrics' names
+    shown: ClassVar[tuple[str, ...]]  # metrics that are in the progress bar, too
+
+    @property
+    def number(self) -> int: ...  # exchanges so far
+
+    @property
+    def each_s(self) -> float: ...  # mean time of one; 0.0 while there was none
+
+    @property
+    def hidden_share(self) -> float: ...  # share of that during which training went on; 1.0 while there was none
+
+    @property
+    def sent_bytes(self) -> int: ...  # bytes sent by this replica; 0 where they are not counted
+
+    def rows(self) -> dict[str, str]: ...  # lines of the summary
+
+    def metrics(self) -> dict[str, float]: ...  # for loggers
 
 
 @dataclass
@@ -74,11 +83,9 @@ class RunSummary:
     elapsed_s: float = 0.0
     samples_by_rank: list[float] = field(default_factory=list)
     paces: dict[str, Pace] = field(default_factory=dict)
-    totals: Totals | None = None
-    """What is exchanged in place of averaging rounds, counted."""
+    totals: Totals | None = None  # what is exchanged in place of averaging rounds, counted
 
     def add(self, report: RoundReport) -> None:
-        """Count one round."""
         if report.is_consensus:
             self.consensuses += 1
             self.sync_point_exchange_s += report.exchange_s
@@ -116,31 +123,25 @@ class RunSummary:
 
     @property
     def mean_staleness_steps(self) -> float:
-        """Local steps between snapshot and merge, on average over rounds."""
         return self.staleness_steps / self.rounds if self.rounds else 0.0
 
     @property
     def title(self) -> str:
-        """What was done."""
         return "Asynchronous averaging" if self.totals is None else self.totals.title
 
     @property
     def exchanges(self) -> int:
-        """Averaging rounds, or what there is in their place."""
         return self.rounds if self.totals is None else self.totals.number
 
     @property
     def each_s(self) -> float:
-        """What one of these took, on average."""
         return self.exchange_s / max(1, self.rounds) if self.totals is None else self.totals.each_s
 
     @property
     def sent_bytes(self) -> int:
-        """By this replica, at sync points included."""
         return self.payload_bytes + (0 if self.totals is None else self.totals.sent_bytes)
 
     def shown(self) -> dict[str, float]:
-        """The metrics that are in the progress bar, too."""
         prefix = "averaging"
         names = ("rounds", "hidden_share")
         if self.totals is not None:
@@ -150,10 +151,10 @@ class RunSummary:
         return {name: value for name, value in self.metrics().items() if name in wanted}
 
     def metrics(self) -> dict[str, float]:
-        """The run so far under the names that are logged; what is of rounds, from the first one on."""
+        """Return the run so far under the names that are logged; facts of rounds from the first one on."""
         prefix = "averaging" if self.totals is None else self.totals.prefix
         own = self._of_rounds() if self.totals is None else self.totals.metrics()
-        told = {
+        found = {
             **own,
             "bytes": float(self.sent_bytes),
             # No name is the beginning of another one's path: loggers that keep a file for each name could not.
@@ -163,7 +164,7 @@ class RunSummary:
             "failed_rounds": float(self.failed_rounds),
             "dropped_gradients": float(self.dropped_gradients),
         }
-        return {f"{prefix}/{name}": value for name, value in told.items()}
+        return {f"{prefix}/{name}": value for name, value in found.items()}
 
     def _of_rounds(self) -> dict[str, float]:
         of_rounds = {
@@ -172,28 +173,22 @@ class RunSummary:
         }  # fmt: skip
         return {"rounds": float(self.rounds), **(of_rounds if self.rounds else {})}
 
-    def _hidden(self) -> str:
-        if not self.rounds:
-            return "no round"
-        return f"in rounds {self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden"
-
     def advice(self, schedule: object) -> str:
-        """What to do about a run without a round; "" where there is nothing to say."""
+        """Return what to do about a run without a round; "" where there is nothing to say."""
         if self.rounds or self.synchronous_steps or not self.steps:
             return ""
         return (
             f"No averaging round took place in {self.steps} steps, as `schedule={schedule!r}` did not ask for one: the "
-            f"replicas became one model at gates only ({self.consensuses} times). Shorten the period."
+            f"replicas became one model at sync points only ({self.consensuses} times). Shorten the period."
         )
 
     def state_dict(self) -> dict[str, float]:
-        """The counters as plain numbers."""
         totals, prefix = ({}, "") if self.totals is None else (vars(self.totals), self.totals.prefix)
         counted = {**vars(self), **{f"{prefix}.{name}": value for name, value in totals.items()}}
         return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Go on counting from there; what was exchanged in another way does not count here."""
+        """Go on counting from there; exchanges of another kind do not count here."""
         for name, value in saved.items():
             prefix, dot, own = name.rpartition(".")
             if dot:
@@ -206,7 +201,7 @@ class RunSummary:
         replicas = f"{self.world_size}" + (f", {self.lost} lost" if self.lost else "")
         others = {
             **({"gradients dropped": f"{self.dropped_gradients}, not finite"} if self.dropped_gradients else {}),
-            "waiting at rendezvous": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
+            "waiting at sync points": f"{self.idle_s:.2f} s of {self.elapsed_s:.1f} s",
             **({"straggler": str(straggler(self.paces) or "none")} if self.paces else {}),
         }
         samples = f"{self.samples:.0f}"
@@ -214,6 +209,9 @@ class RunSummary:
         if self.totals is not None:
             sent = {"sent": f"{self.sent_bytes / 2**20:.1f} MiB"} if self.totals.sent_bytes else {}
             return _table({"replicas": replicas, "samples": samples, **self.totals.rows(), **sent, **others})
+        in_rounds = "no round"
+        if self.rounds:
+            in_rounds = f"in rounds {self.exchange_s:.2f} s, {100 * self.hidden_share:.1f}% hidden"
         return _table(
             {
                 "replicas": replicas,
@@ -225,7 +223,7 @@ class RunSummary:
                 "synchronous steps": f"{self.synchronous_steps}",
                 "samples": samples,
                 "sent": f"{self.payload_bytes / 2**20:.1f} MiB",
-                "communication": f"{self._hidden()}; at gates {self.sync_point_exchange_s:.2f} s",
+                "communication": f"{in_rounds}; at sync points {self.sync_point_exchange_s:.2f} s",
                 "staleness": f"{self.mean_staleness_steps:.1f} steps" if self.rounds else "no round",
                 "packing and merging": f"{self.merge_s:.2f} s",
                 **others,
@@ -234,23 +232,15 @@ class RunSummary:
 
 
 class Reports:
-    """Makes reports and adds them to a summary.
-
-    Args:
-        summary: of the run.
-    """
+    """The reports of one replica's rounds, which it adds to its summary."""
 
     def __init__(self, summary: RunSummary) -> None:
         self.summary = summary
-        self.merge_s = 0.0
-        """Packing and merging since the last report."""
-        self.blocked_s = 0.0
-        """Standing still for the round under way."""
-        self.round_s = 0.0
-        """What the last round's exchange took."""
+        self.merge_s = 0.0  # packing and merging since the last report
+        self.blocked_s = 0.0  # standing still for the round under way
+        self.round_s = 0.0  # what the last round's exchange took
 
     def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
-        """The report of a round that was merged at ``step``."""
         report = RoundReport(
             id=arrived.id,
             is_consensus=arrived.is_consensus,
@@ -275,7 +265,7 @@ class Reports:
         return report
 
     def _warn_of_healing(self, step: int, round_id: int) -> None:
-        """Once as a warning; a replica that is healed again and again has a cause that averaging cannot mend."""
+        """Warn once; a replica that is healed again and again has a cause that averaging cannot mend."""
         again = self.summary.healed
         log.log(
             logging.ERROR if again else logging.WARNING,

@@ -1,10 +1,8 @@
-"""Averaging as a component of the engine: what a rank says of it in headers, and the rounds that move parameters.
+"""Averaging as a component of the engine: a rank's part of headers, and the rounds that move parameters.
 
-The records come first: what one rank says (`AveragingPart`), sends (`LocalMessage`), what all decide (`AveragingPlan`)
-and what then moves (`Merge`). `AveragingComponent` composes and decides. Three round types move parameters:
-`AveragingRound` makes one mean of all messages, `ConsensusRound` makes one model of all replicas at a sync point,
-`AnchorRound` begins the rule's state anew after synchronous steps. `CheckpointMarkers` copies what all have agreed on
-with the round that is marked for a checkpoint, while replicas are asynchronous.
+`AveragingComponent` composes and decides. Three round types move parameters: `AveragingRound` makes one mean of all
+messages, `ConsensusRound` one model of all replicas at a sync point, `AnchorRound` begins the rule's state anew after
+synchronous steps. `CheckpointMarkers` copies what all have agreed on with the round that is marked for a checkpoint.
 """
 
 from __future__ import annotations
@@ -30,138 +28,75 @@ from lightning_async.errors import AsyncTrainingError, CollectiveError
 
 log = logging.getLogger(__name__)
 
-
-ROUND = 1
-"""The priority of averaging rounds: the lowest."""
-NOT_COMPARED = -1
-UNLIKE = -2
-"""In place of a digest: this rank has not looked yet; its replica shows what no other one does."""
+ROUND = 1  # the priority of averaging rounds: the lowest
+NOT_COMPARED = -1  # in place of a digest: this rank has not looked yet
+UNLIKE = -2  # in place of a digest: this replica shows what no other one does
 
 
 class AveragingPart(NamedTuple):
-    """What one rank says of averaging in a header.
+    """One rank's part of a header."""
 
-    Args:
-        due: its schedule asked for the message; else it only sends along what it had when it came to a sync point.
-        work: work in its message that no agreement holds: its weight.
-        steps: optimizer steps in its message that no round holds.
-        unreported: its weight in a consensus: all its work since replicas last agreed.
-        lr: its inner learning rate.
-        healthy: its parameters and its optimizers' state are finite.
-        sound: its buffers and frozen parameters are; looked at where some rank's are.
-        fresh: it has taken synchronous steps since the rule's state was begun: that begins anew with the next round.
-        digest: of the parameters that the rule applies to, see `engine.digest`; compared at sync points.
-        digest_rest: of all else that replicas share.
-        fragment: which part of the parameters the message carries.
-        scalars: the rule's.
-    """
-
-    due: bool = False
-    work: float = 0.0
-    steps: float = 0.0
-    unreported: float = 0.0
-    lr: float = 0.0
-    healthy: bool = True
-    sound: bool = True
-    fresh: bool = False
-    digest: int = NOT_COMPARED
-    digest_rest: int = NOT_COMPARED
-    fragment: int = 0
-    scalars: tuple[float, ...] = ()
+    due: bool = False  # its schedule asked for the message; else it had it when it came to a sync point
+    work: float = 0.0  # work in its message that no agreement holds: its weight
+    steps: float = 0.0  # optimizer steps in its message that no round holds
+    unreported: float = 0.0  # its weight in a consensus: all its work since replicas last agreed
+    lr: float = 0.0  # its inner learning rate
+    healthy: bool = True  # its parameters and its optimizers' state are finite
+    sound: bool = True  # its buffers and frozen parameters are; looked at where some rank's are
+    fresh: bool = False  # synchronous steps were taken since the rule's state was begun: it begins anew
+    digest: int = NOT_COMPARED  # of the parameters that the rule applies to; compared at sync points
+    digest_rest: int = NOT_COMPARED  # of all else that replicas share
+    fragment: int = 0  # number of the part of the parameters in the message
+    scalars: tuple[float, ...] = ()  # the rule's
 
 
 @dataclass
 class LocalMessage(Message):
-    """A snapshot of one replica, and what is behind it.
+    """A snapshot of one replica."""
 
-    Args:
-        work: since replicas last agreed.
-        steps: that no round holds; more than in ``work``, where a sync point came between.
-        due: the schedule asked for it. Else it is what a replica had when it came to a sync point, and is dropped with
-            that.
-        lr: the inner learning rate.
-        fragment: which part of the parameters it is.
-        updates: how often buffers and the optimizers' state had been updated, see `Replica.updates`.
-        state_is_finite: whether the optimizers' state is: one bool where that state is.
-        scalars: the rule's.
-        announced: a header has carried it: from then on the bucket holds the rule's message, not the snapshot.
-        healthy: False if the snapshot, or the optimizers' state, is not finite: then it takes part with weight zero.
-        sound: False if buffers in it are not finite; that counts where other replicas' are.
-    """
-
-    work: Work
-    steps: float
-    due: bool
-    lr: float = 0.0
-    fragment: int = 0
-    updates: Updates = ((), ())
-    state_is_finite: Tensor | None = None
-    scalars: tuple[float, ...] = ()
-    announced: bool = False
-    healthy: bool = True
-    sound: bool = True
+    work: Work  # since replicas last agreed
+    steps: float  # that no round holds; more than in ``work``, where a sync point came between
+    due: bool  # the schedule asked for it; else it is dropped with the sync point at which it was made
+    lr: float = 0.0  # the inner learning rate
+    fragment: int = 0  # number of the part of the parameters
+    updates: Updates = ((), ())  # how often buffers and the optimizers' state had been updated, see `Replica.updates`
+    state_is_finite: Tensor | None = None  # whether the optimizers' state is: one bool where that state is
+    scalars: tuple[float, ...] = ()  # the rule's
+    announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
+    healthy: bool = True  # the snapshot and the optimizers' state are finite; else it has weight zero
+    sound: bool = True  # buffers in it are finite; that counts where other replicas' are
 
 
 class AveragingPlan(NamedTuple):
-    """What an averaging round, or a consensus, is to do.
+    """The plan of an averaging round, or of a consensus."""
 
-    Args:
-        kind: of the round; None where nobody has anything to average: the messages are dropped.
-        weights: every rank's share in the mean; they add up to 1, a rank that is absent has 0.
-        source: the rank whose buffers are broadcast: the first that takes part; None where none does.
-        fresh: some rank has taken synchronous steps since the rule's state was begun.
-        alike: of a consensus, all hold the same parameters, to the bit, and only the rest differs.
-        able: whether what a rank holds may be taken over by others, by rank.
-        fragment: which part of the parameters the messages carry.
-    """
-
-    kind: RoundType | None
-    weights: tuple[float, ...] = ()
-    able: tuple[bool, ...] = ()
-    source: int | None = None
-    fresh: bool = False
-    alike: bool = False
-    fragment: int = 0
+    kind: RoundType | None  # of the round; None where nobody has anything to average: the messages are dropped
+    weights: tuple[float, ...] = ()  # every rank's share in the mean; they add up to 1, a rank that is absent has 0
+    able: tuple[bool, ...] = ()  # whether others may take over what a rank holds, by rank
+    source: int | None = None  # the rank whose buffers are broadcast: the first that takes part; None where none does
+    fresh: bool = False  # some rank has taken synchronous steps since the rule's state was begun
+    alike: bool = False  # of a consensus, all hold the same parameters, to the bit, and only the rest differs
+    fragment: int = 0  # number of the part of the parameters in the messages
 
 
 @dataclass(kw_only=True)
 class Merge(InFlightRound):
-    """An averaging round, or a consensus: what it moves, and what its merge needs.
+    """An averaging round, or a consensus: what it moves, and what its merge needs."""
 
-    Args:
-        plan: what the headers decided.
-        round: what the rule gets to know.
-        share: this rank's weight.
-        able: what this rank holds may be shared.
-        message_bytes: what its message takes on the wire.
-        is_consensus: all replicas become one model; else a round of the rule.
-        base: what the target is a displacement from; None where it must be copied.
-        apart: of a consensus, what moved beside the bucket, by name.
-        carried_residual: of compressed messages, see `CompressedMean.carried_residual`.
-        healed: this replica was not healthy, and takes over the others' model.
-    """
-
-    plan: AveragingPlan
-    round: Round
-    share: float
-    able: bool
-    message_bytes: int
-    is_consensus: bool = False
-    base: Tensor | None = None
-    apart: dict[str, Tensor] = field(default_factory=dict)
-    carried_residual: Tensor | None = None
-    healed: bool = False
+    plan: AveragingPlan  # by all headers
+    round: Round  # the rule's facts
+    share: float  # this rank's weight
+    able: bool  # what this rank holds may be shared
+    message_bytes: int  # size of its message on the wire
+    is_consensus: bool = False  # all replicas become one model; else a round of the rule
+    base: Tensor | None = None  # origin of the displacement to the target; None where it must be copied
+    apart: dict[str, Tensor] = field(default_factory=dict)  # of a consensus, what moved beside the bucket, by name
+    carried_residual: Tensor | None = None  # of compressed messages, see `CompressedMean.carried_residual`
+    healed: bool = False  # this replica was not healthy, and takes over the others' model
 
 
 class AveragingComponent:
-    """The component that averages parameters.
-
-    Args:
-        control: the control plane.
-        agreed: the rule and its state.
-        ledger: this replica's work.
-        config: weights.
-    """
+    """The component that averages parameters."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         self._control = control
@@ -175,11 +110,8 @@ class AveragingComponent:
         self.average = AveragingRound(control, agreed, ledger, config)
         self.consensus = ConsensusRound(control, agreed, ledger, self.average)
         self.start = AnchorRound(control, agreed, ledger, self.average)
-        self.showing = False
-        """The parameters only show the model of a sync point, and are not this replica's own."""
+        self.showing = False  # the parameters only show the model of a sync point, and are not this replica's own
         self._diverged = False
-
-    # ---- what this rank says ----
 
     def is_indispensable(self) -> bool:
         return self._ledger.synchronous or self._ledger.fresh
@@ -193,7 +125,6 @@ class AveragingComponent:
         return self.blank._replace(unreported=weight, fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
-        """The message becomes the rule's on its first header."""
         if isinstance(message, LocalMessage):
             if not message.announced and not part.fresh:
                 self._announce(message)
@@ -218,7 +149,7 @@ class AveragingComponent:
             message.scalars = self._agreed.message_(sent, message.fragment)
 
     def _compared(self, part: AveragingPart) -> AveragingPart:
-        """With what this replica holds, for the sync point at which all ranks stand."""
+        """Add what this replica holds, for the sync point at which all ranks stand."""
         whole, rest = self._replica.digests()
         if self.rule.restores_local and not self.showing:
             whole = UNLIKE  # a replica's own model, in place of the one that the sync point shows
@@ -226,17 +157,14 @@ class AveragingComponent:
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
 
     def weigh_step(self, samples: float) -> float:
-        """What gradients of so many samples weigh in a synchronous step: what a local step of as many would; of none,
-        nothing."""
+        """Return the weight of gradients in a synchronous step: that of a local step of as many samples."""
         return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
-
-    # ---- what all headers ask for ----
 
     def is_due(self, parts: Sequence[AveragingPart]) -> bool:
         return any(p.due for p in parts)
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan | None:
-        """A round of those who have something to average; after synchronous steps first where the rule begins."""
+        """Plan a round of those who have something to average; after synchronous steps one where the rule begins."""
         if priority != ROUND:
             return None
         able = able_to_share(headers, parts)
@@ -257,7 +185,7 @@ class AveragingComponent:
         return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
 
     def settle(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> tuple[bool, AveragingPlan | None]:
-        """A sync point opens where all hold the same, to the bit; else there is one model to be made."""
+        """Open a sync point where all hold the same, to the bit; else there is one model to be made."""
         held = {(p.digest, p.digest_rest) for p in parts}
         if any(p.digest == NOT_COMPARED for p in parts):
             return False, None
@@ -275,7 +203,6 @@ class AveragingComponent:
         return False, AveragingPlan(self.consensus, weights, tuple(able), able.index(True), fresh, alike)
 
     def opened(self, here: bool) -> None:
-        """All replicas hold one model, which is the last target from now on."""
         if not self.rule.restores_local:
             self._ledger.agree()
             self.average.forget_debts()
@@ -293,7 +220,6 @@ class AveragingComponent:
             self.average.abandon()
 
     def drop(self) -> None:
-        """Nobody has anything to average."""
         message = self._buckets.message
         self.average.abandon()
         if isinstance(message, LocalMessage) and not message.healthy and not self._diverged:
@@ -306,11 +232,7 @@ class AveragingComponent:
 
 
 def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
-    """The part of the parameters that all messages carry.
-
-    Raises:
-        CollectiveError: they differ.
-    """
+    """Return the part of the parameters that all messages carry; raise CollectiveError where they differ."""
     fragments = {parts[rank].fragment for rank in present}
     if len(fragments) != 1:
         raise CollectiveError(f"The ranks' messages carry different fragments: {[p.fragment for p in parts]}.")
@@ -318,38 +240,35 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Which ranks hold what others may take over. Where none does at a sync point, nobody is to be healed: all do."""
+    """Return which ranks hold what others may take over; all, where none does at a sync point: nobody is healed."""
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
     at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
     return able if any(able) or not at_sync_points else [True] * len(parts)
 
 
-class AveragingRound:
-    """The round type of averaging: all messages become one mean, and the rule says what that means.
-
-    Args:
-        control: the control plane.
-        agreed: the rule and its state.
-        ledger: this replica's work.
-        config: whether messages are compressed.
-    """
-
+class _Round:
     takes_marks = True
 
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
         self._buckets = control.buckets
         self._transfer = control.transfer
         self._replica = control.buckets.replica
         self._shared_state = control.shared_state
         self._agreed = agreed
         self._ledger = ledger
+
+
+class AveragingRound(_Round):
+    """The round type of averaging: all messages become one mean, of which the rule makes the target."""
+
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
+        super().__init__(control, agreed, ledger)
         self._config = config
         self._compressed: CompressedMean | None = None
         self.follow_layout()
 
     def follow_layout(self) -> None:
-        """Make room for messages of the replica's layout."""
         config = self._config
         transfer = self._transfer
         if config.compression != "none":
@@ -368,7 +287,6 @@ class AveragingRound:
         return exchange
 
     def record(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
-        """Return what is known of a round before anything moves; it lands in `received`."""
         rank = self._transfer.rank
         replica = self._replica
         facts = Round(
@@ -411,7 +329,6 @@ class AveragingRound:
             exchange.tally = share * ops.sq_distance(replica.of_rule(sent), replica.of_rule(target))
 
     def commit(self, exchange: Merge) -> None:
-        """Merge what has arrived; what compression did not deliver is sent with the next round."""
         takes_part = exchange.message is not None and exchange.able
         self._agreed.merge_(self._buckets.sent if takes_part else None, exchange.target, exchange.round)
         if self._compressed is not None and exchange.carried_residual is not None:
@@ -439,7 +356,7 @@ class AveragingRound:
         return pending.base if pending is not None else last
 
     def deliver(self, exchange: Merge) -> None:
-        """Put the result, with one that the training thread has yet to take, where it takes both. Under the lock."""
+        """Give the result, with one that is not taken yet, to the training thread. Under the lock."""
         pending = self._buckets.arrived
         self._buckets.hand_over(exchange)
         if pending is not None:
@@ -454,34 +371,19 @@ class AveragingRound:
             self._agreed.abandon_(self._buckets.sent, message.fragment)
 
     def forget_debts(self) -> None:
-        """Drop the residual: all replicas hold one model."""
         if self._compressed is not None:
             self._compressed.carried_residual.zero_()
 
 
-class ConsensusRound:
-    """The round type of a sync point: it moves what replicas are, not the rule's messages, and is no outer step.
-
-    Args:
-        control: the control plane.
-        agreed: the rule and its state.
-        ledger: this replica's work.
-        average: rounds, whose messages and debts end with it.
-    """
-
-    takes_marks = True
+class ConsensusRound(_Round):
+    """The round type of a sync point: it moves what replicas are, not the rule's messages, and is no outer step."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._buckets = control.buckets
-        self._transfer = control.transfer
-        self._replica = control.buckets.replica
-        self._shared_state = control.shared_state
-        self._agreed = agreed
-        self._ledger = ledger
+        super().__init__(control, agreed, ledger)
         self._average = average
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
-        """Should it fail, the bucket no longer holds what a message said: the message goes first."""
+        """Abandon the message first: should the round fail, the bucket no longer holds it."""
         with self._shared_state.changed:
             self._average.abandon()
         self._replica.pack_(self._buckets.sent)
@@ -506,7 +408,6 @@ class ConsensusRound:
         self._move_apart(exchange)
 
     def _move_apart(self, exchange: Merge) -> None:
-        """Move what does not travel in the bucket, where replicas differ in it."""
         apart = self._replica.tensors.apart
         if not apart:
             return
@@ -543,30 +444,20 @@ class ConsensusRound:
         self._average.forget_debts()
 
     def hand_over(self, exchange: Merge) -> None:
-        """Replicas agree: nothing is left to weigh. What the rule has yet to learn stays owed; its clock goes on."""
+        """End all weights: replicas agree. The rule's clock goes on."""
         self._ledger.begin()
         if not self._agreed.rule.restores_local:
             self._ledger.agree()
         self._average.deliver(exchange)
 
 
-class AnchorRound:
-    """The round type that gives all ranks the parameters from which one left synchronous training, in its bucket.
-
-    Args:
-        control: the control plane.
-        agreed: the rule, whose state begins.
-        ledger: this replica's work.
-        average: rounds, whose debts end with it.
-    """
+class AnchorRound(_Round):
+    """The round type that gives all ranks the parameters from which one left synchronous training, in its bucket."""
 
     takes_marks = False
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
-        self._buckets = control.buckets
-        self._transfer = control.transfer
-        self._agreed = agreed
-        self._ledger = ledger
+        super().__init__(control, agreed, ledger)
         self._average = average
         self._source = 0
 
@@ -575,37 +466,26 @@ class AnchorRound:
         return InFlightRound(id, self, None, self._buckets.received)
 
     def move(self, exchange: InFlightRound) -> None:
-        self._transfer.broadcast_(self._buckets.replica.of_rule(exchange.target), self._source)
+        self._transfer.broadcast_(self._replica.of_rule(exchange.target), self._source)
 
     def commit(self, exchange: InFlightRound) -> None:
         self._agreed.begin(exchange.target)
         self._average.forget_debts()
 
     def hand_over(self, exchange: InFlightRound) -> None:
-        """Nothing to merge: the round with the messages follows."""
+        """Merge nothing: the round with the messages follows."""
         self._ledger.fresh = False
 
 
 class MarkedRound(NamedTuple):
-    """A round that a checkpoint belongs to, as this rank has it.
+    """A round that a checkpoint belongs to, as this rank has it."""
 
-    Args:
-        mark: names the checkpoint, and who takes part.
-        share: `RuleState.share` after it; None after synchronous steps, where every replica is what all agree on.
-    """
-
-    mark: Mark
-    share: dict[str, Any] | None
+    mark: Mark  # names the checkpoint, and who takes part
+    share: dict[str, Any] | None  # `RuleState.share` after it; None after synchronous steps
 
 
 class CheckpointMarkers:
-    """Checkpoints while replicas are asynchronous: asks for marked rounds, hands the last one to the training thread.
-
-    Args:
-        control: the control plane.
-        agreed: what is copied.
-        ledger: this replica's work.
-    """
+    """The marked rounds of checkpoints while replicas are asynchronous."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
         self._box = control.shared_state
@@ -617,24 +497,18 @@ class CheckpointMarkers:
         """Called where a sync point comes: what is due is taken now, as this replica is."""
         control.on_mark(self._copy)
 
-    # ---- the training thread ----
-
     def ask(self) -> None:
         """Have the next round marked. Rings for nobody: it goes with the next header."""
         with self._box.changed:
             self._box.asked |= Vote.SAVE
 
     def begin(self, saved: int) -> None:
-        """Saves up to this number are known to all ranks; before the control plane starts, or at a sync point."""
+        """Note the number of the newest save; before the control plane starts, or at a sync point."""
         with self._box.changed:
             self._box.saved = max(self._box.saved, saved)
 
     def replica(self) -> dict[str, Any]:
-        """What this replica is beside what all have agreed on, but for its tensors.
-
-        Its work that no agreement holds, whether it is the last target, to the bit, what buffers are sent against, and
-        what parameters of 16 bits lack.
-        """
+        """Return what this replica is beside what all have agreed on, but for its tensors."""
         with self._box.changed:
             work = [self._ledger.work.samples, self._ledger.work.steps]
             buckets = self._control.buckets
@@ -646,7 +520,7 @@ class CheckpointMarkers:
             }
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
-        """All replicas hold what was agreed on: go on from this one's own parameters and buffers, and its `replica`."""
+        """Go on from this replica's own state, where all hold what was agreed on."""
         buckets = self._control.buckets
         with buckets.alone(self._control.see), torch.no_grad():
             for name, value in module.state_dict().items():
@@ -665,21 +539,16 @@ class CheckpointMarkers:
 
     @property
     def saved(self) -> int:
-        """The last save, by number."""
         return self._box.saved
 
     @property
     def due(self) -> bool:
-        """A round was marked that this rank takes part in, and is not taken yet."""
         with self._box.changed:
             marked = self._box.marked
         return marked is not None and self._name in marked.mark.members
 
     def take(self) -> MarkedRound | None:
-        """The round that was marked, once this replica has merged it and before another one is handed over.
-
-        None where this rank takes no part.
-        """
+        """Return the marked round, once it is merged and before another is handed over; None without this rank."""
         with self._box.changed:
             if self._control.buckets.arrived is not None:
                 return None
@@ -688,7 +557,7 @@ class CheckpointMarkers:
         return marked if marked is not None and self._name in marked.mark.members else None
 
     def lost(self, all: bool = False) -> list[Mark]:
-        """The marks that this rank was to take part in, and has come too late for; ``all``: also for the last one."""
+        """Return the marks that this rank is too late for; ``all``: also the last one."""
         with self._box.changed:
             lost = self._box.lost
             self._box.lost = []
@@ -697,10 +566,7 @@ class CheckpointMarkers:
                 self._box.marked = None
         return [marked.mark for marked in lost if self._name in marked.mark.members]
 
-    # ---- the engine's thread ----
-
     def _copy(self, exchange: InFlightRound) -> MarkedRound:
-        """Under `SharedState.committing`."""
         mark = exchange.mark
         share = None
         assert mark is not None

@@ -1,7 +1,6 @@
-"""What replicas have agreed on: the rule's state, and which work is in no agreement yet.
+"""The agreement of replicas: `RuleState` is the state that all share, `WorkLedger` the work that it does not hold yet.
 
-`AveragerConfig` says how one replica averages; `RuleState` holds what all have agreed on, `WorkLedger` what this
-replica has done since.
+`AveragerConfig` says how one replica averages.
 """
 
 from __future__ import annotations
@@ -31,31 +30,15 @@ Weighting = Literal["samples", "steps", "equal"]
 
 @dataclass(frozen=True, kw_only=True)
 class AveragerConfig:
-    """How one replica averages, apart from its rule and its schedule.
+    """One replica's way to average, beside its rule and its schedule. Raises TypeError or ValueError if wrong."""
 
-    Args:
-        overlap: rounds run while training goes on; False: training stands still for each.
-        weighting: a message's weight: the samples or the steps behind it, or 1 for each.
-        compression: of the rule's messages, see `CompressedMean`. Default "none".
-        part_bytes: payloads move in parts of at most this size. Default 16 MiB.
-        min_replicas: ranks that are lost are done without, as long as so many are left. Default: half of those that
-            were started, rounded up, where the transport can form groups anew, else all.
-        max_replicas: ranks that come are taken in until there are so many. Default: as many as were started.
-        timeouts: how long to wait for what.
-
-    Raises:
-        TypeError: ``min_replicas`` or ``max_replicas`` is no number; ``timeouts`` are none.
-        ValueError: they are below 1, or the first is above the second; an unknown weighting or compression, or a part
-            smaller than one element.
-    """
-
-    overlap: bool = True
-    weighting: Weighting = "samples"
-    compression: Compression = "none"
-    part_bytes: int = 16 << 20
-    min_replicas: int | None = None
-    max_replicas: int | None = None
-    timeouts: Timeouts = field(default_factory=Timeouts)
+    overlap: bool = True  # rounds run while training goes on; False: training waits for each
+    weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
+    compression: Compression = "none"  # of the rule's messages, see `CompressedMean`
+    part_bytes: int = 16 << 20  # payloads move in parts of at most this size
+    min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
+    max_replicas: int | None = None  # joining ranks are admitted up to this number; None: as many as were started
+    timeouts: Timeouts = field(default_factory=Timeouts)  # of the engine
 
     def __post_init__(self) -> None:
         if self.weighting not in get_args(Weighting):
@@ -66,7 +49,6 @@ class AveragerConfig:
             )
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
-
         if not isinstance(self.timeouts, Timeouts):
             raise TypeError(f"`timeouts={self.timeouts!r}` must be Timeouts(...), such as {EXAMPLE}.")
         for name, none in (("min_replicas", "half"), ("max_replicas", "as many as were started")):
@@ -79,27 +61,24 @@ class AveragerConfig:
             raise ValueError(f"`min_replicas={self.min_replicas}` must be at most `max_replicas={self.max_replicas}`.")
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks."""
         names = ("overlap", "weighting", "compression", "min_replicas", "max_replicas")
         own = {name: getattr(self, name) for name in names}
         return {**own, "part_mb": self.part_bytes / 2**20, "timeouts.replicas": self.timeouts.replicas}
 
     def fewest(self, started: int, can_lose: bool = True) -> int:
-        """So many replicas go on without those that are lost; the others end, too, where fewer are left.
+        """Return how many replicas go on without those that are lost; fewer end.
 
         >>> [AveragerConfig().fewest(started) for started in (1, 2, 3, 8)]
         [1, 1, 2, 4]
 
-        Args:
-            started: how many there were at first.
-            can_lose: whether the transport can form groups anew. Default: it can.
+        ``can_lose``: the transport can form groups anew.
         """
         if self.min_replicas is not None:
             return self.min_replicas
         return (started + 1) // 2 if can_lose else started
 
     def survives(self, started: int, can_lose: bool = True) -> int:
-        """So many form groups anew without those that are lost: one, where fewer than `fewest` wait for others."""
+        """Return how many form groups anew: one, where fewer than `fewest` wait for others."""
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
@@ -133,7 +112,6 @@ class Work:
         return Work(self.samples - other.samples, self.steps - other.steps)
 
     def weight(self, weighting: Weighting) -> float:
-        """What it counts in a mean."""
         if weighting == "equal":
             return float(self.steps > 0 or self.samples > 0)
         return self.steps if weighting == "steps" else self.samples
@@ -148,14 +126,10 @@ class WorkLedger:
     """
 
     now: Callable[[], float] = time.monotonic
-    work: Work = field(default_factory=Work)
-    """What no round holds, since replicas last agreed: its weight."""
-    since_round: float = 0.0
-    """Steps that no round holds."""
-    reported: Work = field(default_factory=Work)
-    """What the last committed message held; none after a consensus."""
-    last_round: float = 0.0
-    """When a round was last committed."""
+    work: Work = field(default_factory=Work)  # what no round holds, since replicas last agreed: its weight
+    since_round: float = 0.0  # steps that no round holds
+    reported: Work = field(default_factory=Work)  # what the last committed message held; none after a consensus
+    last_round: float = 0.0  # when a round was last committed
     fresh: bool = False
     """Synchronous steps were taken since the rule's state was begun: that begins anew with the next round."""
     synchronous: bool = False
@@ -163,25 +137,22 @@ class WorkLedger:
     missed: int = 0
     """Synchronous steps of the others that this replica had no part in: its optimizers have not taken them."""
 
-    before_s: float = 0.0
-    """Seconds since the last round, where training goes on from a checkpoint."""
+    before_s: float = 0.0  # seconds since the last round, where training goes on from a checkpoint
 
     def start(self) -> None:
-        """Training begins."""
         self.last_round = self.now() - self.before_s
 
     def step(self, samples: float) -> None:
-        """A local step is done."""
         self.work = Work(self.work.samples + samples, self.work.steps + 1)
         self.since_round += 1
 
     def agree(self) -> None:
-        """All replicas hold one model: what this one did is in it. The clock of rounds goes on."""
+        """Count all work off: it is in the model that all hold. The clock of rounds goes on."""
         self.work = Work()
         self.reported = Work()
 
     def round(self, work: Work | None, steps: float = 0.0) -> None:
-        """A round is committed; ``work`` and ``steps`` are this replica's in it, None if it was absent."""
+        """Count off this replica's ``work`` and ``steps`` in a committed round; None: it was absent."""
         self.last_round = self.now()
         if work is not None:
             self.work = self.work - work
@@ -189,7 +160,7 @@ class WorkLedger:
             self.since_round -= steps
 
     def synchronous_step(self, work: Work | None) -> None:
-        """Gradients are averaged; ``work`` is this replica's share, None where it has gone on to local steps."""
+        """Count a step on averaged gradients; ``work`` is None for a replica that has gone on to local steps."""
         self.fresh = True
         self.last_round = self.now()
         self.missed += work is None and self.synchronous
@@ -200,18 +171,15 @@ class WorkLedger:
             self.since_round = 0.0
 
     def begin(self) -> None:
-        """The rule's state begins here."""
         if self.fresh:
             self.fresh, self.since_round, self.last_round = False, 0.0, self.now()
 
     def part(self) -> None:
-        """Synchronous steps are over: replicas part from here."""
         self.work = Work()
         self.since_round = 0.0
         self.missed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The clock, and whether steps are synchronous."""
         return {
             "synchronous": self.synchronous,
             "fresh": self.fresh,
@@ -221,7 +189,6 @@ class WorkLedger:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there; before `start`."""
         self.synchronous = bool(saved["synchronous"])
         self.fresh = bool(saved["fresh"])
         self.missed = int(saved.get("missed", 0))
@@ -230,14 +197,9 @@ class WorkLedger:
 
 
 class RuleState:
-    """The rule and its state for each fragment, equal on all replicas between rounds. Nothing else touches it.
+    """The rule and its state for each fragment, equal on all replicas between rounds.
 
-    What changes it runs under `SharedState.committing`: the loop holds that for commits, the rest here takes it.
-
-    Args:
-        rule: what a mean message means.
-        buckets: `received` holds parameters that are equal on all ranks.
-        shared_state: holds the lock.
+    Only this touches them, under `SharedState.committing`, which the loop holds for commits.
     """
 
     def __init__(self, rule: AveragingRule, buckets: Buckets, shared_state: SharedState) -> None:
@@ -255,18 +217,18 @@ class RuleState:
         self._states = [self.rule.init(replica.of_rule(target, f), replica.layout) for f in fragments]
 
     def message_(self, sent: Tensor, fragment: int) -> tuple[float, ...]:
-        """Turn the snapshot in a bucket into the rule's message; its scalars."""
+        """Turn the snapshot in a bucket into the rule's message; return its scalars."""
         return self.rule.message_(self._replica.of_rule(sent, fragment), self._states[fragment])
 
     def merge_(self, sent: Tensor | None, target: Tensor, round: Round) -> None:
-        """A round is committed: turn the mean message in the bucket ``target`` into the target."""
+        """Turn the mean message of a committed round in the bucket ``target`` into the target."""
         f = round.fragment
         of_rule = self._replica.of_rule
         mine = None if sent is None else of_rule(sent, f)
         self._states[f] = self.rule.merge_(mine, of_rule(target, f), self._states[f], round)
 
     def agree_(self, target: Tensor) -> None:
-        """A consensus is committed: turn the mean of the parameters into what it shows."""
+        """Turn the mean of the parameters of a consensus into the model that it shows."""
         for fragment, state in enumerate(self._states):
             mean = self._replica.of_rule(target, fragment)
             shown = self.rule.agree(mean, state)
@@ -274,20 +236,20 @@ class RuleState:
                 mean.copy_(shown)
 
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, round: Round) -> None:
-        """What becomes of progress made since ``base``, see `AveragingRule.mix_`."""
         f = round.fragment
         with self._shared_state.committing:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
 
     def abandon_(self, sent: Tensor, fragment: int) -> None:
-        """This replica's message goes nowhere."""
         with self._shared_state.committing:
             mine = self._replica.of_rule(sent, fragment)
             self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
 
     def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
-        """Of what is equal on all replicas after a round that has made ``target``: one of equal parts of each flat
-        tensor, copied, and the rest whole. Under `SharedState.committing`."""
+        """Copy one of equal parts of each flat tensor after a round that has made ``target``, and the rest whole.
+
+        Only what is equal on all replicas. Under `SharedState.committing`.
+        """
         state = {k: v for k, v in self.rule.state_dict(self._states[0]).items() if k not in self.rule.per_replica}
         layout = self._replica.layout
         flat = {"model": self._replica.of_rule(target), **state}
@@ -305,7 +267,6 @@ class RuleState:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is equal on all replicas, copied."""
         with self._shared_state.committing:
             round_id = self._shared_state.next_exchange
             state = self._copied(own=False)
@@ -314,12 +275,12 @@ class RuleState:
         return {"round": round_id, "rule": type(self.rule).__qualname__, "rule_state": state, "parameters": places}
 
     def rule_state_dict(self, own: bool) -> dict[str, Any]:
-        """Of the rule's state what is this replica's ``own``, or else what is equal on all; copied."""
+        """Copy the rule's state: this replica's ``own``, or what is equal on all."""
         with self._shared_state.committing:
             return self._copied(own)
 
     def nbytes(self) -> int:
-        """Bytes of the tensors in the rule's state; from any thread."""
+        """Return the bytes of the tensors in the rule's state; from any thread."""
         with self._shared_state.committing:
             state = self.rule.state_dict(self._states[0])
         return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
@@ -329,11 +290,7 @@ class RuleState:
         return {k: copy.deepcopy(v) for k, v in state.items() if (k in self.rule.per_replica) == own}
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
-        """Go on from `state_dict`; what ``own`` lacks of the rule's state begins anew.
-
-        Raises:
-            ValueError: the state is another rule's.
-        """
+        """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
         mine = type(self.rule).__qualname__
         self._shared_state.next_exchange = int(saved["round"])
         if saved["rule"] != mine and not (saved["rule_state"] or own):
@@ -347,7 +304,7 @@ class RuleState:
         self._states[0] = self.rule.load_state_dict(self._states[0], whole)
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
-        """A saved state for this layout: parameters may have been frozen or unfrozen since; new ones begin anew."""
+        """Fit a saved state to this layout: parameters may have been frozen or unfrozen; new ones begin anew."""
         layout = self._replica.layout
         if places is None or [name for name, _ in places] == list(layout.names):
             return state
@@ -362,11 +319,7 @@ class RuleState:
         return fitted
 
     def follow_layout(self, before: FlatLayout) -> None:
-        """Begin the rule's state anew for another layout, with what is known of the parameters that were there before.
-
-        Args:
-            before: the layout that the state was made for; the `received` bucket holds the parameters now.
-        """
+        """Begin the rule's state anew for another layout than ``before``, with what is known of old parameters."""
         after = self._replica.layout
         old = _flat_tensors(self._states[0], before.numel)
         self.begin(self._buckets.received)
@@ -376,7 +329,7 @@ class RuleState:
 
 
 def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:
-    """Copy what a flat tensor of another layout holds of each parameter that is still there, in its size."""
+    """Copy a flat tensor of another layout for each parameter that is still there, in its size."""
     was = dict(zip(names, old.split(list(sizes)), strict=True))
     for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
         if name in was and was[name].shape == part.shape:
@@ -384,6 +337,6 @@ def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Te
 
 
 def _flat_tensors(state: Any, numel: int) -> dict[str, Tensor]:
-    """The fields of a rule's state that hold one number per element of the parameters."""
+    """Return the fields of a rule's state that hold one number per element of the parameters."""
     fields = state._asdict() if hasattr(state, "_asdict") else {}
     return {name: t for name, t in fields.items() if isinstance(t, Tensor) and t.shape == (numel,)}

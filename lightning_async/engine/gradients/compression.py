@@ -1,14 +1,15 @@
-"""Gradients that travel compressed, with error feedback: what a message lacks is in the next one.
+"""Gradients that travel compressed, with error feedback: a message brings what the one before lacked.
 
-`GradientResiduals` keeps what is not delivered, and adds messages up by one of three sums, see `CompressedSum`:
-`PowerSum` (products of two thin matrices, by power iteration), `TopKSum` (the elements of largest magnitude) and
-`_CodedSum` (codes of 8 or 16 bits).
+`GradientResiduals` keeps what is not delivered, and adds messages up by a `CompressedSum`: `PowerSum` (products of two
+thin matrices, by power iteration), `TopKSum` (the elements of largest magnitude) or `_CodedSum` (codes of 8 or 16
+bits).
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,28 +22,20 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
 
-_LARGEST_PART = 1 << 30
-"""Bytes: places in a part are numbers of 32 bits."""
-GradientCompression = Literal["none", "bf16", "fp8", "int8"] | TopK | PowerSGD
-"""How gradients travel."""
+_LARGEST_PART = 1 << 30  # bytes: places in a part are numbers of 32 bits
+GradientCompression = Literal["none", "bf16", "fp8", "int8"] | TopK | PowerSGD  # how gradients travel
 
 
 class GradientResiduals:
-    r"""What compression has yet to deliver of this replica's gradients.
+    r"""The residual of this replica's gradients, which compression has yet to deliver.
 
     .. math:: v_i = w_i g_i + r_i, \qquad \bar g = \sum_i \mathrm{C}(v_i), \qquad r_i \leftarrow v_i - \mathrm{C}(v_i)
 
-    :math:`w_i` is the replica's share in the mean, which goes in ahead of the compression :math:`C`. So whatever
-    shares are, and whoever is absent, the means that were delivered and the residuals add up to the exact means.
+    :math:`w_i` is the replica's share in the mean, which goes in ahead of the compression :math:`C`. So whatever shares
+    are, and whoever is absent, the means that were delivered and the residuals add up to the exact means.
 
-    A residual changes when a reduction commits: one that fails, and is repeated, leaves it as it is, and so does one
-    whose mean is not finite, with which no replica steps. It is each replica's own, and in its checkpoints. It takes
-    the room of two fp32 copies of the parameters.
-
-    Args:
-        compression: how gradients travel.
-        replica: says which there are.
-        transfer: moves them.
+    A residual changes when a reduction commits: one that fails leaves it as it is, and so does one whose mean is not
+    finite. It is each replica's own, and in its checkpoints. It takes the room of two fp32 copies of the parameters.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """
@@ -66,14 +59,9 @@ class GradientResiduals:
         return _CodedSum(compression, layout.numel, self._transfer, self._replica.device)
 
     def move_(self, out: Tensor, present: bool, used: Tensor) -> Tensor | None:
-        """See `CompressedSum`.
+        """Sum like `CompressedSum`; return the residual for `commit`, None where the sum is not finite.
 
-        Args:
-            used: 1.0 for every parameter that any rank has a gradient of. Nothing is delivered to the others: they
-                get no gradient.
-
-        Returns:
-            What the residual becomes with `commit`; None, for as it is, where the sum is not finite.
+        ``used``: 1.0 for every parameter that any rank has a gradient of; the others get none.
         """
         self._follow()
         residual = self._spare.copy_(self.residual)
@@ -88,16 +76,14 @@ class GradientResiduals:
 
     @property
     def message_bytes(self) -> int:
-        """What this replica's gradients are on the wire."""
         return self._sum.message_bytes
 
     def commit(self, residual: Tensor) -> None:
-        """All ranks have the sum."""
         self.residual, self._spare = residual, self.residual
         self._sum.commit()
 
     def _follow(self) -> None:
-        """Parameters were frozen or unfrozen at a sync point, or the groups are formed anew, of another size."""
+        """Follow parameters that were frozen or unfrozen, and groups of another size."""
         before = self._layout
         size = self._transfer.large.world_size
         if before is not self._replica.layout:
@@ -109,16 +95,12 @@ class GradientResiduals:
         self._sum = self._make()
         self._of = size
 
-    # ---- checkpoints ----
-
     def state_dict(self) -> dict[str, Any]:
-        """What is yet to be delivered, by the parameters' names, copied."""
         views = self._layout.views(self.residual)
         named = {name: view.cpu().clone() for name, view in zip(self._layout.names, views, strict=True)}
         return {"residual": named, "basis": self._sum.basis.cpu().clone() if isinstance(self._sum, PowerSum) else None}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there, with what there is of parameters that are trained now, in their size."""
         self._follow()
         for name, view in zip(self._layout.names, self._layout.views(self.residual), strict=True):
             if name in saved["residual"] and saved["residual"][name].shape == view.shape:
@@ -127,43 +109,32 @@ class GradientResiduals:
             self._sum.load(saved["basis"])
 
 
-class CompressedSum(Protocol):
+class CompressedSum(ABC):
     """One way to add up what all ranks bring. All calls come on the engine's thread."""
 
+    @abstractmethod
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
-        """The sum of all ranks' ``out + residual``, as far as it is delivered, into ``out``: the same bits everywhere.
+        """Sum all ranks' ``out + residual``, as far as it is delivered, into ``out``: the same bits everywhere.
 
-        Not finite, where what a rank brings is not.
-
-        Args:
-            out: flat fp32; overwritten.
-            present: this rank brings something; else its ``out`` counts as zero, and its ``residual`` stays here.
-            residual: becomes what is yet to be delivered of this rank's.
+        Not finite, where a rank's is not. ``residual`` becomes what is yet to be delivered of this rank's. Where it is
+        not ``present``, its ``out`` counts as zero, and its ``residual`` stays.
         """
-        ...
 
-    def commit(self) -> None:
-        """All ranks have the sum: keep what it has changed."""
-        ...
+    def commit(self) -> None:  # noqa: B027
+        """Keep what the sum has changed, as all ranks have it. Default: nothing."""
 
     @property
+    @abstractmethod
     def message_bytes(self) -> int:
-        """What this rank sends."""
+        """Bytes that this rank sends."""
         ...
 
 
-class PowerSum:
-    r"""A sum of matrices as products of two thin ones, see `CompressedSum`, and `PowerSGD` for the equations.
+class PowerSum(CompressedSum):
+    r"""A sum of matrices as products of two thin ones of ``rank`` columns; see `PowerSGD` for the equations.
 
     A rank keeps what its own matrix has beyond the common columns, :math:`M_i - P (M_i^\top P)^\top`; these add up to
-    what the sum lacks. The basis is found anew by every sum, on all ranks alike: one that comes with another one makes
-    no more than one sum worse.
-
-    Args:
-        rank: columns of the thin matrices.
-        layout: of the bucket.
-        transfer: moves them.
-        device: of the bucket.
+    what the sum lacks. The basis is found anew by every sum, on all ranks alike.
     """
 
     def __init__(self, rank: int, layout: FlatLayout, transfer: Transfer, device: torch.device) -> None:
@@ -185,7 +156,7 @@ class PowerSum:
             start += numel
         self._first = torch.zeros(left, device=device)
         self.basis = torch.randn(right, generator=torch.Generator().manual_seed(0)).to(device)
-        """Of all matrices, one after the other; the same on all ranks, but for one that has just come."""
+        """The columns of all matrices, one after the other; the same on all ranks but one that has just joined."""
         self._next = torch.zeros(right, device=device)
 
     @torch.no_grad()
@@ -220,15 +191,13 @@ class PowerSum:
 
     @property
     def message_bytes(self) -> int:
-        """The thin matrices, and what is not worth any."""
         return 4 * (self._first.numel() + self.basis.numel())
 
     def commit(self) -> None:
-        """The columns that were found are where the next search begins."""
+        """Begin the next search with the columns that were found."""
         self.basis, self._next = self._next, self.basis
 
     def load(self, basis: Tensor) -> None:
-        """Go on from there, if it fits."""
         if basis.shape == self.basis.shape:
             self.basis.copy_(basis)
 
@@ -253,14 +222,8 @@ class _Matrix(NamedTuple):
         return thin[self.right : self.right + self.columns * self.rank].view(self.columns, self.rank)
 
 
-class TopKSum:
-    """A sum for which every rank gathers all ranks' largest elements, and adds them up in the order of ranks.
-
-    Args:
-        fraction: of the elements of each part.
-        numel: of what is added up.
-        transfer: moves them.
-    """
+class TopKSum(CompressedSum):
+    """A sum for which every rank gathers all ranks' largest elements, and adds them up in the order of ranks."""
 
     def __init__(self, fraction: float, numel: int, transfer: Transfer) -> None:
         self._fraction = fraction
@@ -292,11 +255,8 @@ class TopKSum:
         whole, rest = divmod(self._numel, self._part_bytes // 4)
         return 8 * (whole * math.ceil(self._fraction * (self._part_bytes // 4)) + math.ceil(self._fraction * rest))
 
-    def commit(self) -> None:
-        """Nothing but the residual is kept."""
 
-
-class _CodedSum:
+class _CodedSum(CompressedSum):
     """A sum of codes of 8 or 16 bits."""
 
     def __init__(self, compression: Compression, numel: int, transfer: Transfer, device: torch.device) -> None:
@@ -306,8 +266,6 @@ class _CodedSum:
 
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
         self._mean.move_(out, out if present else None, self._weights, residual)
-
-    def commit(self) -> None: ...
 
     @property
     def message_bytes(self) -> int:

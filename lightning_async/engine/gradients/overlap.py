@@ -7,9 +7,8 @@ a hook: part 1  ------------------------------->  ...
 finish: the rest; which parameters were used,
 and which changed after they had left  -------->  where any has doubts all say that, and sum what changed once more
 
-`Overlap` runs on the training thread, `InParts` on the engine's; `Outgoing` is what both share. Gradients are read
-where the backward pass has put them, and stay there until all have committed: a reduction that fails is repeated, by
-whoever is left. The functions move parameters' gradients into a flat bucket, and back.
+`Overlap` runs on the training thread, `InParts` on the engine's; `Outgoing` is what both share. Gradients stay where
+the backward pass has put them until all have committed: a reduction that fails is repeated by the live ranks.
 """
 
 from __future__ import annotations
@@ -33,18 +32,13 @@ from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import ROOM, FlatLayout, with_tag
 
 _BEAT_S = 0.1
-_LINE = ROOM
-"""Elements: a part begins on a multiple of these in its bucket, as that does behind its room."""
+_LINE = ROOM  # elements: a part begins on a multiple of these in its bucket, as that does behind its room
 
 
 class Overlap:
-    """Tells the engine's thread of gradients while the backward pass makes them, see `Backward`.
+    """The training thread's side: it tells the engine's thread of gradients while the backward pass makes them.
 
-    They stay where they are, and whole, until their mean replaces them. What has changed after it had left is summed
-    once more.
-
-    Args:
-        replica: whose gradients.
+    Gradients that have changed after they had left are summed once more.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -62,17 +56,14 @@ class Overlap:
 
     @property
     def under_way(self) -> bool:
-        """`begin` was called, and not `finish`."""
         return self._out is not None
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
         if self._backward is not None:
             self._backward.close()
         self._backward = self._out = self._layout = None
 
     def begin(self, out: Outgoing) -> None:
-        """A backward pass begins: ``out`` is to tell the engine's thread of it."""
         backward = self._follow()
         self._out = out
         backward.begin()
@@ -84,7 +75,6 @@ class Overlap:
         self._out.tell(self._backward.filled)
 
     def finish(self) -> Outgoing:
-        """The backward pass is over. Returns what `begin` was given."""
         out = self._out
         params = self._params
         backward = self._backward
@@ -100,13 +90,11 @@ class Overlap:
         return out
 
     def give_up(self) -> None:
-        """The backward pass has failed."""
         self._out = None
         if self._backward is not None:
             self._backward.give_up()
 
     def _follow(self) -> Backward:
-        """Parameters were frozen or unfrozen at a sync point."""
         layout = self._replica.layout
         if self._backward is None or self._layout is not layout:
             self.close()
@@ -116,14 +104,10 @@ class Overlap:
 
 
 class Outgoing:
-    """How far this replica's gradients are there; shared by both threads.
+    """The progress of this replica's gradients; shared by both threads.
 
-    Args:
-        changed: the shared state's condition.
-        patience_s: one part is waited for so long; then none is under way until all are there, as sums have timeouts.
-        count: of the parameters.
-        plans: by which gradients go into a bucket; the engine's thread has them.
-        scale: gradients are multiplied by it on their way.
+    Wherever one part takes longer than ``patience_s``, none is under way until all are there, as sums have timeouts.
+    The engine's thread puts gradients into a bucket by ``plans``, times ``scale``.
     """
 
     def __init__(
@@ -133,21 +117,16 @@ class Outgoing:
         self._patience_s = patience_s
         self._plans = plans
         self._scale = scale
-        self.gradients = [torch.empty(0)] * count
-        """By parameter; of those parts that are filled."""
-        self.filled = 0
-        """Parts, from the tail."""
-        self.base: Tensor | None = None
-        """Flat: what goes with them, of backward passes before."""
-        self.used: Tensor | None = None
-        """1.0 for every parameter that has a part in that."""
+        self.gradients = [torch.empty(0)] * count  # by parameter; of those parts that are filled
+        self.filled = 0  # parts, from the tail
+        self.base: Tensor | None = None  # flat: what goes with them, of backward passes before
+        self.used: Tensor | None = None  # 1.0 for every parameter that has a part in that
         self.flags: Tensor | None = None
         """Once all are filled: 1.0 for every parameter that is used, then for every one that changed late."""
         self.withdrawn = self.late = False
 
     @classmethod
     def whole(cls, changed: threading.Condition, gradients: Sequence[Tensor], used: Tensor) -> Outgoing:
-        """Of gradients that are all there."""
         out = cls(changed, 0.0, 0, Plans())
         out.gradients = list(gradients)
         out.filled = sys.maxsize
@@ -155,25 +134,24 @@ class Outgoing:
         return out
 
     def put_(self, part: Tensor, first: int, last: int, start: int, share: float) -> None:
-        """A share of the gradients of parameters ``first`` to ``last``, into the part of a bucket that begins there."""
+        """Put a share of the gradients of parameters ``first`` to ``last`` where that part of a bucket begins."""
         with self._plans.of(self.gradients[first:last], (first, last)) as plan:
             plan.pack_(part, weight=self._scale * share)
         if self.base is not None:
             part.add_(self.base[start : start + part.numel()], alpha=share)
 
     def all(self) -> Tensor:
-        """All of them, flat, once all are filled; on the training thread."""
+        """Return all of them, flat, once all are filled; on the training thread."""
         flat = torch.empty(sum(gradient.numel() for gradient in self.gradients))
         pack_(self.gradients, flat, self._scale)
         return flat if self.base is None else flat.add_(self.base)
 
     def all_finite(self) -> bool:
-        """Whether none of them is infinite or NaN, once all are filled."""
         held = self.gradients if self.base is None else [*self.gradients, self.base]
         return all(ops.all_finite(gradient) for gradient in held)
 
     def has(self) -> Tensor:
-        """1.0 for every parameter that has a gradient here, once all are filled."""
+        """Return 1.0 for every parameter that has a gradient here, once all are filled."""
         assert self.flags is not None
         return self.flags[: len(self.gradients)]
 
@@ -183,20 +161,18 @@ class Outgoing:
         return self.flags is not None or self.withdrawn or not self.late
 
     def tell(self, filled: int, flags: Tensor | None = None) -> None:
-        """So many parts are filled."""
         with self._changed:
             self.filled = filled
             self.flags = flags
             self._changed.notify_all()
 
     def withdraw(self) -> None:
-        """The backward pass has failed: these gradients are none."""
         with self._changed:
             self.withdrawn = True
             self._changed.notify_all()
 
     def wait(self, there: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Until the training thread is so far; False if it takes too long, or has failed."""
+        """Wait for the training thread; return False if it takes too long, or has failed."""
         waited_s = 0.0
         with self._changed:
             while not self.withdrawn and not there():
@@ -209,14 +185,9 @@ class Outgoing:
 
 
 class InParts:
-    """One sum of all replicas' shares; on the engine's thread.
+    """One sum of all replicas' shares into ``target``; on the engine's thread.
 
-    Args:
-        transfer: moves them.
-        layout: of the bucket.
-        target: overwritten.
-        share: what this replica's gradients are multiplied by.
-        out: how far they are there; None where this replica has none.
+    This replica's gradients are multiplied by ``share``; where ``out`` is None it has none.
     """
 
     def __init__(
@@ -228,14 +199,13 @@ class InParts:
         self._share = share
         self._out = out
         self._flags = torch.zeros(2 * len(layout) + 1)
-        """Of `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
+        """As in `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
 
     def sum_(self, expected: Tensor, tagged: bool = False) -> bool:
-        """Each part leaves as soon as it is filled; whether this replica has more to say, for `settle_`.
+        """Send each part as soon as it is filled; return whether this replica has more to say, for `settle_`.
 
-        Args:
-            expected: 1.0 for every parameter that is used, as all replicas take it.
-            tagged: with the last part goes whether it has: what is returned is whether any replica has.
+        ``expected``: 1.0 for every parameter that is used, as all replicas take it. ``tagged``: the last part says
+        whether it has more to say; then return whether any replica has.
         """
         transfer = self._transfer
         out = self._out
@@ -267,7 +237,7 @@ class InParts:
         return bool(with_tag(self._target)[0]) if tagged else self._doubts(expected)
 
     def _hear(self, there: bool, check: Callable[[], None]) -> bool:
-        """Whether all gradients are there; notes which were used, and which changed late."""
+        """Return whether all gradients are there; note which were used, and which changed late."""
         out = self._out
         there = there and out is not None and out.wait(lambda: out.flags is not None, check)
         if there and out is not None and out.flags is not None:
@@ -281,11 +251,10 @@ class InParts:
         return bool(self._flags[count:].any()) or not torch.equal(self._flags[:count], expected)
 
     def settle_(self) -> Tensor | None:
-        """What has changed after it had left is summed once more; on all ranks, where any has more to say.
+        """Sum once more what has changed after it had left; on all ranks, where any has more to say.
 
-        Returns:
-            1.0 for every parameter that any replica used; None, and there is nothing of use in the bucket, where a
-            replica's gradients are withdrawn or late.
+        Returns 1.0 for every parameter that any replica used; None, with nothing of use in the bucket, where a
+        replica's gradients are withdrawn or late.
         """
         flags = self._flags
         count = len(self._layout)
@@ -310,30 +279,29 @@ class InParts:
 
 
 def used_by(params: Sequence[Any]) -> Tensor:
-    """1.0 for every parameter that has a gradient."""
     return torch.tensor([float(p.grad is not None) for p in params])
 
 
 def mask_of(used: Tensor) -> int:
-    """A hash of which parameters are used, that a float64 holds exactly."""
+    """Return a hash of which parameters are used, which a float64 holds exactly."""
     return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
 
 
 @torch.no_grad()
 def gradients_of(params: Sequence[Any]) -> list[Tensor]:
-    """Their gradients as real numbers; zeros where there is none."""
+    """Return their gradients as real numbers; zeros where there is none."""
     return [real(torch.zeros_like(p) if p.grad is None else strided(p.grad)) for p in params]
 
 
 class Plans:
-    """Ways between gradients, which are other tensors at each step, mostly of the same kinds, and a bucket."""
+    """Plans between gradients, other tensors at each step, mostly of the same kinds, and a bucket."""
 
     def __init__(self) -> None:
         self._known: dict[object, ops.Plan] = {}
 
     @contextmanager
     def of(self, gradients: Sequence[Tensor], key: object = None) -> Iterator[ops.Plan]:
-        """That of these; a ``key`` for each list of which there are others again."""
+        """Give the plan of these gradients; each list of which others follow has a ``key``."""
         plan = self._known.get(key)
         if plan is None or not plan.follow(gradients):
             plan = self._known[key] = ops.Plan(FlatLayout(gradients), gradients)
@@ -344,14 +312,15 @@ class Plans:
 
 
 def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
-    """Gradients times ``scale``, one behind the other."""
     ops.Plan(FlatLayout(gradients), gradients).pack_(part, weight=scale)
 
 
 @torch.no_grad()
 def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
-    """Gradients from the parameters' part of a bucket times ``scale``, which it is multiplied by; those that no replica
-    used stay None, sparse ones become dense."""
+    """Make the parameters' part of a bucket, times ``scale``, their gradients; ``part`` is multiplied, too.
+
+    Gradients that no replica used stay None, sparse ones become dense.
+    """
     trained = replica.tensors.trained.values()
     if scale != 1.0:
         part.mul_(scale)
@@ -364,14 +333,10 @@ def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: P
 
 
 def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
-    """Make a mean over all samples one over those that each parameter's gradient is of. All ranks call this together.
+    """Make a mean over all samples one over those of each parameter's gradient. All ranks call this together.
 
-    Args:
-        layout: of the parameters.
-        mean: flat, of all ranks; changed.
-        behind: of this rank's samples, the part that each parameter's gradient is of; None: it brings nothing.
-        share: of this rank's samples in all ranks'.
-        transfer: adds up what all ranks have.
+    ``share`` is that of this rank's samples in all ranks', and ``behind`` the part of these that each gradient is of;
+    None: it brings nothing.
     """
     total = mean.new_zeros(len(layout))
     if behind is not None:
@@ -383,8 +348,7 @@ def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: floa
 
 
 def _places(trained: Iterable[Any]) -> list[Tensor]:
-    """Memory for a gradient of each parameter: that of the one it has, unless it shares that, as autograd may give
-    several the same one (those of a stack that is summed)."""
+    """Return memory for a gradient of each parameter: its own, unless autograd gave several the same one."""
     places: list[Tensor] = []
     taken: set[int] = set()
     for p in trained:

@@ -24,16 +24,13 @@ from lightning_async.engine.sync_points import SyncPoints
 
 
 class Window:
-    r"""Of one replica, on its training thread.
+    r"""The gradients of several batches of one replica, on its training thread.
 
     .. math:: g_i = \frac{1}{n_i} \sum_b n_{i,b}\, g_{i,b}, \qquad n_i = \sum_b n_{i,b}
 
     Over :math:`b` batches of :math:`n_{i,b}` samples; the replicas' means are weighted by :math:`n_i`, so that each
     sample counts the same, however many batches the window of each replica holds. Where optimizers step `apart`, each
     with gradients of other batches, :math:`n_{i,b}` and :math:`n_i` are those of the parameters of each.
-
-    Args:
-        gradients: the component by which it leaves.
     """
 
     def __init__(self, gradients: SynchronousGradients) -> None:
@@ -50,13 +47,10 @@ class Window:
 
     @torch.no_grad()
     def add_(self, samples: float, scale: float = 1.0, step: int = 0, params: Collection[Tensor] | None = None) -> None:
-        """Move parameters' gradients, which are a mean over so many samples, into the window.
+        """Move parameters' gradients, a mean over so many samples, into the window; drop those of no samples.
 
-        Args:
-            samples: behind them; where there are none they are dropped.
-            scale: what they are multiplied by (mixed precision, a loss that is divided), and are without in the window.
-            step: steps that were taken before.
-            params: of an optimizer that steps apart; the batch is counted by `count`. Default: all.
+        The window is without their factor ``scale`` (mixed precision, a loss that is divided). ``step`` counts the
+        steps before. ``params`` are those of an optimizer that steps apart, whose batch `count` counts. Default: all.
         """
         self._follow_layout()
         if not self.batches:
@@ -82,7 +76,6 @@ class Window:
             p.grad = None
 
     def count(self, samples: float) -> None:
-        """A batch of so many samples is done with, whose gradients were added apart."""
         self.samples = self.samples + samples
         self.batches = self.batches + 1
 
@@ -91,7 +84,7 @@ class Window:
         return gradient if gradient.device == self._sum.device else gradient.to(self._sum.device)
 
     def leave(self) -> bool:
-        """Be on its way, and empty again, if the one before has arrived and was taken; whether that was done."""
+        """Send the window and empty it, if the one before was taken; return whether it has left."""
         self._follow_layout()
         weight = 1.0 / self.samples if self.samples > 0.0 else 0.0
         if not self._gradients.post(
@@ -106,11 +99,9 @@ class Window:
         return True
 
     def leave_with(self, samples: float, scale: float = 1.0, step: int = 0) -> bool:
-        """A backward pass begins with which it is full: be on its way as that makes gradients, if that can be; whether
-        it is. `clear` follows when the pass is over; where that fails, what it has held is here still.
+        """Send the window with the last backward pass as that makes gradients; return whether it leaves so.
 
-        Args:
-            samples, scale, step: as for `add_`.
+        `clear` follows when the pass is over; if it fails, the window is as before. Arguments as for `add_`.
         """
         self._follow_layout()
         total = self.samples + samples
@@ -126,7 +117,6 @@ class Window:
         )
 
     def clear(self) -> None:
-        """What it holds is dropped."""
         self._sum.zero_()
         self._used.zero_()
         self._behind.zero_()
@@ -134,20 +124,17 @@ class Window:
         self.batches = 0
 
     def _follow_layout(self) -> None:
-        """Parameters were frozen or unfrozen at a sync point: what there is of the others stays."""
         before = self._layout
         now = self._replica.layout
         if before is now:
             return
-        used, behind = (dict(zip(before.names, told.tolist(), strict=True)) for told in (self._used, self._behind))
+        used, behind = (dict(zip(before.names, part.tolist(), strict=True)) for part in (self._used, self._behind))
         self._layout, self._sum = now, before.moved(self._sum, now)
         self._used = torch.tensor([used.get(name, 0.0) for name in now.names])
         self._behind = self._behind.new_tensor([behind.get(name, 0.0) for name in now.names])
 
-    # ---- checkpoints ----
-
     def state_dict(self) -> dict[str, Any]:
-        """What it holds, copied; with what has left it and is in no step yet, should training end now."""
+        """Copy what it holds, with what has left it and is in no step yet, should training end now."""
         sum = self._sum.clone()
         samples = self.samples
         since = self.since
@@ -172,7 +159,6 @@ class Window:
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Go on from there: with what there is of parameters that are trained now, in their size."""
         self._follow_layout()
         held = zip(saved["sum"].split(saved["sizes"]), saved["used"].tolist(), saved["behind"].tolist(), strict=True)
         parts = dict(zip(saved["names"], held, strict=True))
@@ -187,36 +173,25 @@ class Window:
 
 @dataclass
 class WindowTotals:
-    """What the windows of one replica's run add up to.
+    """The totals of one replica's windows."""
 
-    Args:
-        number: windows that were reduced.
-        own: of these, those that this replica had a part in.
-        batches: of this replica, in them.
-        exchange_s: how long they travelled.
-        waited_s: how long the training thread has stood still for that; at sync points, for all of it.
-        sent_bytes: of this replica's windows, as they travel.
-        left: batches in the window that has left last, and how long this replica had stood still before.
-    """
-
-    number: int = 0
-    own: int = 0
-    batches: int = 0
-    exchange_s: float = 0.0
-    waited_s: float = 0.0
-    sent_bytes: int = 0
-    left: tuple[int, float] = (0, 0.0)
+    number: int = 0  # windows that were reduced
+    own: int = 0  # of these, those with a part of this replica's
+    batches: int = 0  # of this replica, in them
+    exchange_s: float = 0.0  # time on their way
+    waited_s: float = 0.0  # how long the training thread has waited for that; at sync points, for all of it
+    sent_bytes: int = 0  # of this replica's windows, as they travel
+    left: tuple[int, float] = (0, 0.0)  # batches of the window that left last; this replica's waiting before
 
     title: ClassVar[str] = "Windows of gradients"
     prefix: ClassVar[str] = "gradients"
     shown: ClassVar[tuple[str, ...]] = ("windows", "hidden_share")
 
     def leave(self, batches: int, sync_points: SyncPoints) -> None:
-        """One of so many batches is about to leave."""
         self.left = batches, sync_points.waited_s
 
     def arrive(self, arrived: Reduction, sync_points: SyncPoints, message_bytes: int) -> None:
-        """A reduced one is about to be stepped with, of which this replica's part has travelled in so many bytes."""
+        """Count a reduced window that a step is about to be taken with."""
         self.number += 1
         self.exchange_s += arrived.exchange_s
         batches, before_s = self.left
@@ -238,20 +213,15 @@ class WindowTotals:
 
     @property
     def batches_each(self) -> float:
-        """In a window of this replica, on average; 0.0 while there was none."""
         return self.batches / self.own if self.own else 0.0
 
     def rows(self) -> dict[str, str]:
-        return {
-            "windows reduced": f"{self.number}",
-            "batches in a window": f"{self.batches_each:.1f}",
-            "a window travels": f"{self.each_s:.3f} s, {100 * self.hidden_share:.1f}% hidden"
-            if self.number
-            else "no window",
-        }
+        travels = f"{self.each_s:.3f} s, {100 * self.hidden_share:.1f}% hidden" if self.number else "no window"
+        batches = f"{self.batches_each:.1f}"
+        return {"windows reduced": f"{self.number}", "batches in a window": batches, "a window travels": travels}
 
     def metrics(self) -> dict[str, float]:
-        """See `Totals`; what is of windows, from the first one on."""
+        """Return the totals; those of windows from the first one on."""
         of_windows = {
             "window_s": self.each_s, "hidden_share": self.hidden_share, "batches_in_window": self.batches_each,
         }  # fmt: skip

@@ -7,7 +7,3 @@ Sums of squares are float64, and equal within rounding.
 All functions run without autograd, and write through torch's in-place operations only, so that the version counters
 move and a backward pass over overwritten values fails instead of returning wrong gradients.
 """
-
-from lightning_async.ops.reference import buckets, compression, server
-
-__all__ = ["buckets", "compression", "server"]

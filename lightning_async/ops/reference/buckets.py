@@ -9,8 +9,6 @@ from torch import Tensor
 
 from lightning_async.flat import FlatLayout
 
-# Weighted sums in plain torch.
-
 
 @torch.no_grad()
 def accumulate_(total: Tensor, source: Tensor, weight: float) -> None:
@@ -35,7 +33,7 @@ def accumulate_(total: Tensor, source: Tensor, weight: float) -> None:
 
 
 def weighted_sum_(out: Tensor, terms: list[Tensor], weights: Tensor) -> None:
-    """The sum in the order of the terms; the first one is not added to zero, which would lose a negative zero."""
+    """Sum in the order of the terms; the first is not added to zero, which would lose a negative zero."""
     for k, term in enumerate(terms):
         if k == 0:
             torch.mul(term, weights[k], out=out)
@@ -143,7 +141,7 @@ def apply_(
 
 
 def _move_(tensors: list[Tensor], values: list[Tensor], add: bool) -> None:
-    """``x <- value``, or ``x <- x + value`` computed in the wider of the two dtypes and rounded once."""
+    """Write ``value``, or ``x + value`` computed in the wider of the two dtypes and rounded once."""
     if not add:
         torch._foreach_copy_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
     elif all(x.dtype == v.dtype and x.device == v.device for x, v in zip(tensors, values, strict=True)):
@@ -176,7 +174,7 @@ def _chunks(a: Tensor) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def sq_distance(a: Tensor, b: Tensor) -> float:
-    r"""The squared Euclidean distance :math:`\sum_j (a_j - b_j)^2`, accumulated in float64.
+    r"""Return the squared Euclidean distance :math:`\sum_j (a_j - b_j)^2`, accumulated in float64.
 
     Raises:
         ValueError: the shapes differ.
@@ -195,7 +193,7 @@ def sq_distance(a: Tensor, b: Tensor) -> float:
 
 @torch.no_grad()
 def sq_norm(a: Tensor) -> float:
-    r"""The squared Euclidean norm :math:`\sum_j a_j^2`, accumulated in float64.
+    r"""Return the squared Euclidean norm :math:`\sum_j a_j^2`, accumulated in float64.
 
     >>> sq_norm(torch.tensor([3.0, 4.0]))
     25.0
@@ -209,7 +207,7 @@ def sq_norm(a: Tensor) -> float:
 
 @torch.no_grad()
 def all_finite(a: Tensor) -> bool:
-    r"""Whether no element is infinite or NaN, in one pass without a temporary: both extremes are finite.
+    """Return whether no element is infinite or NaN, in one pass without a temporary: both extremes are finite.
 
     >>> all_finite(torch.tensor([1.0, float("nan")]))
     False
@@ -263,11 +261,8 @@ def check_flat(op: str, *tensors: Tensor) -> None:
         raise ValueError(f"`{op}` needs equal shapes, got {', '.join(str(tuple(t.shape)) for t in tensors)}.")
 
 
-# Outer optimizers in plain torch: momentum on the last agreed parameters, the anchor.
-
-
 def momentum_step_(anchor: Tensor, momentum: Tensor, gradient: Tensor, lr: float, mu: float, nesterov: bool) -> None:
-    """``m = mu m + g``, then ``a -= lr (g + mu m)`` with nesterov, else ``a -= lr m``."""
+    """Write ``m = mu m + g``, then ``a -= lr (g + mu m)`` with nesterov, else ``a -= lr m``."""
     momentum.mul_(mu).add_(gradient)
     anchor.sub_((gradient + momentum * mu if nesterov else momentum) * lr)
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from lightning_async.ops.reference.buckets import weighted_sum_
 
-BLOCK = 256
-"""Elements that share a scale."""
+BLOCK = 256  # elements that share a scale
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def blocks(numel: int) -> int:
-    """How many scales a message of ``numel`` elements has."""
+    """Return the number of scales of a message of ``numel`` elements."""
     return -(-numel // BLOCK)
 
 
@@ -96,9 +95,7 @@ def dequantize_average_(out: Tensor, codes: Tensor, scales: Tensor | None, weigh
         scales: :math:`\sigma`, fp32, shape (K, ceil(n / 256)), or None, as of `quantize_`.
         weights: :math:`w`, fp32, shape (K,).
 
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `quantize_`.
+    Raises as `quantize_` does.
 
     >>> out = torch.zeros(1)
     >>> dequantize_average_(out, torch.tensor([[2], [4]], dtype=torch.int8), torch.ones(2, 1), torch.tensor([0.5, 0.5]))
@@ -124,13 +121,9 @@ def requantize_average_(
         out_codes: shape (n,), of the same dtype as ``codes``; overwritten.
         out_scales: as of `quantize_`; overwritten.
         residual: fp32, shape (n,), of the mean; updated in place.
-        codes: as of `dequantize_average_`.
-        scales: as of `dequantize_average_`.
-        weights: as of `dequantize_average_`.
+        codes, scales, weights: as of `dequantize_average_`.
 
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `quantize_`.
+    Raises as `quantize_` does.
 
     Source: the server's error feedback of Tang et al., "DoubleSqueeze", 2019, https://arxiv.org/abs/1905.05957
 
@@ -160,8 +153,7 @@ def quantize_2bit_(codes: Tensor, source: Tensor, residual: Tensor, threshold: f
         threshold: :math:`t`, positive.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `quantize_`, or ``threshold`` is not positive.
+        TypeError, ValueError: as of `quantize_`, or ``threshold`` is not positive.
 
     Source: MXNet's gradient compression, after Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
     Computing", 2015
@@ -195,9 +187,7 @@ def dequantize_2bit_average_(out: Tensor, codes: Tensor, weights: Tensor, thresh
         weights: fp32, shape (K,).
         threshold: as of `quantize_2bit_`.
 
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `quantize_2bit_`.
+    Raises as `quantize_2bit_` does.
 
     >>> out = torch.zeros(3)
     >>> dequantize_2bit_average_(out, torch.tensor([[9]], dtype=torch.uint8), torch.tensor([1.0]), 0.5)
@@ -220,8 +210,7 @@ def topk_(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> 
         residual: fp32, shape (n,), zeros at first; updated in place.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `quantize_`, or k is above n.
+        TypeError, ValueError: as of `quantize_`, or k is above n.
 
     Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599
 
@@ -251,8 +240,7 @@ def topk_accumulate_(out: Tensor, values: Tensor, indices: Tensor, weight: float
 
     Raises:
         IndexError: an index is out of range.
-        TypeError: a tensor has another dtype.
-        ValueError: as of `quantize_`.
+        TypeError, ValueError: as of `quantize_`.
 
     >>> out = torch.zeros(3)
     >>> topk_accumulate_(out, torch.tensor([-3.0]), torch.tensor([1]), 0.5)

@@ -1,8 +1,8 @@
 """A parameter server's optimizer steps, in plain torch: from one bank of memory, which stays as it is, to another one.
 
-Gradients may be fp32, bf16 or fp16; all else is fp32. What is written has its own memory: the new weights and state,
-and the reply, for the worker that has pushed. All of them may be pieces of larger arrays: `whole` tells how many
-elements these have, as what is larger than the caches is better written around them. It changes no number.
+Gradients may be fp32, bf16 or fp16; all else is fp32. New weights, state and the reply to the worker have memory of
+their own. All of them may be pieces of larger arrays of `whole` elements: those beyond the caches are better written
+around them, with equal numbers.
 """
 
 from __future__ import annotations
@@ -25,20 +25,17 @@ def server_add_(
     decay: float = 0.0,
     whole: int = 0,
 ) -> None:
-    r"""A weighted tensor more, :math:`x' = x + (w g - d x)`: SGD without momentum, :math:`w = -\eta, d = \eta\lambda`.
+    r"""Add a weighted tensor, :math:`x' = x + (w g - d x)`: SGD without momentum, :math:`w = -\eta, d = \eta\lambda`.
 
     Args:
         params: :math:`x'`, fp32; overwritten.
         reply: overwritten with :math:`x'`, too. None: nobody pulls.
         old_params: :math:`x`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
-        weight: :math:`w`.
-        decay: :math:`d`. Default: 0.
+        weight, decay: :math:`w` and :math:`d`. Default: no decay.
         whole: elements of the arrays that these are pieces of. Default: they are no pieces.
 
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `accumulate_`.
+    Raises as `accumulate_` does.
 
     >>> new, reply = torch.empty(1), torch.empty(1)
     >>> server_add_(new, reply, torch.tensor([1.0]), torch.tensor([2.0]), -0.25)
@@ -71,22 +68,17 @@ def server_sgd_(
         x' &= x - \eta\, (g' + \mu m') \text{ with nesterov, else } x - \eta\, m'
 
     Args:
-        params: :math:`x'`, fp32; overwritten.
-        momentum: :math:`m'`, fp32; overwritten.
+        params, momentum: :math:`x'` and :math:`m'`, fp32; overwritten.
         reply: overwritten with :math:`x'`, too. None: nobody pulls.
-        old_params: :math:`x`, fp32.
-        old_momentum: :math:`m`, fp32.
+        old_params, old_momentum: :math:`x` and :math:`m`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
-        lr: :math:`\eta`.
-        mu: :math:`\mu`.
+        lr, mu: :math:`\eta` and :math:`\mu`.
         nesterov: look ahead along the new momentum.
         scale: :math:`\sigma`, what the gradient's staleness leaves of it. Default: 1.
         weight_decay: :math:`\lambda`, L2. Default: 0.
         whole: see `server_add_`.
 
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `accumulate_`.
+    Raises as `accumulate_` does.
 
     >>> x, m, reply, old, zero, g = (torch.tensor([v]) for v in (0.0, 0.0, 0.0, 1.0, 0.0, 4.0))
     >>> server_sgd_(x, m, reply, old, zero, g, lr=0.25, mu=0.5, nesterov=False, scale=0.5)
@@ -125,18 +117,15 @@ def server_dana_(
         params: :math:`x'`, fp32; overwritten.
         momentum: :math:`m_i'`, fp32, of the worker that pushes; overwritten.
         total: :math:`v'`, fp32, the sum of all workers' momenta; overwritten.
-        ahead: :math:`o`, fp32, what workers pull; overwritten.
+        ahead: :math:`o`, fp32, for workers to pull; overwritten.
         reply: overwritten with :math:`o`, too. None: nobody pulls.
         old_params, old_momentum, old_total: :math:`x`, :math:`m_i` and :math:`v`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
-        lr: :math:`\eta`.
-        mu: :math:`\mu`.
+        lr, mu: :math:`\eta` and :math:`\mu`.
         scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
         whole: see `server_add_`.
 
-    Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `accumulate_`.
+    Raises as `accumulate_` does.
 
     Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
     https://arxiv.org/abs/1907.11612
@@ -183,25 +172,20 @@ def server_adam_(
     Decoupled, it is :math:`g' = \sigma\, g`, and :math:`x' = (1 - \eta\lambda)\, x - \dots`.
 
     Args:
-        params: :math:`x'`, fp32; overwritten.
-        first: :math:`m'`, fp32; overwritten.
-        second: :math:`v'`, fp32; overwritten.
+        params, first, second: :math:`x'`, :math:`m'` and :math:`v'`, fp32; overwritten.
         reply: overwritten with :math:`x'`, too. None: nobody pulls.
         old_params, old_first, old_second: :math:`x`, :math:`m` and :math:`v`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
         step: :math:`t`, 1 at the first update.
         lr: :math:`\eta`.
-        beta1: :math:`\beta_1`. Default: 0.9.
-        beta2: :math:`\beta_2`. Default: 0.999.
-        eps: :math:`\epsilon`. Default: 1e-8.
+        beta1, beta2, eps: :math:`\beta_1, \beta_2, \epsilon`. Default: 0.9, 0.999, 1e-8.
         scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
         weight_decay: :math:`\lambda`. Default: 0.
         decoupled: of the gradient. Default: it is L2, a part of that.
         whole: see `server_add_`.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: as of `accumulate_`, or ``step`` is below 1.
+        TypeError, ValueError: as of `accumulate_`, or ``step`` is below 1.
 
     Source: Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay
     Regularization", 2019, https://arxiv.org/abs/1711.05101.
@@ -224,12 +208,12 @@ def server_adam_(
 
 
 def adam_scalars(step: int, lr: float, beta1: float, beta2: float) -> tuple[float, float, float, float]:
-    """Step size, ``1 - beta1``, ``1 - beta2``, and the root of the second bias correction."""
+    """Return the step size, ``1 - beta1``, ``1 - beta2``, and the root of the second bias correction."""
     return lr / (1 - beta1**step), 1 - beta1, 1 - beta2, math.sqrt(1 - beta2**step)
 
 
 def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:
-    """What is added of the weights to the gradient, and what a step keeps of them."""
+    """Return what is added of the weights to the gradient, and what a step keeps of them."""
     return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
 
 
