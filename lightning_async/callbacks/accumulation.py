@@ -77,11 +77,8 @@ class Probe(Protocol):
 class NoiseProbe:
     """Squared norms of the gradients of single batches, and of whole windows, see `estimate`.
 
-    A hook of each parameter's sees the gradient of a batch before it is added to the others': no copy is kept.
-
-    Args:
-        decay: of the means over periods.
-        arrive: windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
+    A hook of each parameter's sees the gradient of a batch before it is added to the others': no copy is kept. With
+    ``arrive``, windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
     """
 
     def __init__(self, decay: float, arrive: bool = False) -> None:
@@ -103,7 +100,7 @@ class NoiseProbe:
         self._sizes = (0.0, 0.0)
 
     def begin_period(self, trainer: Any) -> None:
-        """Parameters may have been unfrozen since."""
+        """Hook parameters that were unfrozen since; another decision is to be made of what comes."""
         for optimizer in trainer.optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if param.requires_grad and id(param) not in self._hooks:
@@ -194,7 +191,7 @@ class NoiseProbe:
 
 
 class TimesProbe:
-    """How long batches take up to the end of their backward pass, and the last ones of windows until their step.
+    """The time that batches take up to the end of their backward pass, and the last ones of windows until their step.
 
     A GPU is waited for at each of these moments.
     """
@@ -247,7 +244,7 @@ class TimesProbe:
 
 
 def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
-    """What measures what a policy asks for; ``arrive``: see `NoiseProbe`."""
+    """Return what measures for a policy; ``arrive``: see `NoiseProbe`."""
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
         return NoiseProbe(getattr(policy, "decay", 0.9), arrive)
@@ -255,13 +252,13 @@ def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
 
 
 def loss_scale(trainer: Any) -> float:
-    """What a gradient scaler multiplies losses by."""
+    """Return what a gradient scaler multiplies losses by."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
 def _sum(first: float, norms: tuple[tuple[Tensor, float], ...]) -> float:
-    """With the squares of these."""
+    """Add the squares of these."""
     for found, scale in norms:
         first += (float(found) / scale) ** 2
     return first
@@ -280,15 +277,11 @@ _SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
 
 
 class Sizes:
-    """Of the windows of one fit.
+    """The sizes of the windows of one fit.
 
     Where ranks average their gradients by the engine they agree with these: learning rates are by the samples of all,
-    and a size that is measured is that of the first rank, one window later.
-
-    Args:
-        callback: an `AdaptiveGradientAccumulation`.
-        trainer: in a fit.
-        probe: measures what the policy asks for, if it does.
+    and a size that is measured is that of the first rank, one window later. ``probe`` measures what the policy asks
+    for, if it does.
     """
 
     def __init__(self, callback: Any, trainer: Any, probe: Probe | None) -> None:
@@ -331,11 +324,11 @@ class Sizes:
     # ---- with other ranks ----
 
     def tell(self) -> None:
-        """What others are to hear with the next gradients."""
+        """Have the others hear this rank's size with the next gradients."""
         ask(self._trainer.strategy, self._base, self._wanted)
 
     def hear(self) -> None:
-        """Of a step that is taken now: what all have told with its gradients."""
+        """Take over what all have told with the gradients of a step that is taken now."""
         told = told_of(self._trainer.strategy)
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
@@ -344,7 +337,7 @@ class Sizes:
                 self._size = int(told.size)
 
     def lr_factor(self, samples: float) -> float:
-        """What learning rates are multiplied by in the step that is taken now, of so many samples of this rank's."""
+        """Return the factor of learning rates in the step that is taken now, of so many samples of this rank's."""
         if not self._base:
             return 1.0
         scaling = self._callback.lr_scaling
@@ -355,7 +348,7 @@ class Sizes:
     # ---- sizes ----
 
     def plan(self, samples: float) -> WindowPlan:
-        """The window that begins, with a batch of so many samples."""
+        """Return the window that begins, with a batch of so many samples."""
         callback = self._callback
         strategy = self._trainer.strategy
         together = in_lockstep(strategy)
@@ -401,7 +394,7 @@ class Sizes:
             self._size = size  # else one window later, as the first rank would have it: all hear that with this one
 
     def _unit(self) -> float:
-        """Samples in one batch of each rank, where the policy counts samples."""
+        """Return the samples in one batch of each rank, where the policy counts samples."""
         return self._base * ranks_of(self._trainer.strategy) if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
@@ -484,7 +477,7 @@ class AdaptiveGradientAccumulation(Callback):
 
     @property
     def compared(self) -> str:
-        """What ranks compare before they train together."""
+        """The settings that ranks compare before they train together."""
         return repr(self)
 
     def _start_over(self) -> None:
@@ -547,7 +540,7 @@ class AdaptiveGradientAccumulation(Callback):
         return (before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._keep())()
 
     def _keep(self) -> Callable[[], dict[str, Any]]:
-        """The state now, put together when it is asked for."""
+        """Return what puts the present state together when it is asked for."""
         assert self._windows is not None
         probe = dict if self._probe is None else self._probe.keep()
         state = {
@@ -622,11 +615,11 @@ class AdaptiveGradientAccumulation(Callback):
 
     @property
     def lr_factor(self) -> float:
-        """What learning rates are multiplied by in the step that is taken now."""
+        """The factor of learning rates in the step that is taken now."""
         return 1.0 if self._windows is None else self._sizes.lr_factor(self._windows.samples)
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
-        """In loggers and in the progress bar, where it is another one."""
+        """Show the window in loggers and in the progress bar, where it is another one."""
         assert self._windows is not None
         self._shown = self._windows.planned.batches
         metrics = {"accumulation/batches": float(self._shown), "accumulation/lr_factor": self.lr_factor}

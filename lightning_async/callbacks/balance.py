@@ -21,16 +21,12 @@ from lightning_async.trainer.namespace import batch_size, callbacks_of, check_ob
 
 
 def steps_together(strategy: Any) -> bool:
-    """Whether each rank comes to each step after as many batches of its own as all others."""
+    """Return whether each rank comes to each step after as many batches of its own as all others."""
     return strategy.in_step if hasattr(strategy, "accumulate") else isinstance(strategy.schedule, Synchronous)
 
 
 def check_trainer(callback: Any, trainer: Any) -> None:
-    """Whether batches may be of unequal size.
-
-    Raises:
-        ValueError: they may not; says why, and what to do.
-    """
+    """Raise ValueError, which says what to do, where batches may not be of unequal size."""
     owner = type(callback).__name__
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -56,11 +52,7 @@ def check_trainer(callback: Any, trainer: Any) -> None:
 
 
 def check_bounds(callback: Any, ranks: int, total: int) -> None:
-    """Whether there is room for the samples of a step.
-
-    Raises:
-        ValueError: there is not.
-    """
+    """Raise ValueError where there is no room for the samples of a step."""
     least = callback.minimum * ranks
     most = None if callback.maximum is None else callback.maximum * ranks
     if least > total or (most is not None and most < total):
@@ -150,7 +142,7 @@ class BalancedBatchSizes(Callback):
 
     @property
     def compared(self) -> str:
-        """What ranks compare before they train together."""
+        """The settings that ranks compare before they train together."""
         return repr(self)
 
     @property
@@ -254,8 +246,9 @@ class BalancedBatchSizes(Callback):
             self.call_together()
 
     def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
-        """Whether this rank comes to a sync point. Ranks that step together all do, after as many batches: so no step
-        is without one of them. Of those that drift one calls the others, where that pays."""
+        """Return whether this rank comes to a sync point. Ranks that step together all do, after as many
+        batches: so no step is without one of them. One asynchronous replica calls the others, where that pays.
+        """
         if steps_together(trainer.strategy):
             return self._since >= every * self._patience or balancing.is_off
         if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_namespace:
@@ -270,7 +263,7 @@ class BalancedBatchSizes(Callback):
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
     def decide(self, world: LightningCollectives) -> bool:
-        """See `CollectiveCallback`; the model stays as it is."""
+        """Decide on sizes; the model stays as it is. See `CollectiveCallback`."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
             self._since = 0
             self._told_namespace = self._told_namespace and not has_changed
@@ -283,6 +276,7 @@ class BalancedBatchSizes(Callback):
 
 
 def _wait_for(device: torch.device) -> None:
-    """The host has the time that the GPU takes: what it waits for afterwards, it waits for others."""
+    """Wait for the GPU, so that the host's time is its time: what the host waits for afterwards, it waits for
+    others."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class Alarm(NamedTuple):
-    """What an alert is told.
+    """A finding, for an alert.
 
     Args:
         rank: that has found something.
@@ -75,7 +75,7 @@ def raise_alert(alarm: Alarm, trainer: Any, alert: Callable[[Alarm], None] | Non
 
 
 def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDiverged:
-    """The error that ends training; ``words`` say why, where this rank knows."""
+    """Return the error that ends training; ``words`` say why, where this rank knows."""
     tried = ", ".join(f"{remedy.name.lower()} {n}x" for remedy, n in sorted(used.items()) if n) or "nothing"
     return TrainingDiverged(
         f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
@@ -105,19 +105,19 @@ class RollsBack(Protocol):
 
 
 def rollback_of(callbacks: Iterable[Any]) -> RollsBack | None:
-    """The first of these that can roll back."""
+    """Return the first of these that can roll back."""
     return next((callback for callback in callbacks if isinstance(callback, RollsBack)), None)
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """This step moves no parameter, and no optimizer's state: it has no gradients."""
+    """Drop gradients, so that this step moves no parameter, and no optimizer's state."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
 
 
 def cut_learning_rates(trainer: Any, factor: float) -> float:
-    """Multiply all learning rates, those that schedulers begin and end with too; the first one, now."""
+    """Multiply all learning rates, those that schedulers begin and end with too; return the first one, now."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             for name in _RATES:
@@ -152,8 +152,9 @@ def sync_more(averager: Any) -> Callable[[], None]:
 
 
 def call_unfit(replica: Any) -> Callable[[], None]:
-    """This replica holds nothing that others may take over: at the next sync point it takes over theirs, and its
-    optimizers begin anew. Returns what takes it back."""
+    """Mark this replica as one that others take nothing from: at the next sync point it takes over theirs, and its
+    optimizers begin anew. Returns what takes it back.
+    """
     watched = replica.watched
     round_decision = torch.tensor(math.nan)
     replica.watched = lambda: [*watched(), round_decision]
@@ -262,8 +263,9 @@ class DivergenceMonitor(Callback):
 
     @property
     def clean_steps(self) -> int:
-        """Batches since something was out of bounds: a state is good after some of them, at least 3. Of ranks in
-        lockstep it is the same on all; of asynchronous replicas each has its own."""
+        """Batches since something was out of bounds: a state is good after some of them, at least 3. Of
+        ranks in lockstep it is the same on all; of asynchronous replicas each has its own.
+        """
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 
     # ---- life ----
@@ -379,7 +381,7 @@ class DivergenceMonitor(Callback):
         self._do(trainer, severest(now))
 
     def _tell(self, trainer: Any, found: list[SignalAlarm], remedy: Remedy) -> None:
-        """The user, in the log; where that was not enough, by the alert and the loggers."""
+        """Tell the user, in the log; where that was not enough, by the alert and the loggers."""
         alarm = Alarm(trainer.global_rank, trainer.global_step, trainer.current_epoch, tuple(found), remedy)
         self._words = str(alarm)
         if self._escalation.has(Remedy.LOG):
@@ -404,7 +406,7 @@ class DivergenceMonitor(Callback):
         return self._do(trainer, severest([Row(Remedy(wanted)) for wanted, _ in said]))
 
     def _do(self, trainer: Any, remedy: Remedy) -> bool:
-        """What all do at this step; whether the model is another one now."""
+        """Do what all do at this step; return whether the model is another one now."""
         if remedy is Remedy.NONE:
             return False
         self._clean_everywhere = 0

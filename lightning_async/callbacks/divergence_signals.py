@@ -1,4 +1,4 @@
-"""What one rank sees of its training: signals, step by step, and which of them are out of bounds."""
+"""The signals that one rank sees of its training, step by step, and which of them are out of bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_async.trainer.checkpoint.save_timing import DelayedGather, lagged
 
 
 class Row(NamedTuple):
-    """What one rank says of one step.
+    """A rank's word on one step.
 
     Args:
         wanted: what it asks for.
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def severest(rows: Sequence[Row]) -> Remedy:
-    """What all do.
+    """Return what all do.
 
     >>> severest([Row(), Row(Remedy.CUT_LR), Row(Remedy.SYNC)]).name
     'CUT_LR'
@@ -64,7 +64,7 @@ class RemedyAgreement(Protocol):
 
 
 class SingleRank:
-    """There is one rank."""
+    """The agreement of one rank with itself."""
 
     def hear(self) -> list[Row]:
         return []
@@ -76,11 +76,9 @@ class SingleRank:
 
 
 class SyncPointAgreement:
-    """Replicas run at their own pace: what is more than a word is decided at a sync point.
+    """The agreement of asynchronous replicas: what is more than a word is decided at a sync point.
 
-    Args:
-        callback: is shown the sync point, see `CollectiveCallback`.
-        strategy: has the sync points, in whose headers losses travel.
+    ``callback`` calls the others, see `CollectiveCallback`; losses travel in the headers of the strategy's sync points.
     """
 
     def __init__(self, callback: Any, strategy: Any) -> None:
@@ -105,11 +103,7 @@ class SyncPointAgreement:
 
 
 class LockstepAgreement:
-    """Ranks take every step together.
-
-    Args:
-        lagged: carries the rows; closed by `close`.
-    """
+    """The agreement of ranks that take every step together; ``lagged`` carries the rows."""
 
     def __init__(self, lagged: DelayedGather) -> None:
         self._lagged = lagged
@@ -127,7 +121,7 @@ class LockstepAgreement:
 
 
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
-    """The right one for this Trainer's strategy. All ranks call it together, as training begins.
+    """Return the right one for this Trainer's strategy. All ranks call it together, as training begins.
 
     Raises:
         ValueError: ranks that this package and torch.distributed know nothing of.
@@ -146,7 +140,7 @@ _SAMPLE = 1024
 
 @torch.no_grad()
 def norm(tensors: Iterable[Tensor]) -> Tensor | None:
-    r"""The norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, where the tensors are; None of none.
+    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, where the tensors are; None of none.
 
     It is finite exactly if all elements are, short of an overflow of fp32. On a GPU nothing is waited for.
 
@@ -166,7 +160,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The memory of this rank as real numbers: of a sharded tensor its shard, of a sparse one its values."""
+    """Return the memory of this rank as real numbers: of a sharded tensor its shard, of a sparse one its values."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # type: ignore[operator]
     if tensor.layout is torch.sparse_coo:
@@ -175,13 +169,13 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
-    """What this optimizer is about to use."""
+    """Return the gradients that this optimizer is about to use."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def sample(optimizer: Any) -> list[Tensor]:
-    """A few elements of its gradients, to look at where there is no time for all: of the first tensor, which whatever
-    is not finite further on in a network reaches in the backward pass, and of the last."""
+    """Return a few elements of its gradients, for want of time: of the last tensor, and of the first, which whatever is
+    not finite further on in a network reaches in the backward pass."""
     groups = optimizer.param_groups
     first = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
     last = next((p.grad for group in reversed(groups) for p in reversed(group["params"]) if p.grad is not None), None)
@@ -190,12 +184,12 @@ def sample(optimizer: Any) -> list[Tensor]:
 
 
 def parameters(module: Any) -> Iterator[Tensor]:
-    """All that can be other than finite."""
+    """Return all that can be other than finite."""
     return (p for p in module.parameters() if p.is_floating_point() or p.is_complex())
 
 
 def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors that optimizers keep."""
+    """Return all tensors that optimizers keep."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
@@ -205,23 +199,24 @@ def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 class StepMetrics:
     """Numbers by name. Those on the CPU are taken at once; those on a GPU are copied over beside the training, and
-    taken one step later."""
+    taken one step later.
+    """
 
     def __init__(self) -> None:
         self._put: dict[str, Tensor] = {}
         self._coming: tuple[list[str], Tensor, Any] | None = None
 
     def put(self, name: str, value: Tensor) -> None:
-        """A number of this step's."""
+        """Note a number of this step's."""
         self._put[name] = value.detach()
 
     def forget(self) -> None:
-        """What was put belongs to a model that is no more."""
+        """Drop what was put: it belongs to a model that is no more."""
         self._put = {}
         self._coming = None
 
     def take(self) -> dict[str, float]:
-        """What is there: this step's numbers of the CPU, the last step's of a GPU."""
+        """Return what is there: this step's numbers of the CPU, the last step's of a GPU."""
         put = self._put
         self._put = {}
         here = {name: float(value) for name, value in put.items() if value.device.type != "cuda"}
@@ -243,13 +238,9 @@ class StepMetrics:
 
 
 class SamplingBudget:
-    r"""Every how many steps there is time for a look.
+    r"""A budget for looks: every how many steps there is time for one, where ``share`` of the time is for them.
 
     .. math:: n = \lceil t_\text{look} / (s\, t_\text{step}) \rceil
-
-    Args:
-        share: :math:`s`, of the time of training.
-        clock: seconds.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -259,7 +250,7 @@ class SamplingBudget:
         self._began: float | None = None
 
     def step(self) -> None:
-        """A batch begins."""
+        """Note that a batch begins."""
         now = self._clock()
         if self._began is not None:
             # The least of late: what a validation, a first step or another process took in between is no step's.
@@ -268,7 +259,7 @@ class SamplingBudget:
         self._began = now
 
     def looked(self, seconds: float) -> None:
-        """A look took so long."""
+        """Note how long a look took."""
         self._look_s = 0.8 * self._look_s + 0.2 * seconds if self._look_s else seconds
 
     @property
@@ -289,14 +280,8 @@ _SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
 
 
 class SignalTracker:
-    """The signals of one rank.
-
-    Args:
-        signals: those that are looked at.
-        thresholds: where each is out of bounds.
-        history: how much of its past counts.
-        skips: gradients that are not finite are to be dropped before they reach the model.
-    """
+    """The signals of one rank; with ``skips``, gradients that are not finite are dropped before they reach the
+    model."""
 
     def __init__(
         self, signals: Collection[Signal], thresholds: Mapping[str, Threshold], history: History, skips: bool
@@ -326,16 +311,16 @@ class SignalTracker:
 
     @property
     def every(self) -> int:
-        """Gradients can be looked at every so many steps."""
+        """Steps between two looks at gradients."""
         return self._gradients.every
 
     def forget(self) -> None:
-        """The model is another one."""
+        """Drop what was seen of another model."""
         self._readings.forget()
         self._suspicious = self.dropped = False
 
     def start_batch(self) -> None:
-        """A batch begins."""
+        """Note that a batch begins."""
         self._batch += 1
         self.dropped = False
         self._gradients.step()
@@ -344,7 +329,7 @@ class SignalTracker:
             self._every = self.every
 
     def before_backward(self, trainer: Any, loss: Tensor) -> None:
-        """A loss that is not finite will have gradients that are not."""
+        """Note a loss that is not finite: its gradients will not be, either."""
         if "gradient_norm" in self._signals:  # which say it too
             return
         if self.alone and self._skips and "loss" in self._signals and loss.device.type == "cpu":
@@ -352,7 +337,7 @@ class SignalTracker:
             self._suspicious |= known and not math.isfinite(float(loss.detach()))
 
     def before_step(self, trainer: Any, optimizer: Any) -> bool:
-        """Look at the gradients that this optimizer is about to use; whether they are to be dropped."""
+        """Look at the gradients that this optimizer is about to use; return whether they are to be dropped."""
         if _scaled(trainer):  # it skips steps that are not finite, to find its scale
             return False
         drop = self._suspicious
@@ -384,7 +369,7 @@ class SignalTracker:
         return False
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any) -> list[SignalAlarm]:
-        """What is out of bounds: on the CPU in this batch, on a GPU in the one before."""
+        """Return what is out of bounds: on the CPU in this batch, on a GPU in the one before."""
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
@@ -429,7 +414,7 @@ class SignalTracker:
         return SignalAlarm(name, value, limit) if value > limit else None
 
     def compare(self, rows: Sequence[Row], summary: Any = None) -> list[SignalAlarm]:
-        """What all ranks' losses, and the last round, say of the replicas."""
+        """Return what all ranks' losses, and the last round, say of the replicas."""
         if rows and not self.alone:
             self._every = max(row.every for row in rows)
         found = []
@@ -448,7 +433,7 @@ def _number_of(trainer: Any, optimizer: Any) -> int:
 
 
 def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
-    """What `training_step` returned, not divided by the number of batches that are accumulated."""
+    """Return what `training_step` returned, not divided by the number of batches that are accumulated."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
@@ -457,17 +442,13 @@ def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
 
 
 def _scaled(trainer: Any) -> bool:
-    """Whether there is a scaler of gradients."""
+    """Return whether there is a scaler of gradients."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler is not None and scaler.is_enabled()
 
 
 def thresholds_by_signal(owner: str, given: Any) -> dict[str, Threshold]:
-    """A threshold for each signal.
-
-    Raises:
-        TypeError, ValueError: names the argument.
-    """
+    """Return a threshold for each signal; raise TypeError or ValueError, which name the argument."""
     for name in given if isinstance(given, Mapping) else ():
         check_choice(owner, "alert_threshold", name, get_args(Signal))
     thresholds: dict[str, Threshold] = {}

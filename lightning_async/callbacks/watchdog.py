@@ -28,13 +28,7 @@ _TOLD_S = 5.0
 
 
 class _Beat(NamedTuple):
-    """Where the training thread was last seen.
-
-    Args:
-        number: of the beat.
-        place: what it does.
-        limit_s: how long that may take; None for as long as it likes.
-    """
+    """The place where the training thread was last seen; None as limit: it may take as long as it likes."""
 
     number: int = 0
     place: str = "before training"
@@ -103,7 +97,7 @@ class HangWatchdog(Callback):
 
     @property
     def limit_s(self) -> float | None:
-        """How long the next step may take; None while too few were seen."""
+        """Seconds that the next step may take; None while too few were seen."""
         if len(self._steps) < self.warmup:
             return self.other_s
         return max(self.min_s, self.k * statistics.median(self._steps))
@@ -181,7 +175,7 @@ class HangWatchdog(Callback):
     # ---- on the watchdog's thread ----
 
     def _watch(self, trainer: Any, stop: threading.Event) -> None:
-        """Until training ends, or hangs."""
+        """Look until training ends, or hangs."""
         seen = -1
         waited_s = 0.0
         last = time.monotonic()
@@ -220,7 +214,8 @@ class HangWatchdog(Callback):
 
 
 def _arm(limit_s: float | None, file: IO[str] | None) -> None:
-    """A timer in C writes all stacks and ends the process after twice as long, unless it is set anew before."""
+    """Set a timer in C that writes all stacks and ends the process after twice as long, unless it is set anew
+    before."""
     if limit_s is None or file is None:
         faulthandler.cancel_dump_traceback_later()
     else:
@@ -232,7 +227,7 @@ def _path(folder: str | Path, rank: int) -> Path:
 
 
 def _stderr() -> IO[str] | None:
-    """The process's stderr; None where there is no file behind it. A notebook or a test may have replaced it."""
+    """Return the process's stderr; None where there is no file behind it. A notebook or a test may have replaced it."""
     for stream in (sys.stderr, sys.__stderr__):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             if stream is not None and stream.fileno() >= 0:
@@ -248,7 +243,7 @@ def _dump(text: str, file: IO[str]) -> None:
 
 
 def _waits_at_sync_point(trainer: Any) -> bool:
-    """It waits for other ranks, which are watched themselves."""
+    """Return whether it waits for other ranks, which are watched themselves."""
     sync_points = getattr(trainer.strategy, "sync_points", None)
     live_ranks = getattr(trainer.strategy, "live_ranks", None)
     waits = live_ranks is not None and live_ranks.are_short  # for other replicas

@@ -1,4 +1,4 @@
-"""What is in a directory of checkpoints: ``lightning-async checkpoint list | verify | export | prune``."""
+"""The contents of a directory of checkpoints: ``lightning-async checkpoint list | verify | export | prune``."""
 
 from __future__ import annotations
 

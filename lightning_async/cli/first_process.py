@@ -1,4 +1,4 @@
-"""What the console script does where it is the first process of a container (PID 1): another process does its work.
+"""PID 1 of a container: the console script forks there, and the child does its work.
 
     PID 1 --- forks ---> the command, as anywhere else
     PID 1 <-- signals --- passed on to the command, from the first moment on: the kernel drops those to a PID 1 without
@@ -47,7 +47,7 @@ def stand_aside() -> None:
 
 
 def _serve(command: int, grace: mmap.mmap) -> int:
-    """Pass signals on to the command, and ask for the status of all that end; the exit code."""
+    """Pass signals on to the command, and ask for the status of all that end; return the exit code."""
     code = None
     others = True
     while code is None:

@@ -27,7 +27,7 @@ _EPILOG = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job; its exit code."""
+    """Run the job; return its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     program = ["-m", *options.module] if options.module else options.program

@@ -21,7 +21,7 @@ _MODULES = {"build-horovod": "lightning_async.horovod.build"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
+    """Run one command; return its exit status."""
     listed = "\n".join(f"  {name:<15} {what}" for name, what in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="lightning-async",

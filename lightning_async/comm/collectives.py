@@ -2,11 +2,9 @@
 
 A `Collectives` is one communicator, whatever moves its bytes: a fixed set of ranks with its own total order of
 operations. Every operation is asynchronous and returns a `Pending`; nothing blocks without a deadline. Where a
-transport can form its groups anew it is an `ElasticCollectives`.
-
-`Communicator` and `ElasticCommunicator` are the base of transports: names, failures that stick, and branches (forks,
-over the same ranks, and splits, over some of them). They hand out `Operation` objects, which know their own deadline,
-so that nobody needs to wait on them for a late peer to be noticed. The functions are reductions and byte views.
+transport can form its groups anew it is an `ElasticCollectives`. `Communicator` and `ElasticCommunicator` are the base
+of transports: names, failures that stick, forks, and splits. They hand out `Operation` objects, which know their own
+deadline, so that nobody needs to wait on them for a late peer to be noticed.
 """
 
 from __future__ import annotations
@@ -36,12 +34,8 @@ _SOURCE = re.compile(r"\[[^\[\]\s]+\.(cc|cpp|h|hpp):\d+\]\s*")
 
 @dataclass(frozen=True)
 class Where:
-    """One communicator in one generation: whose keys these are, and who speaks in messages.
-
-    Args:
-        name: of the communicator.
-        generation: its members, in the order of their ranks: all that the groups have, or some.
-    """
+    """A communicator in one generation, for keys and messages; the generation has those of its members that take
+    part."""
 
     name: str
     generation: Generation
@@ -63,9 +57,7 @@ class Operation(Generic[T]):
     """A `Pending` that its transport completes or fails, once, from any thread.
 
     Args:
-        where: the communicator, for messages.
-        kind: the operation's name.
-        seq: its number within the communicator.
+        where, kind, seq: the communicator, the operation's name, and its number within the communicator.
         timeout: the deadline, counted from now.
         on_expire: called once, from whichever thread notices, when the deadline passes. The transport breaks
             the communicator off there.
@@ -109,7 +101,7 @@ class Operation(Generic[T]):
         return time.monotonic() - self.started
 
     def complete(self, value: T) -> bool:
-        """End well. Returns False where it had ended already."""
+        """End well; return False where it had ended already."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -118,7 +110,7 @@ class Operation(Generic[T]):
             return True
 
     def fail(self, error: CollectiveError) -> bool:
-        """End badly. Returns False where it had ended already."""
+        """End badly; return False where it had ended already."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -127,17 +119,17 @@ class Operation(Generic[T]):
             return True
 
     def failure(self, error: Exception) -> CollectiveError:
-        """The transport's own error, in words of this package."""
+        """Return the transport's own error, in words of this package."""
         kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
         said = _SOURCE.sub("", str(error).split("\n", 1)[0]).rstrip(".")
         return kind(f"{self} failed after {self.elapsed_s():.2f} s: {said}. {self.remedy}")
 
     def ended(self) -> bool:
-        """Like `done`, but neither polls nor looks at the deadline."""
+        """Return `done`, without polling or looking at the deadline."""
         return self._ended.is_set()
 
     def ended_in(self, seconds: float) -> bool:
-        """The same, after so many seconds at most."""
+        """Return the same, after so many seconds at most."""
         return self._ended.wait(seconds)
 
     def succeeded(self) -> bool:
@@ -194,7 +186,7 @@ E = TypeVar("E", bound="ElasticCommunicator")
 
 
 class Communicator(abc.ABC, Generic[C]):
-    """The part of `Collectives` that moves no bytes."""
+    """A communicator without the operations that move bytes."""
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
         self._where = where
@@ -228,7 +220,7 @@ class Communicator(abc.ABC, Generic[C]):
         return self._timeout
 
     def open(self) -> None:
-        """Form the group and its forks' with all members; does nothing where that is done.
+        """Form the group and its forks' with all members; do nothing where that is done.
 
         Raises:
             CollectiveTimeout: members are missing at the deadline; names them.
@@ -239,7 +231,7 @@ class Communicator(abc.ABC, Generic[C]):
             branch.open()
 
     def fork(self, name: str, timeout: timedelta | None = None) -> C:
-        """See `Collectives`. Opens the fork at once where this communicator is open.
+        """Make a fork, as `Collectives.fork`, and open it at once where this communicator is open.
 
         Raises:
             ValueError: the name is taken.
@@ -248,12 +240,7 @@ class Communicator(abc.ABC, Generic[C]):
         return self._branch(Where(self._take(name), self.generation), self._among, timeout)
 
     def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> C | None:
-        """See `Collectives`, and `fork`.
-
-        Raises:
-            ValueError: the name is taken, or ``ranks`` are none, or not of this communicator.
-            CollectiveError: this communicator is closed or has failed.
-        """
+        """Make a split, as `Collectives.split`; raise as `fork` does."""
         if not ranks or not all(rank in range(self.world_size) for rank in ranks):
             raise ValueError(
                 f"{self._where}: `split(ranks={sorted(ranks)})` must name at least one rank, each in "
@@ -265,7 +252,7 @@ class Communicator(abc.ABC, Generic[C]):
         return None if generation is None else self._branch(Where(path, generation), among, timeout)
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """See `Collectives`. All memory is alike."""
+        """Return ``buffer``: all memory is alike."""
         return buffer
 
     @abc.abstractmethod
@@ -280,11 +267,11 @@ class Communicator(abc.ABC, Generic[C]):
         """Make a branch."""
 
     def _is_open(self) -> bool:
-        """Whether branches are to be opened at once."""
+        """Return whether branches are to be opened at once."""
         return False
 
     def _take(self, name: str) -> str:
-        """The path of a new branch. A split takes its name on the ranks outside of it, too."""
+        """Return the path of a new branch. A split takes its name on the ranks outside of it, too."""
         self._check_usable()
         path = f"{self.name}/{name}"
         if path in self._names:
@@ -301,7 +288,7 @@ class Communicator(abc.ABC, Generic[C]):
         return child
 
     def _num_collectives(self) -> int:
-        """Operations so far that all ranks took part in: equal on all of them, unlike `_seq`."""
+        """Return the number of operations that all ranks took part in: equal on all, unlike `_seq`."""
         return self._seq - sum(self._exchanged.values())
 
     def _check_usable(self) -> None:
@@ -314,7 +301,7 @@ class Communicator(abc.ABC, Generic[C]):
 
 
 class CommunicatorWrapper:
-    """What stands around another communicator, and says the same of itself."""
+    """A wrapper around another communicator, which says the same of itself."""
 
     inner: Any
 
@@ -340,7 +327,7 @@ class CommunicatorWrapper:
 
 
 class ElasticCommunicator(Communicator[E]):
-    """The part of `ElasticCollectives` that moves no bytes.
+    """An `ElasticCollectives` without the operations that move bytes.
 
     After a failure every operation raises, until `reconfigure` of the root. Branches are independent of each other and
     of the root in this; `abort` and `reconfigure` take them along.
@@ -351,13 +338,13 @@ class ElasticCommunicator(Communicator[E]):
         self._failure: CollectiveError | None = None
 
     def abort(self) -> None:
-        """See `ElasticCollectives`. Peers that wait for this rank fail too, as its connections close."""
+        """Fail everything pending. Peers that wait for this rank fail too, as its connections close."""
         self._fail(CollectiveError(f"{self._where}: aborted."))
         for branch in self._branches:
             branch.abort()
 
     def reconfigure(self, generation: Generation) -> None:
-        """See `ElasticCollectives`; blocks until the members have formed the new groups.
+        """Form the groups of a newer generation; block until its members have.
 
         Raises:
             ValueError: it is another member's view of a generation, or one that is not newer.
@@ -414,7 +401,7 @@ class Pending(Protocol[T_co]):
     """An operation under way. Its tensors must not be touched until it is done."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly. Never blocks."""
+        """Return whether it has ended, well or badly. Never blocks."""
         ...
 
     def wait(self, timeout: timedelta) -> bool:
@@ -422,10 +409,10 @@ class Pending(Protocol[T_co]):
         ...
 
     def result(self, timeout: timedelta | None = None) -> T_co:
-        """The operation's result, waited for until the deadline (default: the communicator's own timeout).
+        """Return the operation's result; wait until the deadline (default: the communicator's own timeout).
 
         Raises:
-            CollectiveTimeout: the deadline passed; the communicator must be re-formed.
+            CollectiveTimeout: the deadline passed; the communicator must be reconfigured.
             CollectiveError: the operation failed (a peer died, the group was aborted).
         """
         ...
@@ -441,7 +428,7 @@ class Collectives(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this generation, as `world_size` is: to be asked, not kept, where groups can be formed anew."""
+        """The rank in this generation, as `world_size` is: to be asked, not kept, where groups can be formed anew."""
         ...
 
     @property
@@ -457,19 +444,18 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
-        """Every rank's ``buffer``, stacked along a new first dimension: shape ``[world_size, *buffer.shape]``.
-
-        ``out``: where to; by default a new tensor."""
+        """Return every rank's ``buffer``, stacked along a new first dimension, in ``out`` or a new tensor."""
         ...
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
-        """Row ``rank`` of the reduction of ``buffer``, whose first dimension is ``world_size``."""
+        """Return row ``rank`` of the reduction of ``buffer``, whose first dimension is ``world_size``."""
         ...
 
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
-        """Row ``i`` of ``buffer`` goes to rank ``i``; row ``j`` of the result came from rank ``j``.
+        """Send row ``i`` of ``buffer`` to rank ``i``; row ``j`` of the result came from rank ``j``.
 
-        ``out``: where to, not ``buffer``; by default a new tensor."""
+        ``out``: where to, not ``buffer``; by default a new tensor.
+        """
         ...
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
@@ -481,23 +467,25 @@ class Collectives(Protocol):
         ...
 
     def barrier(self) -> Pending[None]:
-        """Done when every rank has called it."""
+        """Be done when every rank has called it."""
         ...
 
     def fork(self, name: str, timeout: timedelta | None = None) -> Collectives:
-        """A new communicator over the same ranks with an order of its own. All ranks fork in the same order."""
+        """Make a communicator over the same ranks with an order of its own. All ranks fork in the same order."""
         ...
 
     def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> Collectives | None:
-        """A new communicator over some of the ranks, numbered in the order of these; None for a rank outside of it.
+        """Make a communicator over some of the ranks, numbered in this order; None for a rank outside of it.
 
         All ranks call it alike, those outside too, in the same order as forks; disjoint groups are splits of several
-        names. It goes on with the members that are left when groups are formed anew."""
+        names. It goes on with the members that are left when groups are formed anew.
+        """
         ...
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """A copy of ``buffer`` in memory that this communicator moves best, now and in later generations, or
-        ``buffer`` itself where all memory is alike."""
+        """Return a copy of ``buffer`` in memory that this communicator moves best, now and in later
+        generations, or ``buffer`` itself where all memory is alike.
+        """
         ...
 
     def open(self) -> None:
@@ -515,14 +503,13 @@ class ElasticCollectives(Collectives, Protocol):
 
     @property
     def generation(self) -> Generation:
-        """Who is in it now, by name: of a communicator over some of the ranks, those."""
+        """The members by name; of a communicator over some of the ranks, those."""
         ...
 
     def reconfigure(self, generation: Generation) -> None:
-        """Abort what is pending here and in all branches, and form the groups of ``generation``; of the root only.
-
-        Forks have all its members, splits those of theirs that are in it, joining ranks none. Numbers are the new
-        ones."""
+        """Abort what is pending here and in all branches, and form the groups of ``generation``; of
+        the root only. Forks have all its members, splits those of theirs that are in it, joining ranks none.
+        """
         ...
 
     def abort(self) -> None:
@@ -555,11 +542,8 @@ def check_rows(buffer: Tensor, world_size: int) -> None:
 
 
 def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
-    """``out``, or a new tensor: one row per rank, each like ``row``.
-
-    Raises:
-        ValueError: ``out`` is another tensor than that.
-    """
+    """Return ``out``, or a new tensor, with one row like ``row`` per rank; raise ValueError where ``out`` is unlike
+    that."""
     shape = (world_size, *row.shape)
     if out is None:
         return row.new_empty(shape)
@@ -572,14 +556,14 @@ def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat uint8 view of the same memory, for operations that only move."""
+    """Return a flat uint8 view of the same memory, for operations that only move."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def reducible(
     buffer: Tensor, op: ReduceOp, native: frozenset[torch.dtype] = NATIVE
 ) -> tuple[Tensor, ReduceOp, Callable[[Tensor], None]]:
-    """What to reduce in place of ``buffer``: ``(wire, op, narrow)``; ``narrow(wire)`` writes the result back.
+    """Return what to reduce in place of ``buffer``: ``(wire, op, narrow)``; ``narrow(wire)`` writes the result back.
 
     Bools are reduced as bytes (SUM and MAX are "any", MIN is "all"), complex numbers as pairs of reals, types that
     are not ``native`` to the backend as fp32 or int64.

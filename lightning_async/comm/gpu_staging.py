@@ -24,15 +24,11 @@ T = TypeVar("T")
 
 
 class StagedCollectives(CommunicatorWrapper):
-    """Moves a device's tensors through pinned memory of the host; implements `ElasticCollectives`.
+    """Moves a device's tensors through pinned memory of the host; an `ElasticCollectives`.
 
     The GPU's copy engines do the copies, in the order of the stream that is current: a thread with a stream of its own
     disturbs no other. Submitting an operation waits until its tensor is in the host's memory; the way back is queued
-    when its result is taken.
-
-    Args:
-        inner: the transport; used by nobody else.
-        device: where the tensors are.
+    when its result is taken. ``inner`` is the transport; nobody else uses it.
     """
 
     def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
@@ -71,7 +67,7 @@ class StagedCollectives(CommunicatorWrapper):
         return None if inner is None else StagedCollectives(inner, self.device)
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """See `Collectives`. No transport sees the device's memory."""
+        """Return ``buffer``: no transport sees the device's memory."""
         return buffer
 
     def open(self) -> None:

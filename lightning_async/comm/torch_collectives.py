@@ -44,10 +44,9 @@ Finish = Callable[[], T]
 
 
 class Flights:
-    """What is under way over one group; used by the thread that calls, and by torch's when operations end.
+    """The operations under way over one group; used by the thread that calls, and by torch's when operations end.
 
-    Args:
-        fail: called with the error and the operation that failed first; it is to `break_off`.
+    ``fail`` is called with the error and the operation that failed first; it is to `break_off`.
     """
 
     def __init__(self, fail: Callable[[CollectiveError, Operation[Any]], None]) -> None:
@@ -61,7 +60,7 @@ class Flights:
         return sum(not operation.done() for operation in list(self._pending.values()))
 
     def over(self, group: TorchGroup) -> None:
-        """From now on, operations go over this group."""
+        """Have operations go over this group from now on."""
         with self._lock:
             self.group = group
 
@@ -78,6 +77,7 @@ class Flights:
 
         Args:
             group: what operations went over when this one was called. Another thread may have had it `land` since.
+            operation: that begins.
             start: makes torch's work of its group.
             finish: makes the result when that has ended.
             tensors: what torch reads or writes.
@@ -102,7 +102,7 @@ class Flights:
             operation.fail(CollectiveError(f"{operation} was broken off: {self._broken}"))
 
     def break_off(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
-        """``first`` fails with the error, everything else because of it; any thread may call it."""
+        """Fail ``first`` with the error, and everything else because of it; any thread may call it."""
         with self._lock:
             if self._broken is None:
                 self._broken = error
@@ -209,7 +209,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._made: dict[Any, Any] = {}
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
+        """Reduce; types that Gloo cannot reduce are widened for the way."""
         check_buffer(buffer)
         wire, torch_op, narrow = reducible(buffer, op)
 
@@ -241,7 +241,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._submit("all_gather", start, lambda: gathered, (buffer, gathered))
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
+        """Exchange rows, then combine them in the order of ranks, half types in fp32."""
         # Gloo's own reduce_scatter has no future to wait on.
         check_rows(buffer, self.world_size)
         return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
@@ -261,7 +261,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
 
     def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
-        """See `Collectives`. Ranks that exchange with nobody need not call it."""
+        """Swap with one peer. Ranks that exchange with nobody need not call it."""
         check_buffer(buffer)
         self._check_peer(peer, "peer")
         out = torch.empty_like(buffer)
@@ -297,7 +297,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return super().split(ranks, name, timeout)
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """See `Collectives`: NCCL registers memory; Gloo and MPI do not."""
+        """Return memory that NCCL has registered; for Gloo and MPI ``buffer`` itself."""
         if self._backend != "nccl":
             return buffer
         return self._memory.copy(self._open().pg, buffer)
@@ -313,7 +313,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
     # ------------------------------------------------------------------ the machinery
 
     def _large_tag(self, data: Tensor) -> int | None:
-        """The tag of this gather or all-to-all, if it is to go by sends and receives."""
+        """Return the tag of this gather or all-to-all, if it is to go by sends and receives."""
         if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
             return None
         return _LARGE_TAGS + self._num_collectives() % _LARGE_TAGS

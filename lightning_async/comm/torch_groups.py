@@ -70,11 +70,7 @@ class TorchGroup:
     def watch(
         self, operation: Operation[Any], works: Any, ended: Callable[[Exception | None], None], backstop: timedelta
     ) -> None:
-        """Have ``ended`` called, with the error or None, when the transport has ended the work.
-
-        Args:
-            works: torch's object; of sends and receives that are one operation a tuple of them.
-        """
+        """Have ``ended`` called, with the error or None, when torch has ended the work, or all of a tuple of works."""
         all_: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
 
         def let_go(error: Exception | None) -> None:
@@ -114,11 +110,11 @@ class TorchGroup:
         self.helpers.discard(threading.current_thread())
 
     def _works(self, operation: Operation[Any]) -> tuple[Any, ...] | None:
-        """What torch does for it, here alone: who keeps an operation shall keep no group."""
+        """Return torch's works of it, kept here alone: who keeps an operation shall keep no group."""
         return self.in_flight.get(operation.seq, (None, None))[1]
 
     def _sleep(self, operation: Operation[Any], seconds: float) -> None:
-        """Until the operation's work has ended, for so long at most."""
+        """Wait until the operation's work has ended, for so long at most."""
         if (works := self._works(operation)) is None:
             operation.ended_in(seconds)
             return
@@ -137,7 +133,7 @@ class TorchGroup:
             ended(RuntimeError("the connection to a peer was lost"))
 
     def helped_by(self, helper: threading.Thread, backstop_s: float) -> None:
-        """A thread waits in torch, for so long at most, and discards itself from `helpers` then."""
+        """Count a thread that waits in torch, for so long at most, and discards itself from `helpers` then."""
         self.helpers.add(helper)
         self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop_s)
 
@@ -170,7 +166,7 @@ class TorchGroup:
             self.free()
 
     def busy(self) -> bool:
-        """Whether torch still works in, or waits with, this group's tensors."""
+        """Return whether torch still works in, or waits with, this group's tensors."""
         works = [works for _, works in list(self.in_flight.values())]
         return self.waits and (bool(self.helpers) or any(each is None or not _completed(each) for each in works))
 
@@ -203,7 +199,7 @@ def _completed(works: tuple[Any, ...]) -> bool:
 
 
 def _poll(works: tuple[Any, ...] | None, ended: Callable[[Exception | None], None]) -> bool:
-    """Whether they have ended."""
+    """Return whether they have ended."""
     if works is None or not _completed(works):
         return False
     # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises what went
@@ -216,11 +212,10 @@ def _poll(works: tuple[Any, ...] | None, ended: Callable[[Exception | None], Non
 def swap(
     pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor], tag: int, coalesce: bool = False
 ) -> Any:
-    """Send to peers and receive from them, all at once; what goes to ``rank`` itself is copied.
+    """Send to peers and receive from them, all at once; copy what goes to ``rank`` itself.
 
-    Args:
-        coalesce: as one work, for NCCL: one by one, both sides would send first, and grouped, their own works would be
-            complete at once.
+    ``coalesce`` makes it one work, for NCCL: one by one, both sides would send first, and grouped, their own works
+    would be complete at once.
     """
     if rank in mine:
         theirs[rank].copy_(mine[rank])
@@ -234,7 +229,7 @@ def swap(
 
 
 def keep_for_good(thing: object) -> None:
-    """Never to be destroyed, as that would wait: for hours, or for a thread that a fork does not have."""
+    """Let it never be destroyed, as that would wait: for hours, or for a thread that a fork does not have."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

@@ -37,7 +37,7 @@ def _nothing() -> None:
 
 @dataclass
 class MeetingOptions:
-    """On what terms members meet; one object for a communicator and all its forks.
+    """The terms on which members meet; one object for a communicator and all its forks.
 
     Args:
         seal: of what they tell each other in the store.
@@ -60,10 +60,7 @@ def form(
     cancelled: Callable[[], bool],
     meeting_options: MeetingOptions,
 ) -> TorchGroup:
-    """Form the group ``where`` names: wait for every member to come, then connect.
-
-    Args:
-        store: never blocked in, so that any number of threads may share it.
+    """Form the group ``where`` names: wait for every member to come, then connect. Never blocks in the store.
 
     Raises:
         PeerLost, GenerationChanged: what ``meeting_options.check`` raised.
@@ -129,14 +126,14 @@ class _GroupRendezvous:
             )
 
     def view(self, prefix: str = "") -> PollingStore:
-        """The store, as torch may see it."""
+        """Return the store, as torch may see it."""
         return PollingStore(self.store, prefix, self.check, self._meeting_options.seal)
 
     def say(self, phase: str, ports: Ports | None) -> None:
         self.view().set(f"{self.base}/{phase}/{self.where.rank}", json.dumps({"ports": ports}).encode())
 
     def meet(self, phase: str, ports: Ports) -> list[Ports | None]:
-        """Wait until every member has said something; returns what they said."""
+        """Wait until every member has said something; return what they said."""
         self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
         self.say(phase, ports)
         said = self.view().read(self._keys, _parse)
@@ -144,7 +141,7 @@ class _GroupRendezvous:
 
 
 def _parse(value: bytes) -> dict[str, Ports | None] | None:
-    """What a member said; None where that was none."""
+    """Return what a member said; None where that was none."""
     try:
         said = json.loads(value)
         ports = said["ports"]

@@ -26,11 +26,11 @@ from pathlib import Path
 
 
 class BuildError(RuntimeError):
-    """What stands in the way of a build, and what to do about it."""
+    """An obstacle to a build, and what to do about it."""
 
 
 def kept(cache: Path, pattern: str) -> Path | None:
-    """The wheel that was kept, if it is what was kept.
+    """Return the wheel that was kept, if it is what was kept.
 
     Raises:
         BuildError: other users may write into the folder, so that they could have it installed.
@@ -78,7 +78,7 @@ RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What the wheel is for.
+    """The features of a wheel.
 
     Args:
         torch: torch's version, ``"2.13.0+cpu"``.
@@ -98,13 +98,13 @@ class Build:
 
     @property
     def local_version(self) -> str:
-        """Tells wheels apart: torch's version, what moves the bytes, and what was patched."""
+        """A version that tells wheels apart: by torch's version, what moves the bytes, and what was patched."""
         parts = ["torch" + self.torch.replace("+", "."), "gloo"]
         parts += [name for name in ("mpi", "nccl") if getattr(self, name)]
         return ".".join([*parts, f"p{PATCHES}"])
 
     def environment(self, nccl_home: Path | None, jobs: int) -> dict[str, str]:
-        """What Horovod's setup.py reads."""
+        """Return what Horovod's setup.py reads."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
         own = {
             "HOROVOD_LOCAL_VERSION": self.local_version,
@@ -129,13 +129,13 @@ class Build:
 
 
 def cxx_standard(torch_folder: Path) -> int:
-    """The C++ standard that torch's headers ask for."""
+    """Return the C++ standard that torch's headers ask for."""
     found = re.search(r"C\+\+(\d+) or later", (torch_folder / "include/ATen/ATen.h").read_text())
     return int(found.group(1)) if found else 17
 
 
 def nccl_package() -> str:
-    """The package with NCCL that the installed torch depends on.
+    """Return the package with NCCL that the installed torch depends on.
 
     Raises:
         BuildError: torch depends on none, or the other one is installed too: they overwrite each other's files.
@@ -161,7 +161,7 @@ def nccl_package() -> str:
 
 
 def prepare_nccl(folder: Path) -> Path:
-    """A folder with NCCL's headers and library, under the name that linkers look for."""
+    """Make a folder with NCCL's headers and library, under the name that linkers look for."""
     distribution = importlib.metadata.distribution(nccl_package())
     home = Path(str(distribution.locate_file("nvidia/nccl")))
     library = next(home.glob("lib/libnccl.so.*"), None)
@@ -174,7 +174,7 @@ def prepare_nccl(folder: Path) -> Path:
 
 
 def patch(source: Path, cxx: int) -> None:
-    """What Horovod does not build without, or not load, or not find its peers."""
+    """Change what Horovod does not build without, or not load, or not find its peers."""
 
     def edit(name: str, old: str, new: str) -> None:
         path = source / name
@@ -208,7 +208,7 @@ def pip(*arguments: str, env: dict[str, str] | None = None) -> None:
 
 
 def download(folder: Path) -> Path:
-    """Horovod's sources, unpacked; pip compares the checksum."""
+    """Return Horovod's sources, unpacked; pip compares the checksum."""
     wanted = folder / "requirements.txt"
     wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     pip("download", "--quiet", "--no-deps", "--no-binary=horovod", "--no-build-isolation", "--require-hashes",
@@ -222,7 +222,7 @@ def download(folder: Path) -> Path:
 
 
 def build(spec: Build, cache: Path, jobs: int) -> Path:
-    """The wheel, from ``cache`` where it is there."""
+    """Return the wheel, from ``cache`` where it is there."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     pattern = f"horovod-{VERSION}+{spec.local_version}-{tag}-*.whl"
     if found := kept(cache, pattern):
@@ -246,13 +246,13 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
 
 
 def _finds_mpi_headers() -> bool:
-    """Some packages have the compiler's wrapper without the headers."""
+    """Return whether they are there: some packages have the compiler's wrapper without the headers."""
     command = ["mpicxx", "-E", "-x", "c++", "-include", "mpi.h", os.devnull]
     return shutil.which("mpicxx") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def specify(options: argparse.Namespace) -> Build:
-    """What to build, from the command line and the installed torch."""
+    """Return what to build, by the command line and the installed torch."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise BuildError("torch is not installed; Horovod is compiled for the torch it will run with.")
@@ -273,7 +273,7 @@ def specify(options: argparse.Namespace) -> Build:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     about = "Build Horovod for the installed torch."
     parser = argparse.ArgumentParser(prog="lightning-async build-horovod", description=about)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_async/wheels"

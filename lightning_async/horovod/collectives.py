@@ -43,11 +43,7 @@ _current: HorovodWorld | None = None
 
 
 def load() -> ModuleType:
-    """``horovod.torch``.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; says how to get it.
-    """
+    """Import ``horovod.torch``; raise ModuleNotFoundError, which says how to get it, where it is not installed."""
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -58,12 +54,7 @@ def load() -> ModuleType:
 
 
 class HorovodWorld:
-    """What this process has of Horovod, from one ``hvd.init()`` to the next.
-
-    Args:
-        hvd: the module.
-        process_sets: Horovod's, by their ranks in ascending order.
-    """
+    """The Horovod of this process, from one ``hvd.init()`` to the next; ``process_sets`` by ascending ranks."""
 
     def __init__(self, hvd: ModuleType, process_sets: Mapping[tuple[int, ...], Any]) -> None:
         self.hvd: Any = hvd
@@ -139,7 +130,7 @@ class HorovodWorld:
 
     @staticmethod
     def current(size: int | None = None) -> HorovodWorld | None:
-        """The world, where Horovod is initialised; ``size`` is what `join` compares."""
+        """Return the world, where Horovod is initialised; ``size`` is what `join` compares."""
         hvd: Any = sys.modules.get("horovod.torch")
         return HorovodWorld.join(size) if hvd is not None and hvd.is_initialized() else None
 
@@ -149,13 +140,13 @@ class HorovodWorld:
         load().shutdown()
 
     def process_set(self, ranks: Sequence[int]) -> Any:
-        """The process set of these ranks, in ascending order; None where there is none."""
+        """Return the process set of these ranks, in ascending order; None where there is none."""
         if len(ranks) == self.size:
             return self.hvd.global_process_set
         return self._process_sets.get(tuple(ranks))
 
     def add_process_set(self, ranks: Sequence[int]) -> Any:
-        """The same, made now where Horovod was started with ``HOROVOD_DYNAMIC_PROCESS_SETS=1``; all ranks call it."""
+        """Return the same, made now with ``HOROVOD_DYNAMIC_PROCESS_SETS=1``; all ranks call it."""
         found = self.process_set(ranks)
         if found is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
             found = self._process_sets[tuple(ranks)] = self.hvd.add_process_set(list(ranks))
@@ -264,7 +255,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self._recurring = recurring
 
     def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
-        """A fork for what the training thread waits for, step by step: in one piece, fp16 reduced as it is."""
+        """Return a fork for what the training thread waits for, step by step: in one piece, fp16 as it is."""
         fork = self.fork("gradients", timeout)
         fork._piece_bytes = max(piece_bytes, PIECE_BYTES)
         fork._poll_s = 0.001
@@ -273,11 +264,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         return fork
 
     def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> HorovodCollectives | None:
-        """See `Collectives`.
-
-        Raises:
-            ValueError: Horovod was not told at its start that these ranks will be by themselves.
-        """
+        """Make a split; raise ValueError where Horovod was not told at its start of these ranks."""
         child = super().split(ranks, name, timeout)
         world_ranks = [self._world_rank(rank) for rank in sorted(set(ranks))]
         # Making one is an operation of the whole world.
@@ -329,7 +316,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         return self._submit("all_gather", starts, finish)
 
     def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
+        """Exchange rows, then combine them in the order of ranks, half types in fp32."""
         check_rows(buffer, self.world_size)
         return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
 
@@ -353,7 +340,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         )
 
     def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
-        """See `Collectives`. Ranks that exchange with nobody need not call it.
+        """Swap with one peer. Ranks that exchange with nobody need not call it.
 
         Raises:
             ValueError: the two were not among the ``process_sets`` of `HorovodWorld.join`, in a world of more than two.
@@ -404,7 +391,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
     # ------------------------------------------------------------------ the machinery
 
     def _world_rank(self, rank: int) -> int:
-        """Horovod's own number of a rank."""
+        """Return Horovod's own number of a rank."""
         return int(self.generation.name_of(rank))  # of the first and only generation
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
@@ -481,7 +468,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self.horovod.poison(error)
 
     def _open(self) -> None:
-        """Horovod has formed its groups."""
+        """Do nothing: Horovod has formed its groups."""
 
     def _child(self, where: Where, timeout: timedelta) -> HorovodCollectives:
         child = HorovodCollectives(
@@ -497,11 +484,7 @@ C = TypeVar("C")
 
 
 class Committed(Generic[C]):
-    """What all ranks go back to when ranks are lost, and what ranks that join begin with.
-
-    Attributes:
-        value: what was committed last; to be left as it is.
-    """
+    """The state that all ranks go back to when ranks are lost, and that ranks that join begin with."""
 
     def __init__(self, value: C) -> None:
         self.value = value

@@ -28,12 +28,7 @@ _CURSOR = re.compile(rb"\x1b\[\d*(?:;\d*)?[A-HJKSTf]")
 
 
 class Sink:
-    """The launcher's stdout or stderr.
-
-    Args:
-        fd: of it.
-        now: monotonic seconds, for tests.
-    """
+    """The launcher's stdout or stderr."""
 
     def __init__(self, fd: int, now: Callable[[], float] = time.monotonic) -> None:
         self.fd = fd
@@ -55,7 +50,7 @@ class Sink:
         return len(self._pending) >= _FULL
 
     def lines(self, text: bytes, drawn: bool = False) -> None:
-        """Whole lines; ``drawn``: the first of them is what `progress` has shown."""
+        """Add whole lines; ``drawn``: the first of them is what `progress` has shown."""
         if self._gone:
             return
         if self._progress:
@@ -64,7 +59,7 @@ class Sink:
         self._pending += text
 
     def progress(self, text: bytes) -> None:
-        """A line that will be overwritten: in place on a terminal, elsewhere now and then a line of its own."""
+        """Show a line that will be overwritten: in place on a terminal, elsewhere now and then as a line of its own."""
         if self._gone:
             return
         if self._is_terminal:
@@ -75,7 +70,7 @@ class Sink:
             self._pending += text + b"\n"
 
     def settle(self) -> None:
-        """What will be overwritten no more stays as a line of its own."""
+        """Keep as a line of its own what will be overwritten no more."""
         if self._progress:
             self._pending += b"\n"
             self._progress = b""
@@ -107,14 +102,7 @@ class Sink:
 
 
 class Stream:
-    """What one rank writes to one of its pipes.
-
-    Args:
-        fd: to read from.
-        prefix: of every line.
-        sink: for the lines.
-        log: a file for the lines without prefix; None for none.
-    """
+    """What one rank writes to one of its pipes; ``log`` is a file for its lines without the prefix."""
 
     def __init__(self, fd: int, prefix: bytes, sink: Sink, log: int | None = None) -> None:
         os.set_blocking(fd, False)
@@ -129,7 +117,7 @@ class Stream:
         self._rest = b""
 
     def read(self) -> int:
-        """Take what is there, at most a pipe full; how much that was."""
+        """Take what is there, at most a pipe full; return how much that was."""
         try:
             data = os.read(self.fd, 1 << 16)
         except BlockingIOError:
@@ -139,7 +127,7 @@ class Stream:
         return len(data)
 
     def drain(self) -> None:
-        """Take all that is there; what has no end of line gets one. For a rank that has ended."""
+        """Take all that is there, for a rank that has ended; what has no end of line gets one."""
         for _ in range(64):  # something that it has left behind may write without end
             if not self.read():
                 break
@@ -148,7 +136,7 @@ class Stream:
         self._rest = b""
 
     def note(self, text: str) -> None:
-        """A line of the launcher's in the rank's file."""
+        """Write a line of the launcher's into the rank's file."""
         self._write_log(f"{text}\n".encode())
 
     def _feed(self, data: bytes) -> None:
@@ -182,7 +170,7 @@ class Stream:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """What is seen of a line that was drawn over itself."""
+    """Return what is seen of a line that was drawn over itself."""
     drawn = [part for part in line.split(b"\r") if part]
     return _CURSOR.sub(b"", drawn[-1]) if drawn else b""
 
@@ -194,9 +182,6 @@ class Outputs:
         readers: two descriptors for each rank, of what it writes to stdout and to stderr.
         logs: a directory for a file for each rank; None for none.
         stdout, stderr: of the launcher. Default: 1 and 2.
-
-    Raises:
-        OSError: a file cannot be written.
     """
 
     def __init__(
@@ -228,12 +213,12 @@ class Outputs:
             )
 
     def say(self, text: str) -> None:
-        """Words of the launcher itself."""
+        """Write words of the launcher itself."""
         self.sinks[1].lines("".join(f"[launch] {line}\n" for line in text.splitlines()).encode())
 
     @property
     def descriptors(self) -> set[int]:
-        """Of all pipes, and those of the launcher that it writes to."""
+        """All pipes, and the launcher's own descriptors that it writes to."""
         return {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
 
     def watch(self, selector: selectors.BaseSelector) -> None:
@@ -253,13 +238,13 @@ class Outputs:
                 selector.register(fd, *wanted[fd])
 
     def flush(self, timeout: float = 5.0) -> None:
-        """At the end: write what waits, unless nobody takes it."""
+        """Write what waits, at the end, unless nobody takes it."""
         for sink in dict.fromkeys(self.sinks):
             sink.settle()
             sink.flush(timeout)
 
     def close(self) -> None:
-        """The ranks' files."""
+        """Close the ranks' files."""
         for log in self._logs:
             os.close(log)
 

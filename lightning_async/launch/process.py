@@ -1,12 +1,9 @@
-"""One process of a rank: started in a session of its own, told, noticed to have ended, and ended with what it started.
+"""One process of a rank: started in a session of its own, and ended together with what it has started.
 
-Read `Process` first. Signals go to the rank alone: its DataLoader workers would die of a SIGTERM, and the rank of that,
-before it has saved. When it has ended, what is left in its process group is killed. What shall outlive it needs a
-session of its own, as the process that writes checkpoints has.
-
-`ErrorFiles` are where each rank of this host writes what it has died of, as torch.distributed.elastic has it: programs
-under torch's ``@record`` write them, and the Trainers of this package's strategies. `report` says in words who has died
-of what.
+Signals go to the rank alone: its DataLoader workers would die of a SIGTERM, and the rank of that, before it has
+saved. When it has ended, what is left in its process group is killed. What shall outlive it needs a session of its
+own, as the process that writes checkpoints has. `ErrorFiles` are where ranks write what they have died of, as
+torch.distributed.elastic has it, and `report` says in words who has died of what.
 """
 
 from __future__ import annotations
@@ -42,15 +39,7 @@ HUNG = 70
 
 
 class Process:
-    """A running process.
-
-    Args:
-        command, environment: of the process.
-        stdout, stderr: descriptors that it writes to.
-
-    Raises:
-        OSError: the system does not let it start.
-    """
+    """A running process; `OSError` where the system does not let it start."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> None:
         launcher = os.getpid()
@@ -78,12 +67,7 @@ class Process:
         """Becomes readable when it ends."""
 
     def become(self, environment: Mapping[str, str], stdout: int, stderr: int) -> bool:
-        """Have a process that stands by be a rank from now on; False where it has died. See `standby`.
-
-        Args:
-            environment: variables that it has not been started with.
-            stdout, stderr: descriptors that it writes to from now on.
-        """
+        """Make a process that stands by a rank; return False where it has died. See `warm_spare`."""
         self.started = time.monotonic()
         try:
             socket.send_fds(self.channel, [json.dumps({**environment, **self._name}).encode()], [stdout, stderr])
@@ -100,7 +84,7 @@ class Process:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def messages(self) -> list[bytes]:
-        """What it has told, or others by its channel; see `heard`."""
+        """Return what it has told, or others by its channel; see `heard`."""
         self._unread, unread = [], [*self._unread, *self._read()]
         return unread
 
@@ -112,20 +96,20 @@ class Process:
                 return
 
     def tell(self, death: Death) -> None:
-        """Another rank has died. It does not wait: who has read nothing for long hears of it by silence.
+        """Tell it that another rank has died, without waiting: who has read nothing for long notices the silence.
 
-        What is sent to one who is gone takes what that one has told along: it is read before, and is among `messages`.
+        What is sent to a process that is gone takes its unread messages along: they are read before, for `messages`.
         """
         self._unread += self._read()
         with contextlib.suppress(OSError):
             self.channel.send(news(death, self.pid))
 
     def wait(self, timeout: float) -> bool:
-        """Whether it ends within so many seconds."""
+        """Return whether it ends within so many seconds."""
         return bool(select.select([self.pidfd], [], [], timeout)[0])
 
     def end(self) -> int:
-        """It has ended: kill what it leaves behind; its exit status, or minus the signal that has killed it."""
+        """Kill what an ended process leaves behind; return its exit status, or minus the signal that killed it."""
         self.signal(signal.SIGKILL)  # before anybody asks for its status: until then its number is nobody else's
         status = self._popen.wait()
         os.close(self.pidfd)
@@ -134,11 +118,7 @@ class Process:
 
 
 def watched(popen: subprocess.Popen[bytes]) -> int:
-    """A descriptor of a process, which becomes readable when it ends.
-
-    Raises:
-        OSError: there is none left; then the process is killed.
-    """
+    """Return a descriptor that becomes readable when a process ends; kill the process where there is none left."""
     try:
         return os.pidfd_open(popen.pid)
     except OSError:
@@ -148,28 +128,20 @@ def watched(popen: subprocess.Popen[bytes]) -> int:
 
 
 class ErrorFiles:
-    """A file for each rank, which is there once the rank has failed.
-
-    Args:
-        logs: where they are, and stay; None for a directory that goes with the launcher.
-    """
+    """A file for each rank, which is there once the rank has failed: in ``logs``, or where the launcher removes it."""
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs
         self._own: str | None = None
 
     def begin(self, rank: int) -> dict[str, str]:
-        """A rank is about to start: what an earlier start has left goes; the variable that it gets.
-
-        Raises:
-            OSError: the directory cannot be made.
-        """
+        """Delete what an earlier start of a rank has left; return the variable that names its file."""
         path = self._path(rank)
         path.unlink(missing_ok=True)
         return {ERROR_FILE: str(path)}
 
     def read(self, rank: int) -> str:
-        """What a rank that has ended has written, in one line; "" where that is nothing."""
+        """Return what a rank that has ended has written, in one line; "" where that is nothing."""
         try:
             with self._path(rank).open("rb") as file:
                 said = json.loads(file.read(_MOST_BYTES))
@@ -180,7 +152,7 @@ class ErrorFiles:
         return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
     def close(self) -> None:
-        """Those that were not asked for."""
+        """Delete the files, unless the user has asked for logs."""
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
 
@@ -193,7 +165,7 @@ class ErrorFiles:
 
 
 def _message(said: Any) -> str:
-    """Of either form: {"message": {"message": ...}}, {"message": ...}."""
+    """Read either form: {"message": {"message": ...}}, {"message": ...}."""
     for _ in range(2):
         with contextlib.suppress(TypeError, KeyError):
             said = said["message"]
@@ -228,7 +200,7 @@ class Ending:
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
+    """Return SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -236,7 +208,7 @@ def signal_name(number: int) -> str:
 
 
 def how(ending: Ending) -> str:
-    """One rank's end, as the rest of a sentence."""
+    """Describe one rank's end, as the rest of a sentence."""
     if ending.status == 0:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
@@ -258,12 +230,12 @@ def how(ending: Ending) -> str:
 
 
 def goes_on(lost: Sequence[Ending], left: int, ranks: int) -> str:
-    """These have died, and so many of all train without them."""
+    """Say that these have died, and how many train without them."""
     return f"{report(lost, None, None)}: training goes on with {left} of {ranks} ranks."
 
 
 def report(endings: Sequence[Ending], first: int | None, code: int | None, lost: Collection[int] = frozenset()) -> str:
-    """All ranks in the order of their ends, and the last lines of those that died by themselves.
+    """List all ranks in the order of their ends, and the last lines of those that died by themselves.
 
     Args:
         endings: in this order.

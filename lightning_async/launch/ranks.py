@@ -1,6 +1,6 @@
-"""The ranks: started, told, heard, and ended, as the supervisor decides, which hears of them.
+"""The ranks: started, told and ended as the supervisor decides, which is told of what happens to them.
 
-A rank's end is heard by a descriptor of its process, what it tells by a socket, and what it writes by its pipes.
+A rank's end shows on a descriptor of its process, its messages on a socket, and its output on its pipes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,7 @@ _SOON_S = 1.0
 
 
 class Ranks:
-    """The ranks of a job, and the process that keeps their store.
-
-    Args:
-        job: what to run.
-        policy: what is asked of the launcher.
-        logs: a directory for a file for each rank; None for none.
-        loop: that waits for what happens.
-        supervisor: is told of it.
-
-    Raises:
-        OSError: there are no descriptors left, or a file cannot be written.
-    """
+    """The ranks of a job, and the process that keeps their store."""
 
     def __init__(
         self, job: LaunchedJob, policy: Policy, logs: Path | None, loop: EventLoop, supervisor: Supervisor
@@ -66,15 +55,11 @@ class Ranks:
         self._standbys = WarmSpares(job, policy.standbys, self.outputs.say)
 
     def open_store(self) -> int:
-        """A store in place of the one before; its port."""
+        """Open a store in place of the one before; return its port."""
         return self._kept().open()
 
     def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
-        """Start one rank, with the store at this port; see `LaunchedJob.environment`.
-
-        Raises:
-            OSError: the system does not let it start.
-        """
+        """Start one rank, with the store at this port; see `LaunchedJob.environment`."""
         keeper = self._kept()
         streams = self.outputs.streams[rank]
         pipes = self._pipes[2 * rank : 2 * rank + 2]
@@ -109,7 +94,7 @@ class Ranks:
         self._standbys.prepare(wanted)
 
     def leave(self) -> None:
-        """No process stays that can be killed, nor anything open."""
+        """Kill all processes that can be killed, and close all that is open."""
         self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
@@ -122,7 +107,7 @@ class Ranks:
             self._keeper.close()
 
     def close(self) -> None:
-        """The last. Without `leave` before it, ranks and the process that keeps the store live on for a while."""
+        """Close the pipes, last. Without `leave` before it, the ranks and their store live on for a while."""
         self._close_pipes()
 
     def _kept(self) -> LaunchStore:
@@ -137,7 +122,7 @@ class Ranks:
         return self._keeper
 
     def _lose(self, keeper: LaunchStore) -> None:
-        """Another one takes its place at once: should the launcher be killed, these ranks are to save and to end."""
+        """Start another store process at once: should the launcher be killed, these ranks are to save and to end."""
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
         self._keeper = None
@@ -187,5 +172,5 @@ class Ranks:
 
 
 def cannot_start(rank: int, error: OSError) -> Ending:
-    """What becomes of a rank that the system does not let start."""
+    """Return what becomes of a rank that the system does not let start."""
     return Ending(rank, 0, CANNOT_START, 0.0, tail=(str(error).encode(),))

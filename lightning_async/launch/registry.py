@@ -34,12 +34,7 @@ class JobEntry:
 
 
 class Registry:
-    """The entry of this launcher; where the system does not let it be written there is none, and nothing is lost.
-
-    Args:
-        secret: of the job.
-        program: what it runs.
-    """
+    """The entry of this launcher; where the system does not let it be written there is none, and nothing is lost."""
 
     def __init__(self, secret: str, program: tuple[str, ...]) -> None:
         self._secret = secret
@@ -47,7 +42,7 @@ class Registry:
         self._path = _folder() / f"{os.getpid()}.json"
 
     def write(self, port: int) -> None:
-        """The store is there."""
+        """Write the entry: the store is there."""
         entry = JobEntry(
             launcher=os.getpid(), started=_started(os.getpid()) or 0, port=port, secret=self._secret,
             program=self._program,
@@ -64,13 +59,13 @@ class Registry:
             part.rename(self._path)
 
     def remove(self) -> None:
-        """The job has ended."""
+        """Remove the entry: the job has ended."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
 def running() -> list[JobEntry]:
-    """The jobs of this user on this host, in the order in which they began; what dead launchers left is deleted."""
+    """List the jobs of this user on this host, oldest first; delete what dead launchers have left."""
     found = []
     folder = _folder()
     if not _is_ours(folder):
@@ -97,7 +92,7 @@ def _folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can write into it: others may make folders beside temporary files."""
+    """Return whether nobody else can write into it: others may make folders beside temporary files."""
     try:
         found = folder.lstat()
     except OSError:
@@ -106,7 +101,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _started(process: int) -> int | None:
-    """When a process began, in ticks since the system did; None where it is gone."""
+    """Return when a process began, in ticks since the system did; None where it is gone."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is to be done when something happens: pure functions from a state and an event to a state and what to do.
+"""Decisions of the launcher: pure functions from a state and an event to a state and what to do.
 
     RUNNING ----- a rank dies ------------------------------> REGROUPING
     REGROUPING -- all who live tell that they go on --------> RUNNING, the rank is lost, and started again after a pause
@@ -11,9 +11,6 @@
 A death before anybody has told a generation ends the others at once. What becomes of a rank that is lost and started
 again changes nothing for those who train, until it has joined them; where they have ended, it is told to end. So is a
 rank that is left behind: the others went on without it, and its process lives (it is stopped, or cut off).
-
-There are no clocks, processes or signals in here. The values come first: `Policy` is what is asked of the launcher,
-`LaunchState` what it knows of a job, `Event` what can happen, `Action` what can be done. `decide` has what follows.
 """
 
 from __future__ import annotations
@@ -96,11 +93,11 @@ class Policy:
         return self.hang_after_start_s or max(_LONGEST_START_S, self.hang_after_s), self.hang_after_s
 
     def pause_s(self, before: int) -> float:
-        """Before all ranks are started again, when they have been so often before."""
+        """Return the pause before all ranks are started again, when they have been so often before."""
         return min(self.first_pause_s * 2.0 ** min(before, 60), _LONGEST_PAUSE_S)
 
     def pause_alone_s(self, in_vain: int) -> float:
-        """Before a rank is started again alone, when it has been so often since it last trained with the others."""
+        """Return the pause before a rank starts again alone, by its starts since it last trained with others."""
         return self.pause_s(in_vain - 1) if in_vain else self.first_pause_s / 10.0
 
 
@@ -213,7 +210,7 @@ Action = StartRanks | Rejoin | Send | Announce | Wait | Finish
 
 @dataclass(frozen=True)
 class LaunchState:
-    """What is known.
+    """What the launcher knows.
 
     Args:
         phase: where the job stands.
@@ -226,11 +223,9 @@ class LaunchState:
         in_vain: the same, since it last trained with the others.
         pausing: ranks that will be.
         store_lost: the store has died first.
-        asked: the signal by which the job was told to end, if it was.
-        asked_at: when that was.
+        asked, asked_at: the signal by which the job was told to end, if it was, and when.
         killed: those that live have been sent SIGKILL.
-        restarts: so far, of all ranks and of single ones.
-        anew: those of all ranks.
+        restarts, anew: so far, of all ranks and of single ones; and those of all ranks.
     """
 
     phase: Phase = Phase.RUNNING
@@ -304,12 +299,12 @@ Decision = tuple[LaunchState, list[Action]]
 
 
 def begin(policy: Policy) -> Decision:
-    """The first start."""
+    """Return the first start."""
     return LaunchState(living=policy.all), [StartRanks(policy.all)]
 
 
 def decide(policy: Policy, state: LaunchState, event: Event) -> Decision:
-    """What follows from an event."""
+    """Return what follows from an event."""
     if state.phase is Phase.FINISHED:
         return state, []
     if isinstance(event, Ended):
@@ -355,7 +350,7 @@ def _told(policy: Policy, state: LaunchState, event: RankReported) -> Decision:
 
 
 def _without_the_lost(state: LaunchState) -> LaunchState:
-    """Who has died is lost, once the others go on; too late when they have been told to end because of it."""
+    """Count the dead as lost once the others go on; too late when they were told to end because of it."""
     agreed = state.agreed if state.trains or state.asked is not None else None
     if agreed is None:
         return state
@@ -369,7 +364,7 @@ def _without_the_lost(state: LaunchState) -> LaunchState:
 
 
 def _bring_back(policy: Policy, state: LaunchState) -> Decision:
-    """Those that are lost are started again, each after a pause of its own."""
+    """Start the lost again, each after a pause of its own."""
     actions: list[Action] = []
     for rank in sorted(state.lost - state.living - state.pausing):
         ended = state.statuses[rank] in (0, TRY_AGAIN)  # it had nothing to join, or was told to go

@@ -1,4 +1,4 @@
-"""Who decides: what can happen to ranks, `decide` says what follows, and that is done."""
+"""The launcher's decisions: what happens to ranks goes to `decide`, and what follows is done."""
 
 from __future__ import annotations
 
@@ -41,13 +41,7 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 class Supervisor:
-    """Starts the ranks of a job, and sees to their end.
-
-    Args:
-        job: what to run.
-        policy: what is asked of the launcher.
-        logs: a directory for a file for each rank; None for none.
-    """
+    """Starts the ranks of a job, and sees to their end; ``logs`` is a directory for a file for each rank."""
 
     def __init__(self, job: LaunchedJob, policy: Policy, logs: Path | None = None) -> None:
         self._job = job
@@ -66,7 +60,7 @@ class Supervisor:
         self._registry = Registry(job.base.get(SECRET, ""), tuple(job.program))
 
     def run(self) -> int:
-        """Until all have ended; the exit code."""
+        """Run until all have ended; return the exit code."""
         self._ranks = ranks = Ranks(self._job, self._policy, self._logs, self._loop, self)
         try:
             with self._loop.signals(self._signalled):
@@ -88,28 +82,28 @@ class Supervisor:
     # ---- what happens ----
 
     def started(self, rank: int, pid: int) -> None:
-        """A rank runs."""
+        """Note that a rank runs."""
         self._living[rank] = pid, time.monotonic()
 
     def told(self, rank: int, number: int, members: tuple[str, ...]) -> None:
-        """A rank is in a generation."""
+        """Follow a rank's word that it is in a generation."""
         numbers = {str(number): number for number in self._policy.all}
         if numbers.keys() >= set(members):
             self._follow(RankReported(rank, LaunchGeneration(number, frozenset(numbers[name] for name in members))))
 
     def ended(self, ending: Ending) -> None:
-        """A rank has ended."""
+        """Follow the end of a rank."""
         self._living.pop(ending.rank, None)
         self._endings.append(replace(ending, told=self._told.get(ending.rank)))
         self._follow(Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
 
     def unkept(self, how: str) -> None:
-        """The process that keeps the store has ended."""
+        """Follow the end of the process that keeps the store."""
         self._say(f"The process that keeps the store has ended ({how}).")
         self._follow(StoreEnded())
 
     def hung(self, words: str) -> None:
-        """No rank takes steps any more: all end, as if each had died of it."""
+        """End all, as if each had died: no rank takes steps any more."""
         if self._state.phase is Phase.RUNNING and self._state.asked is None:
             self._say(f"{words}\nAll are killed.")
             self._hung = self._state.living
@@ -174,7 +168,7 @@ class Supervisor:
             self._start_rank(rank)
 
     def _start_again(self, action: Rejoin) -> None:
-        """One rank, beside those who train; what goes wrong with it ends none of them."""
+        """Start one rank, beside those who train; what goes wrong with it ends none of them."""
         try:
             self._start_rank(action.rank, action.count)
         except OSError as error:
@@ -203,7 +197,7 @@ class Supervisor:
             say(f"Rank {action.rank} starts again in {action.seconds:g} s, to join the others ({number}).")
 
     def _tell(self, before: LaunchState, actions: list[Action]) -> None:
-        """What has changed, in words."""
+        """Say what has changed."""
         state = self._state
         say = self._say
         for rank in sorted((state.lost - before.lost) & state.living) if state.phase is Phase.STOPPING else ():

@@ -15,14 +15,14 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # keys in the store are made of i
 
 @dataclass(frozen=True)
 class Generation:
-    """Who takes part in one generation of the groups, as one of its members sees it.
+    """A generation of the groups, as one of its members sees it.
 
     >>> Generation.first(rank=2, world_size=3).only({"0", "2"}, number=1)
     Generation(number=1, members=('0', '2'), rank=1)
 
     Args:
-        number: counts up with every re-forming; names the groups' keys in the store.
-        members: their names, in the order of their ranks.
+        number: counts up with every reconfiguration; names the groups' keys in the store.
+        members: their stable names, in the order of their ranks.
         rank: the own one: the place of the own name among the members.
     """
 
@@ -32,17 +32,17 @@ class Generation:
 
     @classmethod
     def first(cls, rank: int, world_size: int) -> Generation:
-        """The one that all ranks start with, each named by its number."""
+        """Return the one that all ranks start with, each named by its number."""
         return cls(0, tuple(map(str, range(world_size))), rank)
 
     @classmethod
     def joining(cls, name: str) -> Generation:
-        """What a joining rank is in, before others take it into theirs: alone, in none of theirs."""
+        """Return that of a joining rank before it is admitted: alone, in none of the others'."""
         return cls(_NOBODYS, (name,), 0)
 
     @property
     def name(self) -> str:
-        """The own one."""
+        """The own name."""
         return self.members[self.rank]
 
     @property
@@ -50,27 +50,19 @@ class Generation:
         return len(self.members)
 
     def rank_of(self, name: str) -> int:
-        """A member's number.
-
-        Raises:
-            ValueError: nobody in it has this name.
-        """
+        """Return a member's rank; raise ValueError where nobody in it has this name."""
         if name not in self.members:
             raise ValueError(f"'{name}' is not in generation {self.number}: its members are {listed(self.members)}.")
         return self.members.index(name)
 
     def name_of(self, rank: int) -> str:
-        """A member's name.
-
-        Raises:
-            ValueError: nobody in it has this number.
-        """
+        """Return a member's name; raise ValueError where nobody in it has this rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"`rank={rank}` is not in generation {self.number}, of {self.world_size} ranks.")
         return self.members[rank]
 
     def only(self, names: Collection[str], number: int | None = None) -> Generation | None:
-        """The same order, of these names only; None where the own one is not among them."""
+        """Return the same order, of these names only; None where the own one is not among them."""
         members = tuple(name for name in self.members if name in names)
         if self.name not in members:
             return None
@@ -78,11 +70,10 @@ class Generation:
 
 
 def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
-    """What a rank is in at first, from the arguments of ``who``: with all ranks, or, as the joining rank ``member``,
-    alone.
+    """Return a rank's first generation, by the arguments of ``who``: with all, or, as joining rank ``member``, alone.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the arguments do not fit together.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`{who}(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
@@ -96,15 +87,15 @@ def at_start(who: str, rank: int, world_size: int, member: str | None) -> Genera
 
 
 def is_name(name: str) -> bool:
-    """Whether a rank may be called this."""
+    """Return whether a rank may be called this."""
     return _NAME.fullmatch(name) is not None
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Numbers as numbers, and before words of the same length: equal on all ranks."""
+    """Sort numbers as numbers, and before words of the same length: equal on all ranks."""
     return sorted(names, key=lambda name: (len(name), name))
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names, for messages."""
+    """Format names for messages."""
     return f"[{', '.join(names)}]"

@@ -72,14 +72,7 @@ class WaitWithLog:
         self._pause_s = 0.002
 
     def wait(self, what: Callable[[], str]) -> None:
-        """Sleep shortly.
-
-        Args:
-            what: what is waited for, in words.
-
-        Raises:
-            CollectiveTimeout: the deadline has passed.
-        """
+        """Sleep shortly; ``what`` says what is waited for. Raise `CollectiveTimeout` after the deadline."""
         self._check()
         waited_s = self._now() - self._started
         if waited_s >= self._timeout_s:
@@ -96,7 +89,7 @@ class WaitWithLog:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address can be reached from its own host only. A name of the host counts as reachable."""
+    """Return whether an address can be reached from its own host only. A host's name counts as reachable."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -106,7 +99,7 @@ def is_loopback(address: str) -> bool:
 def open_store(
     address: str, port: int, serve: bool, patience: WaitWithLog, timeout: timedelta = timedelta(minutes=30)
 ) -> Store:
-    """The store at an address: its server, or a client of it. A server on loopback listens there only.
+    """Open the store at an address: its server, or a client of it. A server on loopback listens there only.
 
     Args:
         port: 0 for one that is free.
@@ -133,7 +126,7 @@ def open_store(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """What a store answers on: on loopback there only, else wherever this host is reached.
+    """Return a socket for a store: on loopback there only, else wherever this host is reached.
 
     Raises:
         AsyncTrainingError: the port is taken, for longer than the store of ranks that have ended needs to go.
@@ -161,8 +154,9 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) -> Store:
-    """A client of the server there, when that answers. Where it goes just as a client connects, torch tries for as long
-    as it may, in C, where nobody hears of a signal, or that it is in vain."""
+    """Return a client of the server there, when that answers. Where it goes just as a client connects, torch tries for
+    as long as it may, in C, where nobody hears of a signal, or that it is in vain.
+    """
     error: Exception | None = None
 
     def what() -> str:
@@ -187,10 +181,7 @@ def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) 
 
 
 def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: WaitWithLog) -> None:
-    """Meet all ranks in the store, and compare what they take themselves for.
-
-    Args:
-        job: what the launcher calls this job, "" where it says nothing.
+    """Meet all ranks in the store, and compare rank, number of ranks and ``job``, as the launcher calls it, if it does.
 
     Raises:
         AsyncTrainingError: another process has this rank already, which goes on; or ranks differ in the number of
@@ -234,7 +225,7 @@ def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) 
 
 
 def _parse(value: bytes | None) -> dict[str, Any] | None:
-    """What a rank says of itself; None where that is nothing."""
+    """Return what a rank says of itself; None where that is nothing."""
     try:
         said = None if value is None else json.loads(value)
     except (ValueError, RecursionError):
@@ -253,12 +244,7 @@ _GOODBYE = timedelta(seconds=2)
 
 
 class ProcessRole(NamedTuple):
-    """What a process is.
-
-    Args:
-        attempt: which start of all it is of.
-        again: how often this rank was started before, where it comes back; 0 where it begins with all.
-    """
+    """The start that a process is of, and how often its rank was started before: 0 where it begins with all."""
 
     attempt: int
     again: int
@@ -310,7 +296,7 @@ class Assembly:
         self._pid = os.getpid()
 
     def end(self) -> None:
-        """This process ends in order: it will not be started again, and trains no more. Not for its forks."""
+        """Say that this process ends in order, and will not be started again. Does nothing in its forks."""
         if os.getpid() != self._pid or not reachable(self._store, _GOODBYE):
             return
         with contextlib.suppress(RuntimeError):  # it went with the others
@@ -363,7 +349,7 @@ class Assembly:
         self._room.set(key, self._seal.sign(key, f"{self._life}.{self._waited}".encode()))
 
     def _here(self, number: int, others: Iterable[int]) -> set[int]:
-        """Those that wait, too."""
+        """Return those that wait, too."""
         here = set()
         for rank in others:
             key = f"{number}/{rank}"
@@ -373,10 +359,7 @@ class Assembly:
         return here
 
     def _check_ends(self, missing: set[int]) -> None:
-        """
-        Raises:
-            AsyncTrainingError: nobody who is missing comes any more.
-        """
+        """Raise AsyncTrainingError where nobody who is missing comes any more."""
         if time.monotonic() < self._settles_at or self._has_ended(self._rank, self._life - 1):
             return  # where this rank had ended in order, too, all are started anew
         if all(self._has_ended(rank, int(self._room.add(f"lives/{rank}", 0))) for rank in missing):
@@ -386,13 +369,13 @@ class Assembly:
             )
 
     def _has_ended(self, rank: int, life: int) -> bool:
-        """Whether that process of this rank, the last one, has ended in order."""
+        """Return whether that process of this rank, the last one, has ended in order."""
         key = f"ended/{rank}"
         value = self._seal.open(key, self._room.get(key)) if self._room.check([key]) else None
         return life > 0 and value == str(life).encode()
 
     def _standings(self) -> list[StatusRecord] | None:
-        """What was said since this was last asked; None where it is too soon to ask again."""
+        """Return what was said since this was last asked; None where it is too soon to ask again."""
         if (now := time.monotonic()) < self._looks_at:
             return None
         self._looks_at = now + _LOOK_S
@@ -419,8 +402,7 @@ class ProcessHeartbeat:
     Args:
         store: of all ranks, no older than the job.
         rank, world_size: of this rank.
-        dead_after: a process without a heartbeat for so long is lost.
-        start_timeout: the same before its first run.
+        dead_after, start_timeout: silence after which a process is lost; the same before its first run.
         seal: of the records.
         room: where the records lie in the store: another one for ranks that have other numbers.
 
@@ -457,16 +439,12 @@ class ProcessHeartbeat:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """This process lives on, elsewhere."""
+        """Say goodbye, where this process lives on elsewhere."""
         atexit.unregister(self._membership.close)
         self._membership.close()
 
     def check(self) -> None:
-        """Raise if a process is gone. No I/O.
-
-        Raises:
-            PeerLost: names the ranks.
-        """
+        """Raise `PeerLost`, which names the ranks, if a process is gone. No I/O."""
         self._membership.check()
         if left := in_order(self._membership.left()):
             raise PeerLost(
@@ -476,7 +454,7 @@ class ProcessHeartbeat:
             )
 
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
-        """Wait until all ranks have come to the run ``name``, as long as they live; says what it waits for.
+        """Wait until all ranks have come to the run ``name``, as long as they live; say what it waits for.
 
         Raises:
             PeerLost: a process is gone, or the store.
@@ -489,11 +467,7 @@ class ProcessHeartbeat:
 
 @contextmanager
 def naming_the_stores_host(rank: int) -> Iterator[None]:
-    """Where the store fails, that rank 0 is gone is the cause, and is said.
-
-    Raises:
-        PeerLost: in place of what torch raised.
-    """
+    """Raise `PeerLost`, which names rank 0, in place of torch's errors where the store fails."""
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:

@@ -45,21 +45,18 @@ _SIGNATURE = re.compile(rb"\A[0-9a-f]{64}:")
 
 @dataclass(frozen=True, kw_only=True)
 class StatusRecord:
-    """Where one replica stands, as it sees itself.
+    """The standing of one replica, as it sees itself.
 
     Args:
-        name: its number at the start of the job, which is its name for life.
-        rank: its number now.
+        name, rank: its number at the start of the job, which is its name for life; its number now.
         members: the names of those that are in its generation.
         run, generation: count up: calls of the Trainer, and groups that were formed anew in one.
         state: what it does, in a word or two.
-        epoch, step: of its training.
-        samples: that it has seen.
+        epoch, step, samples: of its training.
         steps_per_s: over the last seconds.
-        rounds: that it has seen committed.
+        rounds, failed_rounds: that it has seen committed; that were repeated.
         round_ago_s: seconds since the last one; -1 where there was none.
         round_s: what a round's exchange takes, on average.
-        failed_rounds: that were repeated.
         hidden_share: of communication.
         idle_s: at sync points.
         slow: where it takes much longer for a sample than the others do: how much, and what for.
@@ -97,7 +94,7 @@ class StatusRecord:
 
     @classmethod
     def load(cls, value: bytes) -> StatusRecord | None:
-        """The record, or None where that is none; what a newer version says beside it is left out.
+        """Return the record, or None where that is none; what a newer version says beside it is left out.
 
         >>> StatusRecord.load(StatusRecord(name="2", step=7).dump()).step
         7
@@ -123,14 +120,9 @@ class StatusRecord:
 
 
 class StatusPublisher:
-    """Publishes where this process stands, from its first run to its end, on a thread and by a client of its own.
+    """Publishes where this process stands, from its first run to its end, on a thread, by a client of its own.
 
     A store that does not answer costs nothing but the records.
-
-    Args:
-        store: of all ranks.
-        secret: of the job.
-        interval: between two records.
     """
 
     def __init__(self, store: Store, secret: str | None, interval: timedelta = INTERVAL) -> None:
@@ -146,7 +138,7 @@ class StatusPublisher:
         self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), self._hang_up)
 
     def serves(self, store: Store) -> bool:
-        """Whether it is of this process, and its records lie in this store."""
+        """Return whether it is of this process, and its records lie in this store."""
         mine = base_of(self._store)
         other = base_of(store)
         alike = mine is other or (isinstance(mine, TCPStore) and isinstance(other, TCPStore)
@@ -154,10 +146,8 @@ class StatusPublisher:
         return alike and self._heartbeat_thread.beats
 
     def follow(self, look: Callable[[], StatusRecord]) -> None:
-        """A run begins: publish this from now on. It is called on the thread; process, host, speed and time are added.
-
-        Waits for nothing, as `end` does.
-        """
+        """Publish this from now on, as a run begins. It is called on the thread; process, host, speed and time are
+        added."""
         self._look = look
         self._last = None
         self._steps.clear()
@@ -167,7 +157,7 @@ class StatusPublisher:
             self._heartbeat_thread.start()
 
     def end(self, state: str = ENDED) -> None:
-        """The run has ended: say so once, and no more until another one follows."""
+        """Say once that the run has ended, and no more until another one follows."""
         if self._look is not None:
             self._last = replace(self._look(), state=state)
             self._look = None
@@ -188,7 +178,7 @@ class StatusPublisher:
             self._last = None
 
     def _try(self, standing: StatusRecord) -> bool:
-        """Whether it is published."""
+        """Return whether it is published."""
         now = time.monotonic()
         self._steps.append((now, standing.step))
         then, before = self._steps[0]
@@ -237,12 +227,9 @@ def publish(store: Store, look: Callable[[], StatusRecord], secret: str | None) 
 
 
 def read_standings(store: Store, secret: str | None) -> list[StatusRecord]:
-    """What all processes that ever trained have said last, in the order in which they came.
+    """Return the last records of all processes that ever trained, in the order in which they came.
 
-    Without the secret signatures are not looked at.
-
-    Raises:
-        RuntimeError: the store does not answer.
+    Without the secret signatures are not looked at. Raises RuntimeError where the store does not answer.
     """
     client: Any = base_of(store)
     seal = Seal(secret, "status")

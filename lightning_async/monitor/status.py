@@ -18,7 +18,7 @@ _SILENT_S = 4.0
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStatus:
-    """One replica.
+    """The status of one replica.
 
     Args:
         standing: what it has said last.
@@ -42,24 +42,16 @@ class ReplicaStatus:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """All replicas of one store.
-
-    Args:
-        where: its address.
-        replicas: by name.
-    """
+    """The status of all replicas of one store; ``where`` is its address."""
 
     where: str
     replicas: tuple[ReplicaStatus, ...]
 
     @classmethod
     def of(cls, where: str, standings: Sequence[StatusRecord], now: float) -> JobStatus:
-        """What all records say together.
+        """Return what all records, in the order in which their processes came, say together.
 
-        Args:
-            where: the address of the store that they were in.
-            standings: in the order in which their processes came.
-            now: seconds since 1970. Where hosts' clocks differ, so does how long ago something was.
+        ``now`` is in seconds since 1970. Where hosts' clocks differ, so does how long ago something was.
         """
         last = {standing.name: standing for standing in standings}
         newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
@@ -85,16 +77,16 @@ class JobStatus:
 
     @property
     def generation(self) -> int:
-        """The newest that any of them is in."""
+        """The newest generation that any of them is in."""
         return max((replica.standing.generation for replica in self.replicas if replica.trains), default=0)
 
     @property
     def training(self) -> int:
-        """How many take part."""
+        """Number of replicas that take part."""
         return sum(replica.trains for replica in self.replicas)
 
     def table(self) -> str:
-        """For people."""
+        """Return a table for people."""
         title = f"{self.where}: {self.training} of {len(self.replicas)} replicas train, in generation {self.generation}"
         if not self.replicas:
             return f"{self.where}: no replica has trained yet"
@@ -111,7 +103,7 @@ class JobStatus:
         return "\n".join([title, *(line.rstrip() for line in lines)])
 
     def json(self) -> str:
-        """For programs: one line."""
+        """Return one line for programs."""
         replicas = [
             {
                 **asdict(replica.standing), "state": replica.state, "heard_ago_s": round(replica.heard_ago_s, 3),
@@ -178,7 +170,7 @@ _GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
 
 
 def serve(look: Callable[[], Sequence[JobStatus]], host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve what ``look`` finds, at each request, on threads of its own; the port, and what ends it.
+    """Serve what ``look`` finds, at each request, on threads of its own; return the port, and what ends it.
 
     Args:
         look: the jobs, as they stand.
@@ -213,7 +205,7 @@ class _Collector:
         self._look = look
 
     def describe(self) -> list[Any]:
-        """Nothing is asked of the store before somebody wants to know."""
+        """Return nothing: nothing is asked of the store before somebody wants to know."""
         return []
 
     def collect(self) -> Iterator[Any]:

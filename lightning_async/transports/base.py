@@ -1,4 +1,4 @@
-"""What one run holds open, and what a transport must offer for it."""
+"""The connection that one run holds open, and what a transport must offer for it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Connection:
         return self._membership
 
     def hear_deaths(self, name_of: Callable[[int], str]) -> None:
-        """Have the launcher's word, where it has started this rank: a peer whose process has died is lost at once.
+        """Have the launcher report deaths, where it has started this rank: such a peer is lost at once.
 
         Args:
             name_of: what a rank is called here, by the number that it was started with; ValueError for one that is not.
@@ -128,7 +128,7 @@ class Connection:
             self.on_end()
 
     def _outlive_the_others(self, membership: Membership) -> None:
-        """The store goes with rank 0: let the others hear first what has happened, or they know no more than that."""
+        """Keep the store, which goes with rank 0, until the others have heard what has happened."""
         membership.leave()
         until = time.monotonic() + _OUTLIVES_S
         others = {*membership.generation.members} - {membership.generation.name}
@@ -136,7 +136,7 @@ class Connection:
             time.sleep(0.02)
 
     def _why(self, error: Exception) -> str:
-        """Who is gone, and why, as soon as the heartbeats tell; in short."""
+        """Say who is gone, and why, as soon as the heartbeats tell; in short."""
         until = time.monotonic() + _HEARSAY_S
         while self._membership is not None and time.monotonic() < until:
             left = self._membership.left().intersection(self._membership.generation.members)  # not who visits
@@ -165,25 +165,25 @@ class Transport(Protocol):
     """
 
     def environment(self, lightnings: Any) -> Any:
-        """The cluster environment, given the one that Lightning has chosen."""
+        """Return the cluster environment, given the one that Lightning has chosen."""
         ...
 
     def launcher(
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
-        """What starts the other ranks of this host; None where that is done."""
+        """Return what starts the other ranks of this host; None where that is done."""
         ...
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
-        """Where the replica lives."""
+        """Return the device of the replica."""
         ...
 
     def backend_on(self, root_device: torch.device) -> str:
-        """What moves payloads of replicas on such a device; equal on all ranks."""
+        """Return the name of what moves payloads of replicas on such a device; equal on all ranks."""
         ...
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """Where the buckets are."""
+        """Return the device of the buckets."""
         ...
 
     def connect(
@@ -200,7 +200,7 @@ class Transport(Protocol):
         ...
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
-        """Collectives over all ranks for one operation outside of a run; all call it with the same name."""
+        """Open collectives over all ranks for one operation outside of a run; all call it with the same name."""
         ...
 
 

@@ -60,14 +60,9 @@ _assembled: list[Any] = []  # what the ranks have assembled in: another that cam
 
 
 def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
-    """The store below the default group, which MPI's has not.
+    """Return the store below the default group, which MPI's has not; ``apart``: rank 0's is in a process of its own.
 
     A rank that comes back is in no default group, and finds the store that the others have met in.
-
-    Args:
-        environment: of the ranks that are to meet there, as it is opened.
-        rank: this one.
-        apart: rank 0's is in a process of its own.
     """
     if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":  # somebody else has made the group
         return distributed_c10d._get_default_store()
@@ -80,7 +75,7 @@ def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
 
 
 def assemble(environment: Any) -> ProcessRole:
-    """Whether this rank begins with all or comes back to others, as the launcher's store says, see `Assembly`."""
+    """Return whether this rank begins with all or comes back, as the launcher's store says, see `Assembly`."""
     rank = environment.global_rank()
     address = _address(environment)
     patience = _patience(rank)
@@ -93,13 +88,13 @@ def assemble(environment: Any) -> ProcessRole:
 
 
 def _say_how_it_ends(assembly: Assembly) -> None:
-    """The process exits: in order, unless an exception has ended a run or ends the script."""
+    """Say that the process ends in order, unless an exception has ended a run or ends the script."""
     if ended_in_order() and not hasattr(sys, "last_value"):
         assembly.end()
 
 
 def open_early(environment: Any) -> Any:
-    """The same, before anybody has met there: it is not decided yet who begins. Rank 0's is in a process of its own."""
+    """Open the store before anybody has met there: it is not decided yet who begins. Rank 0's is in its own process."""
     if not _stores:
         _stores.append(_open_store(environment, environment.global_rank(), apart=True))
         _early[:] = _stores
@@ -107,7 +102,7 @@ def open_early(environment: Any) -> Any:
 
 
 def renew() -> None:
-    """Another default group is to be formed, above a store of its own."""
+    """Drop the store: another default group is to be formed, above a store of its own."""
     if not _early:
         _stores.clear()
         while _processes:
@@ -116,12 +111,12 @@ def renew() -> None:
 
 
 def store_process() -> StoreProcess | None:
-    """That serves the store, where this process has started one."""
+    """Return the process that serves the store, where this one has started it."""
     return _processes[0] if _processes else None
 
 
 def host_of(environment: Any) -> str | None:
-    """Where Gloo is to listen: on loopback where all ranks find rank 0 there; else as Gloo does."""
+    """Return where Gloo is to listen: on loopback where all ranks find rank 0 there; else None, as Gloo does."""
     address = _address(environment)
     return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
 
@@ -157,7 +152,7 @@ def _job(environment: Any) -> str:
 
 
 def _address(environment: Any) -> str:
-    """Where rank 0 is: on loopback where the launcher says that there is one host."""
+    """Return where rank 0 is: on loopback where the launcher says that there is one host."""
     slurm = fabric("plugins.environments").SLURMEnvironment
     launchers = getattr(environment, "launchers", environment)
     one_host = isinstance(launchers, slurm) and os.environ.get("SLURM_NNODES") == "1"
@@ -201,7 +196,7 @@ class TorchTransport(Transport):
             )
 
     def environment(self, lightnings: Any) -> Any:
-        """Lightning's own choice, except under a launcher that it does not know."""
+        """Return Lightning's own choice, except under a launcher that it does not know."""
         own = fabric("plugins.environments").LightningEnvironment
         return MPIRunEnvironment() if type(lightnings) is own and MPIRunEnvironment.detect() else lightnings
 
@@ -219,7 +214,7 @@ class TorchTransport(Transport):
         return self.backend or ("nccl" if root_device.type == "cuda" else "gloo")
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """On the GPU, so that all arithmetic is; in the host's memory for MPI."""
+        """Return the GPU, so that all arithmetic is there; the host's memory for MPI."""
         on_gpu = root_device.type == "cuda" and self.backend_on(root_device) in ("nccl", "gloo")
         return root_device if on_gpu else torch.device("cpu")
 
@@ -278,7 +273,7 @@ class TorchTransport(Transport):
         elastic: bool,
         check: Callable[[], None],
     ) -> Connection:
-        """Communicators of ranks that have met; ``check`` tells of those that are gone where no heartbeats do."""
+        """Connect ranks that have met; ``check`` tells of those that are gone where no heartbeats do."""
         backend = self.backend_on(root_device)
         if backend == "nccl":
             nccl.set_variables()
@@ -351,12 +346,10 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessH
 
 
 def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
-    """Torch's default group, for code of the user's that expects one; this package forms its own beside it.
+    """Form torch's default group, for code of the user's; this package forms its own beside it.
 
-    Who comes back is in none: the group of those that began cannot grow.
-
-    Args:
-        elastic: the others may go on without rank 0, and so the store does.
+    Who comes back is in none: the group of those that began cannot grow. With ``elastic`` the others may go on without
+    rank 0, and so the store does.
     """
     if dist.is_initialized() or came_back() is not None:
         return
@@ -383,7 +376,7 @@ def _leave_default_group(pid: int) -> None:
 
 @contextmanager
 def _gloo_at(host: str | None) -> Iterator[None]:
-    """While torch makes a group of its own, its Gloo is to listen on loopback only, if ``host`` is there."""
+    """Have Gloo listen on loopback only, if ``host`` is there, while torch makes a group of its own."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if host is None or not names or _INTERFACE in os.environ:
         yield
