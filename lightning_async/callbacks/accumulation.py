@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,48 +31,6 @@ from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomM
 from lightning_async.trainer.loops.updates import ExternalWindowSize
 from lightning_async.trainer.namespace import batch_size, check_object, pytorch, replace, set_for_now, take_back
 
-# What is measured of windows of accumulation: the noise of their gradients, and the time that their steps add.
-
-
-class Probe(Protocol):
-    """Looks on while windows accumulate; what it has seen is plain values."""
-
-    def begin_period(self, trainer: Any) -> None:
-        """Another decision is to be made of what comes."""
-        ...
-
-    def begin_batch(self, trainer: Any) -> None: ...
-
-    def before_backward(self, trainer: Any, scale: float) -> None: ...
-
-    def after_backward(self, trainer: Any, ends: bool) -> None: ...
-
-    def before_step(self, trainer: Any) -> None: ...
-
-    def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        """Args:
-        is_full: it is a window as it was meant to be, of equal batches.
-        small_size: samples in one batch.
-        big_size: samples in the window, over all ranks whose gradients are averaged.
-        """
-        ...
-
-    def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        """What is known now, as fields of `Progress`.
-
-        Args:
-            mean: over the ranks that step together.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-    def keep(self) -> Callable[[], dict[str, Any]]:
-        """The state now, put together when it is asked for: what is on a GPU is then waited for."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
 
 class NoiseProbe:
     """Squared norms of the gradients of single batches, and of whole windows, see `estimate`.
@@ -87,16 +45,13 @@ class NoiseProbe:
         self.noise = Noise()
         self._hooks: dict[int, Any] = {}
         self._parts: list[Tensor] = []
-        self._scale = 0.0
-        """What the gradients at hand are multiplied by; 0 where none is looked at."""
-        self._window = 0.0
-        """Sum of squared norms of the batches of this window, but for those in `_norms`."""
+        self._scale = 0.0  # what the gradients at hand are multiplied by; 0 where none is looked at
+        self._window = 0.0  # sum of squared norms of the batches of this window, but for those in `_norms`
         self._batches = 0
         self._norms: tuple[tuple[Tensor, float], ...] = ()
         """Of batches, each with what it was multiplied by: on a GPU nothing is waited for until the window ends."""
         self._big: tuple[Tensor, float] | None = None
-        self._sums = [0.0, 0.0, 0.0]
-        """Of this period: squared norms of batches, squared norms of windows, windows."""
+        self._sums = [0.0, 0.0, 0.0]  # of this period: squared norms of batches, squared norms of windows, windows
         self._sizes = (0.0, 0.0)
 
     def begin_period(self, trainer: Any) -> None:
@@ -107,7 +62,7 @@ class NoiseProbe:
                     self._hooks[id(param)] = param.register_hook(self._see)
 
     def begin_batch(self, trainer: Any) -> None:
-        """Nothing is asked for here."""
+        """Do nothing."""
 
     def before_backward(self, trainer: Any, scale: float) -> None:
         self._scale = scale * loss_scale(trainer)
@@ -133,6 +88,10 @@ class NoiseProbe:
             self._big = found, loss_scale(trainer)
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
+        """End a window; ``is_full``: as it was meant to be, of equal batches.
+
+        A batch has ``small_size`` samples, the window ``big_size``, over all ranks whose gradients are averaged.
+        """
         window = _sum(self._window, self._norms)
         batches = self._batches
         big = self._big
@@ -150,6 +109,7 @@ class NoiseProbe:
             self._sums[place] += value
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
+        """Return what is known now, as fields of `WindowProgress`; ``mean`` is over the ranks that step together."""
         sums = [mean(each) for each in self._sums]
         self._sums = [0.0, 0.0, 0.0]
         if sums[2]:
@@ -163,6 +123,7 @@ class NoiseProbe:
         self._hooks.clear()
 
     def keep(self) -> Callable[[], dict[str, Any]]:
+        """Return what puts the present state together when it is asked for: a GPU is waited for then."""
         noise = self.noise
         window = self._window
         norms = self._norms
@@ -191,10 +152,8 @@ class NoiseProbe:
 
 
 class TimesProbe:
-    """The time that batches take up to the end of their backward pass, and the last ones of windows until their step.
-
-    A GPU is waited for at each of these moments.
-    """
+    """The time that batches take up to the end of their backward pass, and the last ones of windows until their
+    step."""
 
     def __init__(self) -> None:
         self._batches: list[float] = []
@@ -202,13 +161,13 @@ class TimesProbe:
         self._began: float | None = None
 
     def begin_period(self, trainer: Any) -> None:
-        """Times are of now."""
+        """Do nothing."""
 
     def begin_batch(self, trainer: Any) -> None:
         self._began = _now(trainer)
 
     def before_backward(self, trainer: Any, scale: float) -> None:
-        """Not of interest."""
+        """Do nothing."""
 
     def after_backward(self, trainer: Any, ends: bool) -> None:
         if self._began is not None and not ends:
@@ -232,7 +191,7 @@ class TimesProbe:
         return {"times": Times(batch_s, statistics.median(lasts) - batch_s)}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def keep(self) -> Callable[[], dict[str, Any]]:
         state = {"batches": list(self._batches), "lasts": list(self._lasts)}
@@ -241,6 +200,9 @@ class TimesProbe:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches = list(state["batches"])
         self._lasts = list(state["lasts"])
+
+
+Probe = NoiseProbe | TimesProbe
 
 
 def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
@@ -258,7 +220,6 @@ def loss_scale(trainer: Any) -> float:
 
 
 def _sum(first: float, norms: tuple[tuple[Tensor, float], ...]) -> float:
-    """Add the squares of these."""
     for found, scale in norms:
         first += (float(found) / scale) ** 2
     return first
@@ -270,8 +231,6 @@ def _now(trainer: Any) -> float:
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
-
-# How large the window of accumulation is that begins, and what its step's learning rate is multiplied by.
 
 _SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
 
@@ -295,14 +254,12 @@ class Sizes:
         self._wanted = 0
         self._ranks = 0
         self._base = float(callback.base_batch_size or 0)
-        self.seen: dict[str, Any] = {}
-        """What was measured, when that was last asked for."""
+        self.seen: dict[str, Any] = {}  # what was measured, when that was last asked for
         self.arrived = 0.0
         """Samples behind the gradients of the last step, of all ranks: of an earlier window, with a delay."""
 
     @property
     def first(self) -> int:
-        """Batches in the first window."""
         return self._batches(self._policy.size(WindowProgress(0, 0, 0, self._unit())))
 
     def state_dict(self) -> dict[str, Any]:
@@ -321,10 +278,7 @@ class Sizes:
         self.arrived = state.get("arrived", 0.0)
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
-    # ---- with other ranks ----
-
     def tell(self) -> None:
-        """Have the others hear this rank's size with the next gradients."""
         ask(self._trainer.strategy, self._base, self._wanted)
 
     def hear(self) -> None:
@@ -344,8 +298,6 @@ class Sizes:
         if (told := told_of(self._trainer.strategy)) is None:
             return lr_factor(scaling, samples, self._base)
         return lr_factor(scaling, told.samples, told.base * told.ranks) if told.base else 1.0
-
-    # ---- sizes ----
 
     def plan(self, samples: float) -> WindowPlan:
         """Return the window that begins, with a batch of so many samples."""
@@ -415,12 +367,11 @@ class AdaptiveGradientAccumulation(Callback):
 
     :math:`g_j` is the gradient of batch :math:`j` and :math:`n_j` its samples; :math:`n_0` are those of a step without
     accumulation, for which the learning rate :math:`\eta_0` is right. Where ranks average their gradients (DDP,
-    Horovod, `Synchronous()`, windows in the background) the sums are over all of them; where replicas are asynchronous,
-    over each one's own, which step by themselves. So the last window of an epoch, which has fewer batches or a smaller
-    one, has the mean of what it has; Lightning divides it by the length of a full one.
-
-    A window begins when the last one has ended: whatever changes, no gradient is lost, counted twice, or late. All
-    that counts optimizer steps (``max_steps``, `EveryNSteps`, schedulers by step) counts windows.
+    Horovod, `Synchronous()`, windows in the background) the sums are over all of them; asynchronous replicas step by
+    themselves, with their own. The last window of an epoch, which may be smaller, has the mean of what it has;
+    Lightning divides it by the length of a full one. A window begins when the last one has ended: whatever changes, no
+    gradient is lost, counted twice, or late. All that counts optimizer steps (``max_steps``, `EveryNSteps`, schedulers
+    by step) counts windows.
 
     Args:
         accumulation_steps: batches of each rank in a window: a number, `ByEpoch`, `ByStep`, `CommunicationShare`, or a
@@ -431,8 +382,7 @@ class AdaptiveGradientAccumulation(Callback):
             ``base_batch_size`` times these ranks; what is measured is rounded to one.
         lr_scaling: :math:`f`: "linear", "sqrt", or None (default): learning rates stay as they are. Schedulers go on
             from the unscaled ones; the scaled ones exist while the optimizer steps.
-        count: what a batch counts, such as its tokens, as a number >= 0 of the batch. Default: samples, as Lightning
-            tells.
+        count: what a batch counts, such as its tokens, as a number >= 0 of the batch. Default: samples.
         split_on_oom: where there is not enough memory for a batch, train on halves from then on, or less, each by a
             `training_step` of its own. Gradients stay means over samples. Not with DDP and Horovod. Default False.
 
@@ -471,21 +421,17 @@ class AdaptiveGradientAccumulation(Callback):
         self._undo: list[Callable[[], None]] = []
         self._probe: Probe | None = None
         self._sizes: Sizes | Any = None
-        self._lent = False
-        """Windows are gathered by the strategy."""
+        self._lent = False  # windows are gathered by the strategy
         self._start_over()
 
     @property
     def compared(self) -> str:
-        """The settings that ranks compare before they train together."""
         return repr(self)
 
     def _start_over(self) -> None:
         self._before: tuple[int, Callable[[], dict[str, Any]]] = (0, dict)
         """The state before the batch that was begun last, and its number."""
         self._shown = 0
-
-    # ---- life ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)
@@ -526,7 +472,6 @@ class AdaptiveGradientAccumulation(Callback):
 
     def _tear_down(self, original: Any) -> Any:
         def teardown() -> None:
-            """Of the Trainer, however training has ended: who saves what there was when it failed has done so."""
             self._end()
             original()
 
@@ -559,8 +504,6 @@ class AdaptiveGradientAccumulation(Callback):
             self._probe.load_state_dict(state_dict["probe"])
         if self._windows.is_open or self._lent:
             self._windows.show()
-
-    # ---- training ----
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._probe is not None:
@@ -615,11 +558,9 @@ class AdaptiveGradientAccumulation(Callback):
 
     @property
     def lr_factor(self) -> float:
-        """The factor of learning rates in the step that is taken now."""
         return 1.0 if self._windows is None else self._sizes.lr_factor(self._windows.samples)
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
-        """Show the window in loggers and in the progress bar, where it is another one."""
         assert self._windows is not None
         self._shown = self._windows.planned.batches
         metrics = {"accumulation/batches": float(self._shown), "accumulation/lr_factor": self.lr_factor}

@@ -63,7 +63,6 @@ def ask(strategy: Any, base: float, size: float) -> None:
 
 
 def _gradients(strategy: Any) -> Any:
-    """Return what moves them by the engine, in a training of several ranks."""
     return getattr(getattr(getattr(strategy, "fit_sessions", None), "session", None), "gradients", None)
 
 
@@ -138,7 +137,6 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
 
 
 def _check_windows(callback: Any, strategy: Any) -> None:
-    """Raise ValueError where a strategy that gathers windows by itself cannot be told, or measured."""
     name = type(callback).__name__
     owner = type(strategy).__name__
     policy = callback.policy
@@ -171,7 +169,6 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 
 def _check_servers(callback: Any, strategy: Any) -> None:
-    """Raise ValueError where a worker does not know in time what a step needs of the gradients of all workers."""
     if not getattr(strategy, "served", False) or not strategy.update_on_server or strategy.world_size == 1:
         return
     name = type(callback).__name__
@@ -233,7 +230,6 @@ class TemporaryRates:
         self._before: list[tuple[dict[str, Any], Any]] = []
 
     def install(self, trainer: Any) -> list[Undo]:
-        """Patch the Trainer; return what takes it back."""
         automatic = trainer.fit_loop.epoch_loop.automatic_optimization
 
         def wrap(original: Callable[..., None]) -> Callable[..., None]:

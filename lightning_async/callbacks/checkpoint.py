@@ -136,7 +136,6 @@ class FaultTolerantCheckpoint(Checkpoint):
         self._now: Checkpointing | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Follow the fit: the ranks have met, and nothing is restored yet."""
         check_object(self, trainer)
         strategy = type(trainer.strategy).__name__
         if any(kind.__name__ in _SHARDED for kind in type(trainer.strategy).__mro__):
@@ -160,22 +159,19 @@ class FaultTolerantCheckpoint(Checkpoint):
             raise ValueError(
                 f"`{type(self).__name__}` takes ranks that step together for equal, which they are not with "
                 "`ZeroRedundancyOptimizer` or `DDPStrategy(model_averaging_period=)`: use a strategy of this package "
-                "for replicas that drift, or an optimizer whose state is whole on each rank."
+                "for asynchronous replicas, or an optimizer whose state is whole on each rank."
             )
         if self._now is not None:
             self._now.start()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return what a joining rank is told, see `Welcoming`."""
         return {} if self._now is None else self._now.for_joining_ranks()
 
     def come(self, told: dict[str, Any]) -> None:
-        """Take over what a joining rank is told, see `Welcoming`."""
         if self._now is not None and told:
             self._now.come(told)
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save where weights are on servers, see `Saves`."""
         if self._now is not None:
             self._now.save_together()
 
@@ -184,7 +180,6 @@ class FaultTolerantCheckpoint(Checkpoint):
         return None if self._now is None else self._now.roll_back()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Save the end of training."""
         if self._now is not None:
             self._now.end()
 
@@ -215,7 +210,6 @@ class FaultTolerantCheckpoint(Checkpoint):
 
 
 def _best(keep: KeepPolicy) -> Best | None:
-    """Return the `Best` policy in ``keep``."""
     if isinstance(keep, Best):
         return keep
     inner = keep.policies if isinstance(keep, KeepAny) else ()

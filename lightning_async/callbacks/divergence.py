@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
@@ -32,30 +32,19 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
 from lightning_async.trainer.loops.updates import updates_of
-from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, take_back
+from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, set_for_now, take_back
 
 log = logging.getLogger(__name__)
 
 
-# What is out of bounds, said to the user: in the log, to the loggers, to a function of theirs.
-
-
 class Alarm(NamedTuple):
-    """A finding, for an alert.
+    """A finding, for an alert."""
 
-    Args:
-        rank: that has found something.
-        step: its optimizer steps.
-        epoch: of the Trainer.
-        findings: what was out of bounds.
-        remedy: what follows.
-    """
-
-    rank: int
-    step: int
-    epoch: int
-    findings: tuple[SignalAlarm, ...]
-    remedy: Remedy
+    rank: int  # that has found something
+    step: int  # its optimizer steps
+    epoch: int  # of the Trainer
+    findings: tuple[SignalAlarm, ...]  # what was out of bounds
+    remedy: Remedy  # what follows
 
     def __str__(self) -> str:
         found = "; ".join(map(str, self.findings))
@@ -63,7 +52,6 @@ class Alarm(NamedTuple):
 
 
 def raise_alert(alarm: Alarm, trainer: Any, alert: Callable[[Alarm], None] | None) -> None:
-    """Tell the loggers, and ``alert``, whose failure ends nothing."""
     numbers = {f"divergence/{finding.signal}": finding.value for finding in alarm.findings}
     for logger in trainer.loggers:
         logger.log_metrics({**numbers, "divergence/remedy": float(alarm.remedy)}, step=alarm.step)
@@ -85,10 +73,7 @@ def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDi
     )
 
 
-# What a remedy does to a Trainer, on one rank.
-
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""What schedulers keep in groups."""
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep in groups
 
 
 @runtime_checkable
@@ -102,11 +87,6 @@ class RollsBack(Protocol):
         None where there is none, then nothing has changed.
         """
         ...
-
-
-def rollback_of(callbacks: Iterable[Any]) -> RollsBack | None:
-    """Return the first of these that can roll back."""
-    return next((callback for callback in callbacks if isinstance(callback, RollsBack)), None)
 
 
 def drop_gradients(optimizer: Any) -> None:
@@ -156,13 +136,8 @@ def call_unfit(replica: Any) -> Callable[[], None]:
     optimizers begin anew. Returns what takes it back.
     """
     watched = replica.watched
-    round_decision = torch.tensor(math.nan)
-    replica.watched = lambda: [*watched(), round_decision]
-
-    def undo() -> None:
-        replica.watched = watched
-
-    return undo
+    nan = torch.tensor(math.nan)
+    return set_for_now(replica, "watched", lambda: [*watched(), nan])
 
 
 if TYPE_CHECKING:
@@ -171,8 +146,7 @@ else:
     Callback = pytorch("callbacks").Callback
 
 RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
-_OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}
-"""Of use only where replicas are asynchronous."""
+_OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only where replicas are asynchronous
 
 
 class DivergenceMonitor(Callback):
@@ -268,12 +242,11 @@ class DivergenceMonitor(Callback):
         """
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 
-    # ---- life ----
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)
         self.rollbacks = 0
-        self._rollback = self._given_rollback or rollback_of(trainer.callbacks)
+        able = (each for each in trainer.callbacks if isinstance(each, RollsBack))
+        self._rollback = self._given_rollback or next(able, None)
         if stage == "fit" and self._rollback is None and Remedy.ROLL_BACK in (self._remedies or ()):
             raise ValueError(
                 "`DivergenceMonitor(remedies=[..., 'roll_back'])` needs something that holds the last good state: "
@@ -288,7 +261,7 @@ class DivergenceMonitor(Callback):
         self._trainer = trainer
         asynchronous = isinstance(self._council, SyncPointAgreement)
         alone = isinstance(self._council, SingleRank)
-        windows = updates_of(trainer) is not None  # replicas meet as those that drift do, and all take every step
+        windows = updates_of(trainer) is not None  # replicas meet as asynchronous ones do, and all take every step
         self._served = bool(getattr(trainer.strategy, "served", False))  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
         if not asynchronous or windows or self._served:
@@ -325,8 +298,6 @@ class DivergenceMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rollbacks = int(state_dict["rollbacks"])
-
-    # ---- every batch ----
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._observer.start_batch()
@@ -370,9 +341,8 @@ class DivergenceMonitor(Callback):
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
-        kept = (
-            self._asked if isinstance(council, SyncPointAgreement) else Remedy.NONE
-        )  # until all have met: not at once, maybe
+        # What was asked stays until all have met: not at once, maybe.
+        kept = self._asked if isinstance(council, SyncPointAgreement) else Remedy.NONE
         self._asked = kept if here else max(wanted, kept)
         if self._asked is Remedy.RESET and averager is not None:
             self._fit_again()
@@ -381,15 +351,12 @@ class DivergenceMonitor(Callback):
         self._do(trainer, severest(now))
 
     def _tell(self, trainer: Any, found: list[SignalAlarm], remedy: Remedy) -> None:
-        """Tell the user, in the log; where that was not enough, by the alert and the loggers."""
         alarm = Alarm(trainer.global_rank, trainer.global_step, trainer.current_epoch, tuple(found), remedy)
         self._words = str(alarm)
         if self._escalation.has(Remedy.LOG):
             log.warning("%s", alarm)
         if remedy >= Remedy.ALERT and self._escalation.has(Remedy.ALERT):
             raise_alert(alarm, trainer, self.alert)
-
-    # ---- what all ranks do ----
 
     def decide(self, world: LightningCollectives) -> bool:
         """Decide what all ranks do, once replicas have met and unfit ones have another's model."""
@@ -406,7 +373,6 @@ class DivergenceMonitor(Callback):
         return self._do(trainer, severest([Row(Remedy(wanted)) for wanted, _ in said]))
 
     def _do(self, trainer: Any, remedy: Remedy) -> bool:
-        """Do what all do at this step; return whether the model is another one now."""
         if remedy is Remedy.NONE:
             return False
         self._clean_everywhere = 0

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,26 +16,14 @@ from lightning_async.algorithms.divergence import Absolute, History, Relative, R
 from lightning_async.engine.fingerprint import is_finite, real
 from lightning_async.trainer.checkpoint.save_timing import DelayedGather, lagged_of
 
-# How all ranks come to do the same at the same step: each says what it asks for, and the severest is done.
-#
-# Where ranks step together they say so with every step, in a gather that is read one step later, so that none
-# waits for it. Where replicas are asynchronous, the rank that needs the others calls them to a sync point.
-
 
 class Row(NamedTuple):
-    """A rank's word on one step.
+    """A rank's word on one step."""
 
-    Args:
-        wanted: what it asks for.
-        loss: of its batch; NaN where there is none.
-        every: it has time to look at gradients every so many steps.
-        clean: nothing was out of bounds.
-    """
-
-    wanted: Remedy = Remedy.NONE
-    loss: float = float("nan")
-    every: int = 1
-    clean: bool = True
+    wanted: Remedy = Remedy.NONE  # what it asks for
+    loss: float = float("nan")  # of its batch; NaN where there is none
+    every: int = 1  # it has time to look at gradients every so many steps
+    clean: bool = True  # nothing was out of bounds
 
 
 def severest(rows: Sequence[Row]) -> Remedy:
@@ -47,25 +35,7 @@ def severest(rows: Sequence[Row]) -> Remedy:
     return max((row.wanted for row in rows), default=Remedy.NONE)
 
 
-class RemedyAgreement(Protocol):
-    """All ranks, as one of them sees them."""
-
-    def hear(self) -> list[Row]:
-        """What all ranks said, the same on all of them at this step; none where nothing was."""
-        ...
-
-    def say(self, row: Row) -> list[Row]:
-        """This rank's row; what all said, where that is known at once."""
-        ...
-
-    def close(self) -> None:
-        """Training is over."""
-        ...
-
-
 class SingleRank:
-    """The agreement of one rank with itself."""
-
     def hear(self) -> list[Row]:
         return []
 
@@ -86,11 +56,8 @@ class SyncPointAgreement:
         self._strategy = strategy
 
     def hear(self) -> list[Row]:
-        return (
-            [Row(loss=loss) for loss in self._strategy.sync_points.losses]
-            if self._strategy.sync_points is not None
-            else []
-        )
+        sync_points = self._strategy.sync_points
+        return [] if sync_points is None else [Row(loss=loss) for loss in sync_points.losses]
 
     def say(self, row: Row) -> list[Row]:
         if self._strategy.sync_points is not None:
@@ -120,6 +87,13 @@ class LockstepAgreement:
         self._lagged.close()
 
 
+RemedyAgreement = SingleRank | SyncPointAgreement | LockstepAgreement
+"""The way in which all ranks do the same at the same step: each says what it asks for, and the severest is done.
+
+`hear` returns what all ranks said, the same on all of them at this step; `say` does where that is known at once.
+"""
+
+
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     """Return the right one for this Trainer's strategy. All ranks call it together, as training begins.
 
@@ -132,10 +106,7 @@ def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     return SingleRank() if lagged is None else LockstepAgreement(lagged)
 
 
-# The numbers of one training step, looked at without stopping a GPU; and how often there is time to look.
-
-_SAMPLE = 1024
-"""Elements of a tensor."""
+_SAMPLE = 1024  # elements of a tensor
 
 
 @torch.no_grad()
@@ -169,7 +140,6 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
-    """Return the gradients that this optimizer is about to use."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
@@ -184,12 +154,10 @@ def sample(optimizer: Any) -> list[Tensor]:
 
 
 def parameters(module: Any) -> Iterator[Tensor]:
-    """Return all that can be other than finite."""
     return (p for p in module.parameters() if p.is_floating_point() or p.is_complex())
 
 
 def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
-    """Return all tensors that optimizers keep."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
@@ -207,11 +175,9 @@ class StepMetrics:
         self._coming: tuple[list[str], Tensor, Any] | None = None
 
     def put(self, name: str, value: Tensor) -> None:
-        """Note a number of this step's."""
         self._put[name] = value.detach()
 
     def forget(self) -> None:
-        """Drop what was put: it belongs to a model that is no more."""
         self._put = {}
         self._coming = None
 
@@ -250,7 +216,6 @@ class SamplingBudget:
         self._began: float | None = None
 
     def step(self) -> None:
-        """Note that a batch begins."""
         now = self._clock()
         if self._began is not None:
             # The least of late: what a validation, a first step or another process took in between is no step's.
@@ -259,7 +224,6 @@ class SamplingBudget:
         self._began = now
 
     def looked(self, seconds: float) -> None:
-        """Note how long a look took."""
         self._look_s = 0.8 * self._look_s + 0.2 * seconds if self._look_s else seconds
 
     @property
@@ -271,12 +235,10 @@ class SamplingBudget:
 
 
 Signal = Literal["loss", "gradient_norm", "parameters", "optimizer_state", "loss_variance", "replica_spread"]
-_SHARE = 0.0025
-"""Of the time of training, for each of the two looks: at gradients, and at the model."""
+_SHARE = 0.0025  # of the time of training, for each of the two looks: at gradients, and at the model
 _SELDOM = (25, 100)
 """The model is looked at no more and no less often than every so many batches, where nothing points to it."""
-_SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
-"""What is not finite there may have reached the model."""
+_SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")  # what is not finite there may have reached the model
 
 
 class SignalTracker:
@@ -296,31 +258,24 @@ class SignalTracker:
         self._model = SamplingBudget(_SHARE)
         self._batch = 0
         self._every = 1
-        self._suspicious = False
-        """A loss since the last step was not finite."""
+        self._suspicious = False  # a loss since the last step was not finite
         self._losses: Sequence[float] = ()
         self._rounds = 0
-        self.dropped = False
-        """Gradients of this batch's were not finite, and are gone: no harm is done."""
-        self.loss = math.nan
-        """Of the last batch, as far as it is known."""
+        self.dropped = False  # gradients of this batch's were not finite, and are gone: no harm is done
+        self.loss = math.nan  # of the last batch, as far as it is known
         self.alone = True
         """Whether this rank may drop a step that others take. Else all look at their gradients in the same steps."""
-        self.alike = True
-        """Whether all ranks have the same gradients, so that all drop the same steps."""
+        self.alike = True  # whether all ranks have the same gradients, so that all drop the same steps
 
     @property
     def every(self) -> int:
-        """Steps between two looks at gradients."""
         return self._gradients.every
 
     def forget(self) -> None:
-        """Drop what was seen of another model."""
         self._readings.forget()
         self._suspicious = self.dropped = False
 
     def start_batch(self) -> None:
-        """Note that a batch begins."""
         self._batch += 1
         self.dropped = False
         self._gradients.step()
@@ -329,7 +284,6 @@ class SignalTracker:
             self._every = self.every
 
     def before_backward(self, trainer: Any, loss: Tensor) -> None:
-        """Note a loss that is not finite: its gradients will not be, either."""
         if "gradient_norm" in self._signals:  # which say it too
             return
         if self.alone and self._skips and "loss" in self._signals and loss.device.type == "cpu":
@@ -379,12 +333,10 @@ class SignalTracker:
         taken = self._readings.take()
         self.loss = taken.get("loss", math.nan)
         suspects = [name for name, value in taken.items() if name.startswith(_SUSPECT) and not math.isfinite(value)]
-        if self._look_due() or suspects:
+        seldom = min(max(self._model.every, _SELDOM[0]), _SELDOM[1])
+        if self._batch % seldom == 0 or suspects:
             self._look_at_model(trainer, module, taken)
         return [finding for name, value in taken.items() if (finding := self._judge(name, value)) is not None]
-
-    def _look_due(self) -> bool:
-        return self._batch % min(max(self._model.every, _SELDOM[0]), _SELDOM[1]) == 0
 
     def _look_at_model(self, trainer: Any, module: Any, taken: dict[str, float]) -> None:
         started = time.perf_counter()
@@ -442,13 +394,11 @@ def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
 
 
 def _scaled(trainer: Any) -> bool:
-    """Return whether there is a scaler of gradients."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler is not None and scaler.is_enabled()
 
 
 def thresholds_by_signal(owner: str, given: Any) -> dict[str, Threshold]:
-    """Return a threshold for each signal; raise TypeError or ValueError, which name the argument."""
     for name in given if isinstance(given, Mapping) else ():
         check_choice(owner, "alert_threshold", name, get_args(Signal))
     thresholds: dict[str, Threshold] = {}

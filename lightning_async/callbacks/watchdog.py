@@ -23,8 +23,7 @@ else:
     Callback = pytorch("callbacks").Callback
 
 _RECENT = 51
-_TOLD_S = 5.0
-"""For telling the others."""
+_TOLD_S = 5.0  # for telling the others
 
 
 class _Beat(NamedTuple):
@@ -40,11 +39,11 @@ class HangWatchdog(Callback):
 
     .. math:: \text{limit} = \max(t_\text{min}, k\, \tilde t)
 
-    :math:`\tilde t` is the median of the recent steps. A rank that takes longer for one step, its batch's way out of
-    the loader included, writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``, tells the other ranks
-    where the strategy has a way to (those of this package), and ends its process with ``exit_code``. A thread of its
-    own looks; where that cannot run either, as code in C holds the interpreter, a timer that needs none writes the
-    stacks to stderr after twice the limit, and the exit code is 1.
+    :math:`\tilde t` is the median of the recent steps. A rank that takes longer for one step, the loader's time
+    included, writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``, tells the other ranks where the
+    strategy has a way to (those of this package), and ends its process with ``exit_code``. A thread looks; where that
+    cannot run either, as code in C holds the interpreter, a timer writes the stacks to stderr after twice the limit,
+    and the exit code is 1.
 
     The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given; waiting
     at a sync point has none. Time in which the whole process was stopped does not count, but one that was stopped for
@@ -175,7 +174,6 @@ class HangWatchdog(Callback):
     # ---- on the watchdog's thread ----
 
     def _watch(self, trainer: Any, stop: threading.Event) -> None:
-        """Look until training ends, or hangs."""
         seen = -1
         waited_s = 0.0
         last = time.monotonic()

@@ -201,7 +201,6 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _claimed(store: CheckpointStore, changes: bool, does: str) -> Iterator[None]:
-    """Have the directory, where something is changed in it; whoever only reads needs no claim."""
     claim = DirectoryLock(store, uuid.uuid4().hex, does)
     if changes:
         claim.take()

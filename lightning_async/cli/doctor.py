@@ -48,7 +48,6 @@ def _driver() -> str:
 
 
 def report() -> list[str]:
-    """Return what the doctor says, line by line."""
     lines = [
         f"python          {platform.python_version()}, {platform.platform()}",
         f"lightning_async {_version('lightning-async')}",
@@ -72,7 +71,6 @@ def report() -> list[str]:
 
 
 def problems() -> list[str]:
-    """Return what must be repaired."""
     packages = nccl_packages()
     if len(packages) < 2:
         return []

@@ -22,8 +22,7 @@ _HEARD = {*_PASSED_ON, signal.SIGCHLD}
 _LEFT_S = 10.0
 """What the command has left may take so long to end: a checkpoint that is being written, above all. With PID 1 the
 kernel kills all others of its namespace."""
-_grace: mmap.mmap | None = None
-"""What the command has told PID 1; None where there is no PID 1 of this module's."""
+_grace: mmap.mmap | None = None  # what the command has told PID 1; None where there is no PID 1 of this module's
 
 
 def allow(seconds: float) -> None:
@@ -33,7 +32,7 @@ def allow(seconds: float) -> None:
 
 
 def stand_aside() -> None:
-    """Where this process is PID 1, go on in a child of it, and end with the child's exit code; else do nothing."""
+    """Go on in a child where this process is PID 1, and end with the child's exit code; else do nothing."""
     global _grace
     if os.getpid() != 1:
         return

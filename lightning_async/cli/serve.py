@@ -31,7 +31,6 @@ _EPILOG = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to end; return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -129,7 +128,6 @@ def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
 
 
 def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:
-    """Wait until there is a signal, or a server that cannot go on; return which."""
     watched = {os.pidfd_open(server.supervisor): number for number, server in enumerate(servers)}
     poll = select.poll()
     for descriptor in (woken, *watched):
@@ -141,7 +139,6 @@ def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:
 
 
 def _end(servers: Sequence[ServerProcess], grace_s: float) -> list[int]:
-    """End all; return those that have not ended in order."""
     for server in servers:
         server.tell_to_end()
     return [number for number, server in enumerate(servers) if server.close(snapshot_s=grace_s)]

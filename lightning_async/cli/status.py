@@ -42,14 +42,12 @@ class StoreAddress:
 
     @classmethod
     def of(cls, address: str) -> StoreAddress:
-        """Return the store at HOST:PORT; raise ValueError where that is no address."""
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"{address!r} is no HOST:PORT.")
         return cls(host.strip("[]"), int(port), os.environ.get(SECRET, ""))
 
     def look(self) -> JobStatus:
-        """Return what its replicas say; raise OSError or RuntimeError where no store answers."""
         try:
             # The store's own client would try for long, and print stack traces.
             socket.create_connection((self.host, self.port), _TIMEOUT.total_seconds()).close()
@@ -110,7 +108,6 @@ def _show(jobs: Sequence[JobStatus], problems: Sequence[str], options: argparse.
 
 
 def _serve(places: Callable[[], Sequence[StoreAddress]], host: str, port: int) -> int:
-    """Serve Prometheus until a signal comes; return the exit code."""
     one = threading.Lock()
 
     def look() -> list[JobStatus]:
@@ -133,7 +130,6 @@ def _serve(places: Callable[[], Sequence[StoreAddress]], host: str, port: int) -
 
 
 def _look(places: Sequence[StoreAddress]) -> tuple[list[JobStatus], list[str]]:
-    """Return the jobs that are there, and what is wrong."""
     jobs = []
     problems = []
     for place in places:
@@ -148,7 +144,6 @@ def _look(places: Sequence[StoreAddress]) -> tuple[list[JobStatus], list[str]]:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    """Return where to listen, of [HOST:]PORT: on loopback, unless another host is named."""
     place = StoreAddress.of(text if ":" in text else f"127.0.0.1:{text}")
     return place.host, place.port
 

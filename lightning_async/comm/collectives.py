@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ _SOURCE = re.compile(r"\[[^\[\]\s]+\.(cc|cpp|h|hpp):\d+\]\s*")
 
 @dataclass(frozen=True)
 class Where:
-    """A communicator in one generation, for keys and messages; the generation has those of its members that take
-    part."""
+    """A communicator in one generation, for keys and messages."""
 
     name: str
     generation: Generation
@@ -56,13 +55,9 @@ class Where:
 class Operation(Generic[T]):
     """A `Pending` that its transport completes or fails, once, from any thread.
 
-    Args:
-        where, kind, seq: the communicator, the operation's name, and its number within the communicator.
-        timeout: the deadline, counted from now.
-        on_expire: called once, from whichever thread notices, when the deadline passes. The transport breaks
-            the communicator off there.
-        poll: called by `done`, and while waiting: completes or fails the operation when the transport has ended
-            it. For transports without a completion callback.
+    ``on_expire`` is called once, from whichever thread notices that the deadline has passed: the transport breaks the
+    communicator off there. ``poll``, for transports without a completion callback, completes or fails the operation
+    when the transport has ended it; `done` calls it, and who waits.
     """
 
     late: type[CollectiveTimeout] = CollectiveTimeout
@@ -84,8 +79,7 @@ class Operation(Generic[T]):
         self.started = time.monotonic()
         self.poll = poll
         self.poll_s = _POLL_S
-        self.told = False
-        """The transport completes it by itself, and `poll` is for what goes wrong: no hurry."""
+        self.told = False  # the transport completes it by itself, and `poll` is for what goes wrong: no hurry
         self.sleep: Callable[[float], object] = self.ended_in
         """Waits for so many seconds at most, until there is something to `poll`."""
         self._on_expire = on_expire
@@ -119,7 +113,6 @@ class Operation(Generic[T]):
             return True
 
     def failure(self, error: Exception) -> CollectiveError:
-        """Return the transport's own error, in words of this package."""
         kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
         said = _SOURCE.sub("", str(error).split("\n", 1)[0]).rstrip(".")
         return kind(f"{self} failed after {self.elapsed_s():.2f} s: {said}. {self.remedy}")
@@ -129,11 +122,7 @@ class Operation(Generic[T]):
         return self._ended.is_set()
 
     def ended_in(self, seconds: float) -> bool:
-        """Return the same, after so many seconds at most."""
         return self._ended.wait(seconds)
-
-    def succeeded(self) -> bool:
-        return self._ended.is_set() and self._error is None
 
     def done(self) -> bool:
         if not self._ended.is_set() and self.poll is not None:
@@ -186,7 +175,7 @@ E = TypeVar("E", bound="ElasticCommunicator")
 
 
 class Communicator(abc.ABC, Generic[C]):
-    """A communicator without the operations that move bytes."""
+    """A communicator without the operations that move bytes; its methods do, and raise, what `Collectives` says."""
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
         self._where = where
@@ -194,7 +183,6 @@ class Communicator(abc.ABC, Generic[C]):
         self._among: frozenset[str] | None = None  # the names a split was made for, here now or not
         self._branches: list[C] = []
         self._names: set[str] = set()
-        self._exchanged: dict[int, int] = {}
         self._seq = 0
         self._closed = False
 
@@ -216,43 +204,17 @@ class Communicator(abc.ABC, Generic[C]):
 
     @property
     def timeout(self) -> timedelta:
-        """Deadline of an operation."""
         return self._timeout
 
     def open(self) -> None:
-        """Form the group and its forks' with all members; do nothing where that is done.
-
-        Raises:
-            CollectiveTimeout: members are missing at the deadline; names them.
-            CollectiveError: closed, failed, aborted, or the store is out of reach.
-        """
         self._open()
         for branch in self._branches:
             branch.open()
 
     def fork(self, name: str, timeout: timedelta | None = None) -> C:
-        """Make a fork, as `Collectives.fork`, and open it at once where this communicator is open.
-
-        Raises:
-            ValueError: the name is taken.
-            CollectiveError: this communicator is closed or has failed.
-        """
         return self._branch(Where(self._take(name), self.generation), self._among, timeout)
 
-    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> C | None:
-        """Make a split, as `Collectives.split`; raise as `fork` does."""
-        if not ranks or not all(rank in range(self.world_size) for rank in ranks):
-            raise ValueError(
-                f"{self._where}: `split(ranks={sorted(ranks)})` must name at least one rank, each in "
-                f"[0, {self.world_size})."
-            )
-        path = self._take(name)
-        among = frozenset(self.generation.name_of(rank) for rank in ranks)
-        generation = self.generation.only(among)
-        return None if generation is None else self._branch(Where(path, generation), among, timeout)
-
     def registered(self, buffer: Tensor) -> Tensor:
-        """Return ``buffer``: all memory is alike."""
         return buffer
 
     @abc.abstractmethod
@@ -265,10 +227,6 @@ class Communicator(abc.ABC, Generic[C]):
     @abc.abstractmethod
     def _child(self, where: Where, timeout: timedelta) -> C:
         """Make a branch."""
-
-    def _is_open(self) -> bool:
-        """Return whether branches are to be opened at once."""
-        return False
 
     def _take(self, name: str) -> str:
         """Return the path of a new branch. A split takes its name on the ranks outside of it, too."""
@@ -287,43 +245,16 @@ class Communicator(abc.ABC, Generic[C]):
             child.open()
         return child
 
-    def _num_collectives(self) -> int:
-        """Return the number of operations that all ranks took part in: equal on all, unlike `_seq`."""
-        return self._seq - sum(self._exchanged.values())
+    def _is_open(self) -> bool:
+        return False
 
     def _check_usable(self) -> None:
         if self._closed:
             raise CollectiveError(f"{self._where}: closed.")
 
-    def _check_peer(self, rank: int, argument: str) -> None:
+    def _check_rank(self, rank: int, argument: str) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
-
-
-class CommunicatorWrapper:
-    """A wrapper around another communicator, which says the same of itself."""
-
-    inner: Any
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def generation(self) -> Generation:
-        return self.inner.generation
-
-    @property
-    def timeout(self) -> timedelta:
-        return self.inner.timeout
 
 
 class ElasticCommunicator(Communicator[E]):
@@ -337,19 +268,24 @@ class ElasticCommunicator(Communicator[E]):
         super().__init__(where, timeout)
         self._failure: CollectiveError | None = None
 
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> E | None:
+        if not ranks or not all(rank in range(self.world_size) for rank in ranks):
+            raise ValueError(
+                f"{self._where}: `split(ranks={sorted(ranks)})` must name at least one rank, each in "
+                f"[0, {self.world_size})."
+            )
+        path = self._take(name)
+        among = frozenset(self.generation.name_of(rank) for rank in ranks)
+        generation = self.generation.only(among)
+        return None if generation is None else self._branch(Where(path, generation), among, timeout)
+
     def abort(self) -> None:
-        """Fail everything pending. Peers that wait for this rank fail too, as its connections close."""
         self._fail(CollectiveError(f"{self._where}: aborted."))
         for branch in self._branches:
             branch.abort()
 
     def reconfigure(self, generation: Generation) -> None:
-        """Form the groups of a newer generation; block until its members have.
-
-        Raises:
-            ValueError: it is another member's view of a generation, or one that is not newer.
-            CollectiveTimeout, CollectiveError: as `open`.
-        """
+        """Do as `ElasticCollectives` says; raise ValueError for another member's, or an older, generation."""
         if generation.name != self.generation.name:
             raise ValueError(f"{self._where}: {generation} is not for this member, '{self.generation.name}'.")
         if generation.number <= self.generation.number:
@@ -379,7 +315,6 @@ class ElasticCommunicator(Communicator[E]):
         assert here is not None  # a rank outside of a split has no part of it
         self._enter(Where(self.name, here))
         self._failure = None
-        self._exchanged = {}
         self._seq = 0
         for branch in self._branches:
             branch._renew(generation)
@@ -389,8 +324,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ReduceOp(enum.Enum):
-    """How `all_reduce` and `reduce_scatter` combine the ranks' elements."""
-
     SUM = "sum"
     MIN = "min"
     MAX = "max"
@@ -447,10 +380,6 @@ class Collectives(Protocol):
         """Return every rank's ``buffer``, stacked along a new first dimension, in ``out`` or a new tensor."""
         ...
 
-    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
-        """Return row ``rank`` of the reduction of ``buffer``, whose first dimension is ``world_size``."""
-        ...
-
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
         """Send row ``i`` of ``buffer`` to rank ``i``; row ``j`` of the result came from rank ``j``.
 
@@ -462,23 +391,18 @@ class Collectives(Protocol):
         """Overwrite ``buffer`` with rank ``src``'s."""
         ...
 
-    def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
-        """Swap with one peer, which calls it with this rank: the peer's buffer, as a new tensor."""
-        ...
-
     def barrier(self) -> Pending[None]:
         """Be done when every rank has called it."""
         ...
 
     def fork(self, name: str, timeout: timedelta | None = None) -> Collectives:
-        """Make a communicator over the same ranks with an order of its own. All ranks fork in the same order."""
-        ...
+        """Make a communicator over the same ranks with an order of its own. All ranks fork in the same order.
 
-    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> Collectives | None:
-        """Make a communicator over some of the ranks, numbered in this order; None for a rank outside of it.
+        It is opened at once where this one is open.
 
-        All ranks call it alike, those outside too, in the same order as forks; disjoint groups are splits of several
-        names. It goes on with the members that are left when groups are formed anew.
+        Raises:
+            ValueError: the name is taken.
+            CollectiveError: this communicator is closed or has failed.
         """
         ...
 
@@ -489,11 +413,16 @@ class Collectives(Protocol):
         ...
 
     def open(self) -> None:
-        """Form what the communicator and its branches need, with all ranks: now, rather than at the first operation."""
+        """Form what the communicator and its forks need, with all ranks: now, not at the first operation.
+
+        Raises:
+            CollectiveTimeout: members are missing at the deadline; names them.
+            CollectiveError: closed, failed, aborted, or the store is out of reach.
+        """
         ...
 
     def close(self) -> None:
-        """Release the communicator and its branches. Never blocks on a peer; idempotent."""
+        """Release the communicator and its forks. Never blocks on a peer; idempotent."""
         ...
 
 
@@ -503,17 +432,25 @@ class ElasticCollectives(Collectives, Protocol):
 
     @property
     def generation(self) -> Generation:
-        """The members by name; of a communicator over some of the ranks, those."""
+        """The present members by name."""
+        ...
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> ElasticCollectives | None:
+        """Make a communicator over some of the ranks, numbered in this order; None for a rank outside of it.
+
+        All ranks call it alike, those outside too, in the same order as forks. It goes on with the members that are
+        left when groups are formed anew. Raises as `fork` does, and ValueError for no ranks, or such that are not here.
+        """
         ...
 
     def reconfigure(self, generation: Generation) -> None:
-        """Abort what is pending here and in all branches, and form the groups of ``generation``; of
-        the root only. Forks have all its members, splits those of theirs that are in it, joining ranks none.
+        """Abort what is pending here and in all forks, and form the groups of ``generation``; of the
+        root only. Blocks until the members have; raises as `open` does.
         """
         ...
 
     def abort(self) -> None:
-        """Fail everything pending, here and in all branches, at once, on this rank; peers notice by themselves."""
+        """Fail everything pending, here and in all forks, at once, on this rank; peers notice by themselves."""
         ...
 
 

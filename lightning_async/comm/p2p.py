@@ -4,12 +4,10 @@
     fills `outgoing`, `send`     --- header, bytes ---> `receive`, reads `incoming`
     `receive`, reads `incoming`  <--- header, bytes --- fills `outgoing`, `send`
 
-`PeerChannel` is one end, whatever carries it; `Dial` is the way to a peer. The turns are the back-pressure: who has the
-turn has both memories, and the other side touches neither. Who dials has the first turn. A channel that has missed a
-deadline is broken: it is closed, and dialled again. The memory of `ShmChannel` is an anonymous file that who dials has
-made and hands over with its first message: no name of it can be left behind, it is there for a peer that has been
-started again, and it cannot shrink while somebody reads it. The kernel closes the socket with its process, so a death
-is noticed at once.
+`PeerChannel` is one end, whatever carries it; `Dial` is the way to a peer, and has the first turn. Who has the turn has
+both memories. A channel that has missed a deadline is closed, and dialled again. `ShmChannel`'s memory is an anonymous
+file that is handed over: no name of it is left behind, and it cannot shrink while somebody reads it. The kernel closes
+the socket with its process, so a death is noticed at once.
 """
 
 from __future__ import annotations
@@ -34,8 +32,7 @@ from torch import Tensor
 from lightning_async.comm.peer_storage import unshared
 from lightning_async.errors import ChannelTimeout, PeerLost
 
-LONGEST = 1 << 15
-"""Bytes of a header."""
+LONGEST = 1 << 15  # bytes of a header
 
 
 @runtime_checkable
@@ -65,14 +62,11 @@ class PeerChannel(Protocol):
     def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
         """Send a header, and ``size`` bytes of `outgoing`; it is the peer's turn then. Does not wait for it.
 
-        Args:
-            header: an ``at`` in it says where these bytes begin, here and in the peer's `incoming`; else at 0.
-            size: number of bytes.
-            timeout_s: for the peer to take it; the channel is broken then.
+        An ``at`` in the header says where these bytes begin, here and in the peer's `incoming`; else at 0.
 
         Raises:
             ValueError: the header is too long, or there is less memory.
-            PeerLost, ChannelTimeout: the peer is known to be gone, or has no room; else `receive` says so.
+            PeerLost, ChannelTimeout: the peer is known to be gone, or has no room in time; else `receive` says so.
         """
         ...
 
@@ -107,11 +101,7 @@ class Dial(Protocol):
     def incoming(self) -> Tensor: ...
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """Return a new channel with this memory; the one before it is closed by whoever has it.
-
-        Raises:
-            PeerLost: nobody is there, or not in time.
-        """
+        """Return a new channel with this memory, as the one before is closed; raise PeerLost where nobody is there."""
         ...
 
     def close(self) -> None:
@@ -135,7 +125,6 @@ class CheckedDial:
         return self._dial.incoming
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """Connect; raise what ``check`` raises, too."""
         try:
             return self._dial.connect(timeout_s)
         except PeerLost as error:
@@ -152,13 +141,10 @@ def nobody_listens(error: BaseException) -> bool:
 
 
 def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
-    """Return a header as it travels, with the number of bytes that go along.
+    """Return a header as it travels, with the number of bytes that go along; ValueError where they are too many.
 
     >>> unpacked(packed({"version": 3}, 8, room=8), "a", room=8)
     ({'version': 3}, 8)
-
-    Raises:
-        ValueError: it is too long, or there is no room for so many bytes.
     """
     at = header.get("at", 0)
     if not (at >= 0 and 0 <= size <= room - at):
@@ -196,10 +182,7 @@ _USER = struct.Struct("3i")
 class Memory:
     """An anonymous file, mapped: all of it is there before it is first written to.
 
-    Args:
-        size: in bytes; None to take what the file has.
-        descriptor: of an open file; the memory's from now on. Default: a new one.
-        name: shown by the system's tools.
+    By default the file is new; ``size`` None takes what the file has. ``name`` is shown by the system's tools.
     """
 
     def __init__(self, size: int | None, descriptor: int = -1, name: str = "lightning_async") -> None:
@@ -224,7 +207,6 @@ class Memory:
         return fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
     def close(self) -> None:
-        """Close the file; the mapping goes with the last tensor over it. Idempotent."""
         descriptor = self.descriptor
         self.descriptor = -1
         self.bytes = self.bytes[:0].clone()
@@ -302,11 +284,8 @@ class ShmChannel:
 
 
 class ShmDial:
-    """The place where a peer of this host listens, and the memory for talking to it; a `Dial`.
-
-    Raises:
-        OSError: there is no such memory, or the system has no anonymous files.
-    """
+    """The place where a peer of this host listens, and the memory for talking to it; a `Dial`. OSError for no
+    memory."""
 
     def __init__(self, name: str, outgoing_bytes: int, incoming_bytes: int) -> None:
         self.name = name
@@ -351,8 +330,7 @@ def listen(name: str | None = None) -> tuple[socket.socket, str]:
 def answer(sock: socket.socket, peer: str) -> ShmChannel:
     """Return the channel that somebody has dialled, over a socket that a listening one has accepted.
 
-    Raises:
-        PeerLost: it is of another user, or has handed over no memory within ten seconds.
+    Raises PeerLost where it is of another user, or has handed over no memory within ten seconds.
     """
     descriptors: list[int] = []
     try:

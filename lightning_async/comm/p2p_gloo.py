@@ -4,10 +4,9 @@
                                     <----------  has memory ready for bytes and for a head, before it is asked to
     bytes, head: at once, in order  ---------->  a head: what it is, and how many bytes there are; these are there then
 
-Gloo moves what is sent when the peer is ready to receive, so that it is. Both notice within milliseconds the other
-one's death; but torch does not with half a message there, see `torch_groups`: so the head behind the bytes is what is
-waited for. Parts of a message have their head in front, as it says where they belong: large ones are waited for on a
-thread, and the connection is looked at. `dial` is the way to a server: shared memory on its own host, else Gloo.
+Both notice within milliseconds the other one's death; but torch does not with half a message there, see
+`torch_groups`: so the head behind the bytes is waited for. Parts of a message have their head in front: large ones are
+waited for on a thread. `dial` is the way to a server: shared memory on its own host, else Gloo.
 """
 
 from __future__ import annotations
@@ -266,8 +265,7 @@ class PairDial:
 def ask(host: str, port: int, seal: Seal | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
     """Return what a peer that listens there says of itself, see `answer_pair`.
 
-    Raises:
-        PeerLost, ChannelTimeout: nobody is there, not in time, or one who has another secret.
+    Raises PeerLost or ChannelTimeout where nobody is there, not in time, or one who has another secret.
     """
     with _called(host, port, seal or Seal(), timeout_s, name=None) as (_, _, told):
         return told
@@ -276,14 +274,8 @@ def ask(host: str, port: int, seal: Seal | None = None, timeout_s: float = 10.0)
 def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, Any]) -> PairChannel | None:
     """Return the channel that somebody has dialled over an accepted socket; None for one who has only asked.
 
-    Args:
-        sock: accepted; closed at the end.
-        peer: its name in messages.
-        seal: of whoever dials.
-        told: said to whoever calls: ``name``, by which a dial knows this peer; JSON values.
-
-    Raises:
-        PeerLost: it is none of this job's, looks for another one, or is gone.
+    ``told`` is said to whoever calls: JSON values, ``name`` among them, by which a dial knows this peer. Raises
+    PeerLost where it is none of this job's, looks for another one, or is gone.
     """
     try:
         line = PeerStoreConnection(sock, _scoped(seal))
@@ -357,8 +349,6 @@ def _formed(line: PeerStoreConnection, host: str, rank: int, timeout_s: float) -
 
 
 class _LineStore(Store):
-    """The store through which two processes form a group, over one line."""
-
     def __init__(self, line: PeerStoreConnection) -> None:
         super().__init__()
         self._line = line
@@ -385,7 +375,6 @@ class _LineStore(Store):
         return self._values[key]
 
     def add(self, key: str, value: int) -> int:  # pyright: ignore
-        """Count, on this side alone."""
         self._counts[key] = self._counts.get(key, 0) + value
         return self._counts[key]
 
@@ -409,7 +398,6 @@ def _scoped(seal: Seal) -> Seal:
 
 
 def _own_address(sock: socket.socket) -> str:
-    """Return the address by which the peer can reach this host: it has, or has been."""
     return sock.getsockname()[0]
 
 
@@ -457,7 +445,6 @@ def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, v
 
 
 def answers(address: Mapping[str, Any]) -> bool:
-    """Return whether somebody still is at the address of a server of this host."""
     if address["machine"] != machine_name():
         return False
     called = ShmDial(address["name"], 0, 0)
@@ -479,13 +466,8 @@ def look_up(host: str, port: int, timeout_s: float = 10.0) -> dict[str, Any]:
 def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
     """Return the addresses of servers that were started on their own, in the order of their numbers.
 
-    Args:
-        places: ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints it.
-        timeout_s: for each.
-
-    Raises:
-        ValueError: it is no such list, or a server is not the one whose place it has.
-        PeerLost, ChannelTimeout: see `ask`.
+    ``places`` is ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints it. Raises ValueError where it is no
+    such list, or a server is not the one whose place it has; and as `ask` does.
     """
     found = []
     for number, (host, port) in enumerate(places_of(places)):

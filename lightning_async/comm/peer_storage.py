@@ -33,8 +33,7 @@ from lightning_async.membership.signing import Seal
 log = logging.getLogger(__name__)
 
 
-SILENCE_S = 10.0
-"""Seconds without a byte after which a connection is given up."""
+SILENCE_S = 10.0  # seconds without a byte after which a connection is given up
 _PIECE = 4 << 20
 _LONGEST = 1 << 16  # bytes of a message
 _LENGTH = struct.Struct("!I")
@@ -61,12 +60,10 @@ class Address:
     token: str
 
     def note(self) -> dict[str, Any]:
-        """Return a note for the store."""
         return asdict(self)
 
     @classmethod
     def of(cls, note: Mapping[str, Any]) -> Address | None:
-        """Return the address of a `note`; None where that says nothing."""
         host = note.get("host")
         port = note.get("port")
         token = note.get("token")
@@ -87,13 +84,11 @@ class PeerStoreConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def greet(self) -> None:
-        """Send a nonce, as the keeper: what is said to another connection is worth nothing here."""
         nonce = secrets.token_bytes(_NONCE)
         self._nonce = nonce.hex()
         self.socket.sendall(nonce)
 
     def hear_greeting(self) -> None:
-        """Receive the nonce, as the client."""
         self._nonce = bytes(self.receive(_NONCE)).hex()
 
     def say(self, message: Mapping[str, Any]) -> None:
@@ -114,7 +109,6 @@ class PeerStoreConnection:
         return message
 
     def send(self, data: memoryview) -> None:
-        """Send all of it, and its sum."""
         total = 0
         for at in range(0, len(data), _PIECE):
             piece = data[at : at + _PIECE]
@@ -178,16 +172,8 @@ def deposit(
 ) -> None:  # fmt: skip
     """Leave bytes with a keeper, in place of those that it has of this owner; these stay until all have arrived.
 
-    Args:
-        address: of the keeper.
-        seal: of the job.
-        owner: whose they are.
-        label: told to whoever fetches them; JSON values.
-        data: the bytes, which stay as they are meanwhile.
-        opened: called with the connection, to break it off. Default: nobody does.
-
-    Raises:
-        OSError: it is gone, says nothing for ten seconds, or does not take them.
+    ``label``, of JSON values, is told to whoever fetches them. ``data`` stays as it is meanwhile. ``opened`` is called
+    with the connection, to break it off. Raises OSError where the keeper is gone, silent for ten seconds, or refuses.
     """
     with _errand(address, seal, opened, errand="deposit", owner=owner, label=dict(label), size=len(data)) as line:
         if (why := line.hear().get("refused")) is not None:
@@ -247,14 +233,12 @@ class PeerStore:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that it has for others."""
         with self._lock:
             kept = [len(parcel.data) for parcel in self._kept.values()]
             return sum(kept) + sum(map(len, self._spare.values()))
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """The owners of whom it has something."""
         with self._lock:
             return tuple(sorted(self._kept))
 

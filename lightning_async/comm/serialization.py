@@ -93,8 +93,7 @@ def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any
 def encode(value: object) -> Tensor:
     """Return a flat uint8 tensor that `decode` turns back into ``value``: what `flatten` takes, of exactly these types.
 
-    Raises:
-        TypeError: there is something else in it; names its type and where it is.
+    Raises TypeError where there is something else in it; names its type and where it is.
 
     >>> decode(encode({"steps": (3, None), "x": torch.tensor([1.5])}))
     {'steps': (3, None), 'x': tensor([1.5000])}
@@ -244,7 +243,6 @@ class _Flattening:
         )
 
     def _of_object(self, value: object, path: _Path, dump: Callable[[object], bytes]) -> int:
-        """Return the number of a tensor that holds an object's bytes."""
         try:
             data = dump(value)
         except Exception as error:  # of the object's class
@@ -261,12 +259,10 @@ class _Flattening:
 
 
 def _is_flat(dtype: Any) -> bool:
-    """Return whether this dtype of numpy is bytes that its short name says all about."""
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None and dtype.itemsize > 0
 
 
 def _shown(path: _Path) -> str:
-    """Format it as one would write it: ``callbacks['EarlyStopping'][0]``."""
     if not path:
         return "the value"
     above, key = path

@@ -51,24 +51,23 @@ class _Board:
         self.lock = threading.RLock()
         self.joined: set[int] = set()
         self.changed = threading.Condition(self.lock)
-        self._calls: dict[Any, list[_Call]] = {}
+        self._calls: dict[int, list[_Call]] = {}
         self.reason: str | None = None
 
-    def arrive(self, key: Any, needed: int, call: _Call) -> None:
-        """Add one rank's call; the last one to arrive executes the operation for all."""
+    def arrive(self, number: int, call: _Call) -> None:
         with self.lock:
             if self.reason is not None:
                 call.operation.fail(CollectiveError(f"{call.operation} failed at once: {self.reason}"))
                 return
-            calls = self._calls.setdefault(key, [])
+            calls = self._calls.setdefault(number, [])
             calls.append(call)
             if call.signature != calls[0].signature:
                 self.break_off(
-                    f"ranks disagree on operation {key}: rank {calls[0].rank} called {calls[0].signature}, "
+                    f"ranks disagree on operation #{number}: rank {calls[0].rank} called {calls[0].signature}, "
                     f"rank {call.rank} called {call.signature}. All ranks must call the same, in the same order."
                 )
-            elif len(calls) == needed:
-                del self._calls[key]
+            elif len(calls) == self.world_size:
+                del self._calls[number]
                 _execute(sorted(calls, key=lambda each: each.rank))
 
     def break_off(self, reason: str) -> None:
@@ -83,7 +82,6 @@ class _Board:
             call.operation.fail(CollectiveError(f"{call.operation} was broken off: {reason}"))
 
     def join(self, where: Where, timeout: timedelta) -> None:
-        """Wait until every rank has joined, as forming a real group does."""
         deadline = time.monotonic() + timeout.total_seconds()
         with self.changed:
             self.joined.add(where.rank)
@@ -126,7 +124,6 @@ class InProcessWorld:
         self._ranks = [self._root(Generation.first(rank, world_size)) for rank in range(world_size)]
 
     def collectives(self, rank: int) -> InProcessCollectives:
-        """Return rank ``rank``'s communicator: always the same object."""
         return self._ranks[rank]
 
     def joining(self, name: str) -> InProcessCollectives:
@@ -189,7 +186,6 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
         self._board = world.board(where)
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """Reduce in the order of ranks, half types in fp32 and rounded once."""
         check_buffer(buffer)
         return self._submit(
             f"all_reduce({op.value})", buffer, lambda all_: _write(buffer, sum_rows(torch.stack(all_), op))
@@ -199,13 +195,6 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
         check_buffer(buffer)
         gathered = room_for(buffer, self.world_size, out)
         return self._submit("all_gather", buffer, lambda all_: _write(gathered, torch.stack(all_)))
-
-    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        check_rows(buffer, self.world_size)
-        rank = self.rank
-        return self._submit(
-            f"reduce_scatter({op.value})", buffer, lambda all_: sum_rows(torch.stack([each[rank] for each in all_]), op)
-        )
 
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
@@ -217,18 +206,8 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)
-        self._check_peer(src, "src")
+        self._check_rank(src, "src")
         return self._submit(f"broadcast(src={src})", buffer, lambda all_: _write(buffer, all_[src]))
-
-    def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
-        check_buffer(buffer)
-        self._check_peer(peer, "peer")
-        self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
-        low, high = sorted((self.rank, peer))
-        key = f"{low}<->{high} #{self._exchanged[peer]}"
-        other = 1 if peer > self.rank else 0
-        needed = 1 if peer == self.rank else 2
-        return self._submit("exchange", buffer, lambda all_: all_[other if needed == 2 else 0].clone(), key, needed)
 
     def barrier(self) -> Operation[None]:
         return self._submit("barrier", None, lambda all_: None)
@@ -241,24 +220,12 @@ class InProcessCollectives(ElasticCommunicator["InProcessCollectives"]):
             branch.close()
         self._board.break_off(f"rank {self.rank} has closed '{self.name}'")
 
-    # ------------------------------------------------------------------ the machinery
-
-    def _submit(
-        self,
-        kind: str,
-        buffer: Tensor | None,
-        combine: Callable[[list[Tensor]], T],
-        pair: str | None = None,
-        needed: int | None = None,
-    ) -> Operation[T]:
+    def _submit(self, kind: str, buffer: Tensor | None, combine: Callable[[list[Tensor]], T]) -> Operation[T]:
         self._check_usable()
         self._seq += 1
         operation: Operation[T] = Operation(self._where, kind, self._seq, self._timeout, self._fail)
         shape = "" if buffer is None else f" of {buffer.dtype} {tuple(buffer.shape)}"
-        call = _Call(self.rank, kind + shape, buffer, combine, operation)
-        # Exchanges have an order per pair of ranks: the others need not take part.
-        key = pair if pair is not None else f"#{self._num_collectives()}"
-        self._board.arrive(key, self.world_size if needed is None else needed, call)
+        self._board.arrive(self._seq, _Call(self.rank, kind + shape, buffer, combine, operation))
         return operation
 
     def _fail(self, error: CollectiveError) -> None:

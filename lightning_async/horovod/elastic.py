@@ -33,10 +33,6 @@ from lightning_async.trainer.loops.loggers import places, take_places
 from lightning_async.trainer.namespace import Undo, pytorch, replace, searches_lr, set_for_now, take_back
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-
-if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = pytorch("callbacks").Callback
@@ -47,24 +43,15 @@ _OF_PLACES = ("taken", "made", "drawn", "share", "ended")
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A moment of training, as one rank saw it.
+    """A moment of training, as one rank saw it."""
 
-    Args:
-        number: counts commits; that of one moment is equal on all ranks.
-        dealt: ``(rank, world_size)`` then.
-        checkpoint: Lightning's, of this rank; None before training.
-        resume: what `Resume` goes on from; None before the first batch.
-        places: of all ranks, where their loaders stood.
-        weight: of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`.
-        logs: where rank 0's loggers write, see `loggers.places`; those of each world's Trainer are others.
-    """
-
-    number: int = 0
-    dealt: tuple[int, int] = (0, 0)
-    checkpoint: dict[str, Any] | None = None
-    resume: dict[str, Any] | None = None
-    places: list[Any] = field(default_factory=list)
-    weight: float = 1.0
+    number: int = 0  # counts commits; that of one moment is equal on all ranks
+    dealt: tuple[int, int] = (0, 0)  # ``(rank, world_size)`` then
+    checkpoint: dict[str, Any] | None = None  # Lightning's, of this rank; None before training
+    resume: dict[str, Any] | None = None  # what `Resume` goes on from; None before the first batch
+    places: list[Any] = field(default_factory=list)  # of all ranks, where their loaders stood
+    weight: float = 1.0  # of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`
+    # Where rank 0's loggers write, see `loggers.places`; those of each world's Trainer are others.
     logs: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -89,7 +76,6 @@ def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Com
 
 
 def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
-    """Return rank 0's commit, with other random numbers."""
     if first.resume is None:
         return first
     random = of_another(first.resume["random"], rank)
@@ -108,12 +94,11 @@ class Commits(Callback):
         self._every = every
         self._exact = exact
         self.call_together: Callable[[], None] | None = None
-        """Set while replicas drift, see `CollectiveCallback`."""
+        """Set while replicas are asynchronous, see `CollectiveCallback`."""
         self._trainer: Any = None
         self._resume: Resume | None = None
         self._undo: list[Undo] = []
-        self._step = 0
-        """Of the last commit."""
+        self._step = 0  # of the last commit
         self._epoch = -1
         self._weight = 1.0
         """The epoch that was gone on with, and what its last batch counts."""
@@ -129,10 +114,7 @@ class Commits(Callback):
         return IN_MEMORY
 
     def close(self) -> None:
-        """Take all back: the fit is over, however it has ended."""
         take_back(self._undo)
-
-    # ---- before training ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
@@ -178,8 +160,6 @@ class Commits(Callback):
         if self._committed.value.checkpoint is None:
             self._commit(LastSafeState(None, None), "start")
 
-    # ---- in training ----
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
         if isinstance(strategy, HorovodStrategy):
@@ -192,12 +172,12 @@ class Commits(Callback):
             resume = self._resume
             trainer = self._trainer
             assert resume is not None
-            drifts = self.call_together is not None and trainer.strategy.sync_points is not None
+            asynchronous = self.call_together is not None and trainer.strategy.sync_points is not None
             if resume.where == "epoch":
-                if not drifts or not trainer.strategy.world.asynchronous:
+                if not asynchronous or not trainer.strategy.world.asynchronous:
                     self._commit(LastSafeState(resume.capture(), None), "epoch")
-            elif resume.where == "batch" and self._is_due(drifts):
-                if drifts:
+            elif resume.where == "batch" and self._is_due(asynchronous):
+                if asynchronous:
                     assert self.call_together is not None
                     self.call_together()
                 else:
@@ -205,10 +185,10 @@ class Commits(Callback):
 
         return on_boundary
 
-    def _is_due(self, drifts: bool) -> bool:
+    def _is_due(self, asynchronous: bool) -> bool:
         step = self._trainer.global_step
         loop = self._trainer.fit_loop.epoch_loop
-        if drifts:
+        if asynchronous:
             return step >= self._step + self._every
         # The end of an epoch is committed as such.
         return step > self._step and step % self._every == 0 and not loop.batch_progress.is_last_batch
@@ -258,12 +238,10 @@ class Commits(Callback):
 
 
 def _place(position: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return what others must know of a loader's position."""
     return {"ended": True} if where == "epoch" else {key: position[key] for key in _OF_PLACES if key in position}
 
 
 def _to_memory(value: Any) -> Any:
-    """Return a copy that shares nothing, its tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -357,14 +335,12 @@ def check_carried(strategy: Any) -> None:
 
 
 def _broadcast(obj: Any) -> Any:
-    """Return rank 0's object, between two fits or within one."""
     with _one_world() as world:
         return world.broadcast(obj)
 
 
 @contextmanager
 def _one_world() -> Iterator[LightningCollectives]:
-    """Yield collectives of all ranks that there are, between two fits or within one."""
     horovod = HorovodWorld.join()
     horovod.num_runs += 1
     collectives = HorovodCollectives(horovod, name=f"run{horovod.num_runs}")

@@ -24,23 +24,14 @@ AllReduce = Callable[[Collectives, Tensor], Pending[Tensor]]
 
 @dataclass
 class _Bucket:
-    """Gradients that travel together.
+    """Gradients that travel together."""
 
-    Args:
-        params: neighbours.
-        places: their numbers.
-        flat: what travels.
-        views: each gradient's place in it.
-        collectives: a fork of the bucket's own: ranks need not be ready with their buckets at the same time.
-        pending: the operation under way.
-    """
-
-    params: list[nn.Parameter]
-    places: range
-    flat: Tensor
-    views: list[Tensor]
-    collectives: Collectives
-    pending: Pending[Tensor] | None = None
+    params: list[nn.Parameter]  # neighbours
+    places: range  # their numbers
+    flat: Tensor  # what travels
+    views: list[Tensor]  # each gradient's place in it
+    collectives: Collectives  # a fork of the bucket's own: ranks need not be ready with their buckets at the same time
+    pending: Pending[Tensor] | None = None  # the operation under way
 
     def wait(self) -> None:
         assert self.pending is not None
@@ -57,8 +48,7 @@ class GradientReducer:
     the rest of the backward pass runs. `finish` waits for all; until then its parameters have no gradients, so that
     their memory serves the rest of the pass. What a second pass makes of them is added to the mean, and averaged with
     it once more. A parameter that no replica used keeps ``None``; one that some used counts as zero on the others.
-    A mean that is not finite is dropped, on all replicas alike: no parameter has a gradient then. What travels is the
-    mean already, so that nobody can repeat it without the replica that has spoilt it.
+    A mean that is not finite is dropped, on all replicas alike: no parameter has a gradient then.
 
     Args:
         params: what is trained, in the order of the forward pass.
@@ -121,17 +111,13 @@ class GradientReducer:
 
     @property
     def begun(self) -> bool:
-        """Whether there are gradients that `finish` has yet to average."""
         return self._backward.begun
 
     def finish(self, absent: float = 0.0) -> None:
         """Wait for the gradients, as the backward pass is over, and give them to the parameters.
 
-        Args:
-            absent: what this replica would have counted in the mean, where it has had no pass: the others count for it.
-
-        Raises:
-            CollectiveError: an operation failed or was late.
+        ``absent`` is what this replica would have counted in the mean, where it has had no pass: the others count for
+        it. Raises CollectiveError where an operation failed or was late.
         """
         if not self.enabled:
             return
@@ -163,7 +149,6 @@ class GradientReducer:
         self._backward.begin()
 
     def _take(self, whole: Sequence[LayoutSpan]) -> None:
-        """Let buckets that are whole leave."""
         first = self._backward.filled - len(whole)
         for bucket in self._buckets[first : self._backward.filled]:
             for i, (place, param) in enumerate(zip(bucket.places, bucket.params, strict=True)):

@@ -87,15 +87,13 @@ class HorovodStrategy(ReplicatedStrategy):
         """What this rank's next backward pass counts in the mean over ranks, where their batches are unequal."""
         self.dropped_gradients = 0
         """Means of gradients that were not finite, with which no rank has stepped."""
-        self._reduced = False
-        """Gradients were averaged in the closure under way."""
+        self._reduced = False  # gradients were averaged in the closure under way
         self._reducer: GradientReducer | None = None
         self._averaged: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register one name: Horovod's launchers start the ranks."""
         refuse_elsewhere(cls, [cls.strategy_name])
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
 
@@ -172,12 +170,8 @@ class HorovodStrategy(ReplicatedStrategy):
         """Let the optimizers begin alike: after a resume, with rank 0's state."""
         if self.world is None:
             return
-        states = (
-            [optimizer.state_dict() for optimizer in self.optimizers]
-            if any(optimizer.state for optimizer in self.optimizers)
-            else None
-        )
-        states = self.world.broadcast(states)
+        has_state = any(optimizer.state for optimizer in self.optimizers)
+        states = self.world.broadcast([each.state_dict() for each in self.optimizers] if has_state else None)
         if states is not None and self.global_rank != 0:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
@@ -194,7 +188,6 @@ class HorovodStrategy(ReplicatedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Let nothing travel while gradients are accumulated."""
         if self._reducer is None:
             yield
             return

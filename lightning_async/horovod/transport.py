@@ -69,7 +69,6 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether horovodrun has started this process."""
         return started_by_horovodrun()
 
     def world_size(self) -> int:
@@ -77,14 +76,14 @@ class HorovodEnvironment(ClusterEnvironment):
         return self._size if world is None else world.size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher has decided."""
 
     def global_rank(self) -> int:
         world = HorovodWorld.current()
         return self._rank if world is None else world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher has decided."""
 
     def local_rank(self) -> int:
         world = HorovodWorld.current()
@@ -94,7 +93,7 @@ class HorovodEnvironment(ClusterEnvironment):
         return self.global_rank() // max(1, self._local_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher has decided."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What a rank is started with: its command line and its environment variables, those of ``torchrun``.
+"""The command line and the environment of a rank; the variables are those of ``torchrun``.
 
 Lightning, torch and scripts read these, so that what runs under torchrun runs here as it is.
 """
@@ -15,32 +15,18 @@ from lightning_async.launch.process import ERROR_FILE
 from lightning_async.membership.launcher_channel import REJOIN
 from lightning_async.membership.signing import SECRET, new_secret
 
-ADDRESS = "127.0.0.1"
-"""Where the store listens."""
-
-
-def available_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
+ADDRESS = "127.0.0.1"  # where the store listens
 
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """What to run, the same on all ranks.
+    """A program to run, the same on all ranks."""
 
-    Args:
-        program: of Python: a script, or ``-m`` and a module, then arguments.
-        ranks: how many there are.
-        max_restarts: as the ranks are told.
-        base: the environment of all ranks.
-        name: of the job, unique on this host.
-    """
-
-    program: Sequence[str]
-    ranks: int
-    max_restarts: int
-    base: Mapping[str, str]
-    name: str
+    program: Sequence[str]  # of Python: a script, or ``-m`` and a module, then arguments
+    ranks: int  # how many there are
+    max_restarts: int  # as the ranks are told
+    base: Mapping[str, str]  # the environment of all ranks
+    name: str  # of the job, unique on this host
 
     @classmethod
     def of(
@@ -58,7 +44,6 @@ class LaunchedJob:
         return [sys.executable, "-u", *self.program]
 
     def variables(self, rank: int, port: int | str, restarts: int) -> dict[str, str]:
-        """Return the variables of this rank, or of this start."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

@@ -18,18 +18,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class EventLoop:
-    """A loop over what can happen, and what is called then."""
-
     def __init__(self) -> None:
         self._selector = selectors.PollSelector()
         self._dues: dict[Hashable, tuple[float, Callable[[], object]]] = {}
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call this each time that there is something to read."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def forget(self, fd: int) -> None:
-        """Stop watching a descriptor, before it is closed."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
@@ -38,7 +34,6 @@ class EventLoop:
         self._dues[key] = time.monotonic() + seconds, call
 
     def cancel(self, key: Hashable) -> None:
-        """Drop what was to be called for this key."""
         self._dues.pop(key, None)
 
     def step(self, outputs: Outputs) -> None:

@@ -1,4 +1,4 @@
-"""Whether any rank takes steps, as they tell it in the store; for the process that keeps it."""
+"""A watch over the steps that ranks report in the store; for the process that keeps it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ class Watched:
         self.now = 0.0
 
     def tick(self, now: float) -> float:
-        """Count the time since the last look, ten seconds at most."""
         self.now += min(now - self._last, _LONGEST_LOOK_S)
         self._last = now
         return self.now
@@ -26,11 +25,8 @@ class Watched:
 class ReportedProgress:
     """The steps that all ranks of one start have reported.
 
-    Args:
-        limits: seconds without a step, of any rank, that are a hang: before the first step of a training, while
-            programs import, compile and read their data; and after it.
-        world_size: number of ranks.
-        now: seconds, of any clock.
+    ``limits`` are the seconds without a step, of any rank, that are a hang: before the first step of a training, while
+    programs import, compile and read their data; and after it.
     """
 
     def __init__(self, limits: Sequence[float], world_size: int, now: float) -> None:
@@ -39,8 +35,7 @@ class ReportedProgress:
         self._since = now
         self._first: dict[tuple[str, int, int], int] = {}
         """The step at which each training of each process was first heard of."""
-        self._begun: dict[tuple[str, int], int] = {}
-        """The newest step of each process that has taken one."""
+        self._begun: dict[tuple[str, int], int] = {}  # the newest step of each process that has taken one
         self._reached: dict[tuple[str, int], tuple[int, bool]] = {}
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 

@@ -1,4 +1,4 @@
-r"""What ranks write: whole lines with the rank before them, to the terminal and to a file for each rank.
+r"""The output of ranks: whole lines with the rank before them, to the terminal and to a file for each rank.
 
     a rank's pipe ---> Stream: whole lines ---> Sink: what the terminal takes without making anybody wait
                                            \--> the rank's file, without prefixes
@@ -28,8 +28,6 @@ _CURSOR = re.compile(rb"\x1b\[\d*(?:;\d*)?[A-HJKSTf]")
 
 
 class Sink:
-    """The launcher's stdout or stderr."""
-
     def __init__(self, fd: int, now: Callable[[], float] = time.monotonic) -> None:
         self.fd = fd
         self._now = now
@@ -41,12 +39,10 @@ class Sink:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something to write."""
         return bool(self._pending)
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is to be read for it."""
         return len(self._pending) >= _FULL
 
     def lines(self, text: bytes, drawn: bool = False) -> None:
@@ -70,13 +66,11 @@ class Sink:
             self._pending += text + b"\n"
 
     def settle(self) -> None:
-        """Keep as a line of its own what will be overwritten no more."""
         if self._progress:
             self._pending += b"\n"
             self._progress = b""
 
     def write(self) -> None:
-        """Write some of it, when the descriptor is ready."""
         try:
             del self._pending[: os.write(self.fd, self._pending[:_PIECE])]
         except BlockingIOError:
@@ -86,7 +80,6 @@ class Sink:
             self._pending.clear()
 
     def flush(self, timeout: float) -> None:
-        """Write all of it, within so many seconds."""
         poll = select.poll()
         until = self._now() + timeout
         poll.register(self.fd, select.POLLOUT)
@@ -102,16 +95,14 @@ class Sink:
 
 
 class Stream:
-    """What one rank writes to one of its pipes; ``log`` is a file for its lines without the prefix."""
+    """One of a rank's two output pipes; ``log`` is a file for its lines without the prefix."""
 
     def __init__(self, fd: int, prefix: bytes, sink: Sink, log: int | None = None) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.sink = sink
-        self.tail: deque[bytes] = deque(maxlen=_TAIL)
-        """The last lines."""
-        self.open = True
-        """Whether anybody may still write to it."""
+        self.tail: deque[bytes] = deque(maxlen=_TAIL)  # the last lines
+        self.open = True  # whether anybody may still write to it
         self._prefix = prefix
         self._log = log
         self._rest = b""
@@ -136,7 +127,6 @@ class Stream:
         self._rest = b""
 
     def note(self, text: str) -> None:
-        """Write a line of the launcher's into the rank's file."""
         self._write_log(f"{text}\n".encode())
 
     def _feed(self, data: bytes) -> None:
@@ -178,47 +168,31 @@ def _last_drawn(line: bytes) -> bytes:
 class Outputs:
     """The pipes of all ranks, and where what they write goes.
 
-    Args:
-        readers: two descriptors for each rank, of what it writes to stdout and to stderr.
-        logs: a directory for a file for each rank; None for none.
-        stdout, stderr: of the launcher. Default: 1 and 2.
+    ``readers`` are two descriptors for each rank, of its stdout and stderr; ``logs`` a directory for a file for each
+    rank.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[int],
-        logs: Path | None = None,
-        *,
-        stdout: int = 1,
-        stderr: int = 2,
-    ) -> None:
+    def __init__(self, readers: Sequence[int], logs: Path | None = None, *, stdout: int = 1, stderr: int = 2) -> None:
         ranks = len(readers) // 2
         out = Sink(stdout)
         # Lines on their way to one terminal must not be cut by each other.
         err = out if os.path.sameopenfile(stdout, stderr) else Sink(stderr)
         self.sinks = (out, err)
         width = len(str(max(0, ranks - 1)))
-        self.streams: list[tuple[Stream, Stream]] = []
-        """Of each rank, stdout and stderr."""
+        self.streams: list[tuple[Stream, Stream]] = []  # of each rank, stdout and stderr
         self._logs: list[int] = []
         for rank in range(ranks):
             log = None if logs is None else _log_file(logs, rank)
             self._logs += [] if log is None else [log]
             prefix = f"[{rank:>{width}}] ".encode()
-            self.streams.append(
-                (
-                    Stream(readers[2 * rank], prefix, out, log),
-                    Stream(readers[2 * rank + 1], prefix, err, log),
-                )
-            )
+            pair = Stream(readers[2 * rank], prefix, out, log), Stream(readers[2 * rank + 1], prefix, err, log)
+            self.streams.append(pair)
 
     def say(self, text: str) -> None:
-        """Write words of the launcher itself."""
         self.sinks[1].lines("".join(f"[launch] {line}\n" for line in text.splitlines()).encode())
 
     @property
     def descriptors(self) -> set[int]:
-        """All pipes, and the launcher's own descriptors that it writes to."""
         return {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
 
     def watch(self, selector: selectors.BaseSelector) -> None:
@@ -244,7 +218,6 @@ class Outputs:
             sink.flush(timeout)
 
     def close(self) -> None:
-        """Close the ranks' files."""
         for log in self._logs:
             os.close(log)
 

@@ -27,15 +27,13 @@ from typing import Any
 from lightning_async.launch.state_machine import TRY_AGAIN
 from lightning_async.membership.launcher_channel import LONGEST, Death, named, news
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""The environment variable of a rank that names its file."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the environment variable of a rank that names its file
 _LONGEST = 300
 _MOST_BYTES = 1 << 22
 _PR_SET_PDEATHSIG = 1
 _MESSAGES = 512  # more than a socket keeps
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-HUNG = 70
-"""The exit code of `HangWatchdog`."""
+HUNG = 70  # the exit code of `HangWatchdog`
 
 
 class Process:
@@ -63,8 +61,7 @@ class Process:
                 start_new_session=True, preexec_fn=die_with_the_launcher,
             )  # fmt: skip
         self.pid = self._popen.pid
-        self.pidfd = watched(self._popen)
-        """Becomes readable when it ends."""
+        self.pidfd = watched(self._popen)  # becomes readable when it ends
 
     def become(self, environment: Mapping[str, str], stdout: int, stderr: int) -> bool:
         """Make a process that stands by a rank; return False where it has died. See `warm_spare`."""
@@ -76,7 +73,6 @@ class Process:
         return not self.wait(0.0)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it, if it lives; SIGKILL to its whole group."""
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.pid, number)
@@ -105,11 +101,9 @@ class Process:
             self.channel.send(news(death, self.pid))
 
     def wait(self, timeout: float) -> bool:
-        """Return whether it ends within so many seconds."""
         return bool(select.select([self.pidfd], [], [], timeout)[0])
 
     def end(self) -> int:
-        """Kill what an ended process leaves behind; return its exit status, or minus the signal that killed it."""
         self.signal(signal.SIGKILL)  # before anybody asks for its status: until then its number is nobody else's
         status = self._popen.wait()
         os.close(self.pidfd)
@@ -152,7 +146,6 @@ class ErrorFiles:
         return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
     def close(self) -> None:
-        """Delete the files, unless the user has asked for logs."""
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
 
@@ -174,33 +167,18 @@ def _message(said: Any) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of one rank.
-
-    Args:
-        rank, pid: which one; 0 for a process that was never there.
-        status: its exit status, or minus the signal that has killed it.
-        seconds: that it lived.
-        told: the signal by which the launcher has told it to end; None where it has not.
-        tail: the last lines of its stderr.
-        error: the exception that it has written down, see `ErrorFiles`.
-    """
+    """The end of one rank."""
 
     rank: int
-    pid: int
-    status: int
-    seconds: float
-    told: int | None = None
-    tail: Sequence[bytes] = ()
-    error: str = ""
-
-    @property
-    def process(self) -> str:
-        """Its number in brackets; nothing where it has not been started."""
-        return f" (process {self.pid})" if self.pid else ""
+    pid: int  # 0 for a process that was never there
+    status: int  # its exit status, or minus the signal that has killed it
+    seconds: float  # that it lived
+    told: int | None = None  # the signal by which the launcher has told it to end; None where it has not
+    tail: Sequence[bytes] = ()  # the last lines of its stderr
+    error: str = ""  # the exception that it has written down, see `ErrorFiles`
 
 
 def signal_name(number: int) -> str:
-    """Return SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -208,7 +186,6 @@ def signal_name(number: int) -> str:
 
 
 def how(ending: Ending) -> str:
-    """Describe one rank's end, as the rest of a sentence."""
     if ending.status == 0:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
@@ -229,26 +206,19 @@ def how(ending: Ending) -> str:
     return text
 
 
-def goes_on(lost: Sequence[Ending], left: int, ranks: int) -> str:
-    """Say that these have died, and how many train without them."""
-    return f"{report(lost, None, None)}: training goes on with {left} of {ranks} ranks."
-
-
 def report(endings: Sequence[Ending], first: int | None, code: int | None, lost: Collection[int] = frozenset()) -> str:
     """List all ranks in the order of their ends, and the last lines of those that died by themselves.
 
-    Args:
-        endings: in this order.
-        first: the rank that died first, of those that are not lost.
-        code: the launcher's exit code; None where the ranks are started again.
-        lost: the ranks without which training went on.
+    ``first`` is the rank that died first, of those that are not ``lost``, without which training went on; ``code`` the
+    launcher's exit code, None where the ranks are started again.
     """
     last = {ending.rank: ending for ending in endings}
     lines = []
     for ending in endings:
         lives = "; it was started again" if last[ending.rank] is not ending else ""
         without = "; training went on without it" if not lives and ending.rank in lost else ""
-        lines.append(f"rank {ending.rank}{ending.process} {how(ending)}{lives}{without}")
+        process = f" (process {ending.pid})" if ending.pid else ""
+        lines.append(f"rank {ending.rank}{process} {how(ending)}{lives}{without}")
     for ending in last.values():
         died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
         if died and ending.tail:

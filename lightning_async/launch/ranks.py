@@ -17,7 +17,7 @@ from lightning_async.launch.environment import LaunchedJob
 from lightning_async.launch.event_loop import EventLoop
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Ending, ErrorFiles, Process
-from lightning_async.launch.state_machine import CANNOT_START, Policy
+from lightning_async.launch.state_machine import Policy
 from lightning_async.launch.store import LaunchStore
 from lightning_async.launch.warm_spare import WarmSpares
 from lightning_async.membership.launcher_channel import Death, heard, program
@@ -31,8 +31,6 @@ _SOON_S = 1.0
 
 
 class Ranks:
-    """The ranks of a job, and the process that keeps their store."""
-
     def __init__(
         self, job: LaunchedJob, policy: Policy, logs: Path | None, loop: EventLoop, supervisor: Supervisor
     ) -> None:
@@ -50,12 +48,11 @@ class Ranks:
                 self._pipes.append(os.pipe())
             self.outputs = Outputs([reader for reader, _ in self._pipes], logs)
         except OSError:
-            self._close_pipes()
+            self.close()
             raise
         self._standbys = WarmSpares(job, policy.standbys, self.outputs.say)
 
     def open_store(self) -> int:
-        """Open a store in place of the one before; return its port."""
         return self._kept().open()
 
     def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
@@ -78,23 +75,19 @@ class Ranks:
         self._supervisor.started(rank, process.pid)
 
     def send(self, number: int, ranks: Collection[int]) -> None:
-        """Send a signal to those of these ranks that live."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].signal(number)
 
     def tell(self, death: Death, ranks: Collection[int]) -> None:
-        """Tell those of these ranks that live of another one's death."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].tell(death)
             # What was read meanwhile is told, but not from within what tells of a death.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
     def prepare(self, wanted: int) -> None:
-        """Have so many processes at most stand by: all ranks train."""
         self._standbys.prepare(wanted)
 
     def leave(self) -> None:
-        """Kill all processes that can be killed, and close all that is open."""
         self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
@@ -105,10 +98,6 @@ class Ranks:
         self.outputs.close()
         if self._keeper is not None:
             self._keeper.close()
-
-    def close(self) -> None:
-        """Close the pipes, last. Without `leave` before it, the ranks and their store live on for a while."""
-        self._close_pipes()
 
     def _kept(self) -> LaunchStore:
         if self._keeper is None:
@@ -165,12 +154,8 @@ class Ranks:
             if (told := heard(message, process.pid)) is not None:
                 self._supervisor.told(rank, *told)
 
-    def _close_pipes(self) -> None:
+    def close(self) -> None:
+        """Close the pipes, last. Without `leave` before it, the ranks and their store live on for a while."""
         for fd in (fd for pipe in self._pipes for fd in pipe):
             os.close(fd)
         self._pipes.clear()
-
-
-def cannot_start(rank: int, error: OSError) -> Ending:
-    """Return what becomes of a rank that the system does not let start."""
-    return Ending(rank, 0, CANNOT_START, 0.0, tail=(str(error).encode(),))

@@ -1,4 +1,4 @@
-"""Which jobs of this user run on this host, so that ``lightning-async status`` finds their stores.
+"""A registry of this user's jobs on this host, so that ``lightning-async status`` finds their stores.
 
 A launcher keeps one file, which only its user can read: it holds the job's secret, as the ranks' environments do. The
 folder is in ``XDG_RUNTIME_DIR``, or, where there is none, beside other temporary files.
@@ -16,21 +16,13 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """A job that runs.
+    """A job that runs."""
 
-    Args:
-        launcher: the process number of its launcher.
-        started: when that began, in ticks of the system: another process may get its number.
-        port: of the store, which listens on loopback.
-        secret: of the job.
-        program: what it runs.
-    """
-
-    launcher: int
-    started: int
-    port: int
-    secret: str
-    program: tuple[str, ...]
+    launcher: int  # the process number of its launcher
+    started: int  # when that began, in ticks of the system: another process may get its number
+    port: int  # of the store, which listens on loopback
+    secret: str  # of the job
+    program: tuple[str, ...]  # what it runs
 
 
 class Registry:
@@ -42,7 +34,6 @@ class Registry:
         self._path = _folder() / f"{os.getpid()}.json"
 
     def write(self, port: int) -> None:
-        """Write the entry: the store is there."""
         entry = JobEntry(
             launcher=os.getpid(), started=_started(os.getpid()) or 0, port=port, secret=self._secret,
             program=self._program,
@@ -59,7 +50,6 @@ class Registry:
             part.rename(self._path)
 
     def remove(self) -> None:
-        """Remove the entry: the job has ended."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 

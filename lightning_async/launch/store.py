@@ -27,11 +27,7 @@ class LaunchStore:
     """The process that keeps the store; see `store_main.main` for the arguments."""
 
     def __init__(
-        self,
-        readers: Sequence[int],
-        logs: Path | None,
-        grace_s: float,
-        limits: Sequence[float] | None = None,
+        self, readers: Sequence[int], logs: Path | None, grace_s: float, limits: Sequence[float] | None = None
     ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder = None if logs is None else str(logs.absolute())
@@ -47,8 +43,7 @@ class LaunchStore:
             theirs.close()
         self.began = time.monotonic()
         self._port = 0
-        self.pidfd = watched(self._popen)
-        """Becomes readable when it ends."""
+        self.pidfd = watched(self._popen)  # becomes readable when it ends
 
     @property
     def channel(self) -> int:
@@ -72,11 +67,9 @@ class LaunchStore:
         return self._port
 
     def started(self, process: Process) -> None:
-        """Have this process end when the launcher is killed."""
         self._tell({"what": "started", "pid": process.pid}, [process.pidfd])
 
     def ended(self, process: Process) -> None:
-        """Forget this process: its number is free for others."""
         self._tell({"what": "ended", "pid": process.pid}, [])
 
     def died(self) -> str:
@@ -87,7 +80,6 @@ class LaunchStore:
         return f"signal {-status}" if status < 0 else f"exit status {status}"
 
     def close(self) -> None:
-        """Kill it: there are no ranks any more that need what the store holds."""
         self._popen.kill()  # first: the end of the channel is what it hears when the launcher was killed
         self._popen.wait()
         self._channel.close()

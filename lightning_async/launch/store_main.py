@@ -34,11 +34,7 @@ _stores: list[Any] = []  # one for each start of the ranks; those of earlier one
 
 
 def main(
-    channel: int,
-    readers: Sequence[int],
-    logs: str | None,
-    grace_s: float,
-    limits: Sequence[float] | None = None,
+    channel: int, readers: Sequence[int], logs: str | None, grace_s: float, limits: Sequence[float] | None = None
 ) -> None:
     """Keep the store until the launcher has ended, and its ranks.
 
@@ -70,7 +66,6 @@ def main(
 
 
 def _next(launcher: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """Return the launcher's next message with its descriptors; None where the launcher has ended."""
     data, descriptors, *_ = socket.recv_fds(launcher, _LONGEST_MESSAGE, 1)
     return (json.loads(data), descriptors) if data else None
 

@@ -27,11 +27,8 @@ _WARM_SPARE_MAIN = str(Path(__file__).with_name("warm_spare_main.py"))
 
 def can_stand_by(job: LaunchedJob) -> bool:
     """Return whether the program is a module or the text of a script: a process cannot become what else there is."""
-    return job.program[0] == "-m" or not (job.program[0].endswith((".pyc", ".pyz", ".zip")) or _is_folder(job))
-
-
-def _is_folder(job: LaunchedJob) -> bool:
-    return Path(job.program[0]).is_dir()
+    path = job.program[0]
+    return path == "-m" or not (path.endswith((".pyc", ".pyz", ".zip")) or Path(path).is_dir())
 
 
 class WarmSpares:
@@ -45,14 +42,12 @@ class WarmSpares:
         self._waiting: list[Process] = []
 
     def learn(self, program: Program) -> None:
-        """Note what the ranks' program has imported."""
         if program.sets:
             self._stop(f"the program sets {', '.join(program.sets)} itself, which is read at imports")
             self.close()
         self._program = program
 
     def prepare(self, wanted: int) -> None:
-        """Start those that are missing, so many at most."""
         if self._program is None or not self._program.imports:
             return  # there is nothing to gain
         self._waiting = [process for process in self._waiting if self._lives(process)]
@@ -93,7 +88,6 @@ class WarmSpares:
             process.end()
 
     def _lives(self, process: Process) -> bool:
-        """Return whether it can be of use; say what it has told."""
         for message in process.messages():
             self.hear(message, process.pid)
         if not process.wait(0.0):
@@ -102,7 +96,6 @@ class WarmSpares:
         return False
 
     def hear(self, message: bytes, process: int) -> None:
-        """Read a message of a process, which may be a rank by now."""
         if problem := problem_of(message, process):
             self._stop(problem)
 

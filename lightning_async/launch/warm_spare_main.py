@@ -25,7 +25,6 @@ _LONGEST = 1 << 16
 
 
 def main() -> None:
-    """Stand by, then be the rank."""
     channel, imports, *program = sys.argv[1:]
     _be_started_as(program)
     problem = _import(imports.split(","))
@@ -45,7 +44,6 @@ def _be_started_as(program: Sequence[str]) -> None:
 
 
 def _import(names: Sequence[str]) -> str:
-    """Import these modules; return what has gone wrong, in words."""
     for name in names:
         try:
             import_module(name)
@@ -67,13 +65,11 @@ def _wait_for_the_launcher(channel: str, problem: str) -> None:
 
 def _take_rank() -> None:
     """Tell Lightning the rank's number: it has asked for it at its import, for what only the first one is to say."""
-    for name in ("lightning_utilities.core.rank_zero",):
-        if (module := sys.modules.get(name)) is not None:
-            module.rank_zero_only.rank = int(os.environ["RANK"])
+    if (module := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
+        module.rank_zero_only.rank = int(os.environ["RANK"])
 
 
 def _run(program: Sequence[str]) -> None:
-    """Run it as ``__main__``, in the place of this script."""
     before = sys.modules["__main__"]
     path = program[0]
     main = sys.modules["__main__"] = ModuleType("__main__")

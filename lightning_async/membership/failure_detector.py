@@ -82,7 +82,9 @@ class Peer:
 
     def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
         """Take in a reading, ``passed_s`` after the last one; None where it was no record."""
-        if record is not None and record != self.record and not self._is_older(record):
+        # Somebody may have written an earlier record of the same life again.
+        older = record is not None and record.life == self.record.life and record.beat < self.record.beat
+        if record is not None and record != self.record and not older:
             # What the first reading finds may be of a life that ended before this one began.
             self.restarted = self.restarted or (self.confirmed and record.life != self.record.life)
             self.confirmed = self.confirmed or self.read or self.fresh
@@ -95,12 +97,7 @@ class Peer:
         expected = self.record.state in (UP, VISITING) or not self.confirmed
         self.lost = self.failure is not None or (expected and self.silent_s >= self.limit_s)
 
-    def _is_older(self, record: Record) -> bool:
-        """Return whether somebody has written an earlier record of the same life again."""
-        return record.life == self.record.life and record.beat < self.record.beat
-
     def describe(self, rank: str) -> str:
-        """Say why the peer is lost."""
         if self.failure is not None:
             return f"rank {rank} {self.failure}"
         if self.restarted and not self.lost:
@@ -114,7 +111,6 @@ class Peer:
 
 
 def describe(lost: dict[str, Peer]) -> str:
-    """Say why the peers are lost, and what to do about it."""
     reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items()).rstrip(".")
     return f"{reasons}. See the log of rank(s) {listed(in_order(lost))}{START_AGAIN}."
 
@@ -125,7 +121,6 @@ def new_life() -> str:
 
 
 def key(name: str) -> str:
-    """Return the key of a rank's record in the store."""
     return f"{PREFIX}/{name}"
 
 
@@ -183,19 +178,16 @@ class FailureDetector:
         self._silent_before: dict[str, float] = {}
         """Seconds that each peer was silent for when something broke; empty where nothing has."""
         self.readmit = readmit
-        self.fewest = 0
-        """Fewer do not go on, so they decide nothing for the others."""
+        self.fewest = 0  # fewer do not go on, so they decide nothing for the others
         self._evicted: set[str] = set()
         self.hear_of(generation.members)
 
     def hear_of(self, names: Iterable[str]) -> None:
-        """Add peers of these names."""
         for name in names:
             if name != self.me and name not in self.peers:
                 self.peers[name] = Peer(fresh=self._fresh)
 
     def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
-        """Take in a reading, so long after the last one; None for what was no record."""
         self.hear_of(records)
         for name, record in records.items():
             before_s = self._silent_before.get(name, self._dead_s)
@@ -215,7 +207,6 @@ class FailureDetector:
         self._silent_before = self._silent_before or {name: peer.silent_s for name, peer in self.peers.items()}
 
     def lost(self) -> frozenset[str]:
-        """Return all that are lost, whether they are in this generation or not."""
         return frozenset(name for name, peer in self.peers.items() if peer.lost)
 
     def gone(self, known: frozenset[str] = frozenset(), restarts: bool = False) -> dict[str, Peer]:
@@ -228,15 +219,13 @@ class FailureDetector:
 
     @property
     def enough(self) -> bool:
-        """Whether as many of this generation are left as go on."""
         return self.generation.world_size - len(self.gone()) >= self.fewest
 
-    def guests(self) -> list[str]:
+    def visitors(self) -> list[str]:
         """Return the joining ranks that wait to be invited, and were heard of just now; nobody waits for them."""
         return in_order(name for name, peer in self.peers.items() if peer.visits and peer.silent_s < self._soon_s)
 
     def bell(self) -> int:
-        """Return the highest bell that a peer has rung."""
         return max([peer.record.bell for peer in self._heard().values()], default=0)
 
     def view(self) -> object:
@@ -256,7 +245,6 @@ class FailureDetector:
         return newest if self.readmit else min(newest, self.generation.number + 1)
 
     def ahead(self) -> list[str]:
-        """Return the living peers that have left this generation for a newer one."""
         number = self.generation.number
         return in_order(name for name, peer in self._heard().items() if peer.up and peer.record.wanted > number)
 
@@ -284,7 +272,6 @@ class FailureDetector:
         return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])
 
     def enter(self, number: int, members: tuple[str, ...]) -> None:
-        """Be in this generation from now on."""
         self.hear_of(members)
         if not self.readmit:
             self._evicted |= {*self.generation.members} - {*members}
@@ -297,14 +284,10 @@ class FailureDetector:
         """Return the peers whose word counts: one that was left out may wake up, and speaks of the past."""
         return {name: peer for name, peer in self.peers.items() if name not in self._evicted}
 
-    # ---- in words ----
-
     def left_behind(self, by: Iterable[str]) -> str:
-        """Say that others wait in a newer generation."""
         return f"rank {self.me}: rank(s) {listed(by)} left generation {self.generation.number}."
 
     def overdue(self, wanted: int, waited_s: float) -> str:
-        """Say that a generation has not come about, and whom it waits for."""
         return (
             f"rank {self.me}: generation {wanted} did not come about within {waited_s:g} s: rank(s) "
             f"{listed(self.awaited(wanted))} live but have not left their generation. Are they in a long computation "
@@ -312,7 +295,6 @@ class FailureDetector:
         )
 
     def evicted(self, number: int, members: Iterable[str]) -> str:
-        """Say that the others have gone on without this rank, and what to do about it."""
         return (
             f"rank {self.me}: rank(s) {listed(members)} heard nothing of it for too long, or that it had failed, and "
             f"have gone on without it in generation {number}. What it did since is lost. Was its process or its host "

@@ -17,18 +17,13 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # keys in the store are made of i
 class Generation:
     """A generation of the groups, as one of its members sees it.
 
-    >>> Generation.first(rank=2, world_size=3).only({"0", "2"}, number=1)
-    Generation(number=1, members=('0', '2'), rank=1)
-
-    Args:
-        number: counts up with every reconfiguration; names the groups' keys in the store.
-        members: their stable names, in the order of their ranks.
-        rank: the own one: the place of the own name among the members.
+    >>> Generation.first(rank=2, world_size=3).only({"0", "2"})
+    Generation(number=0, members=('0', '2'), rank=1)
     """
 
-    number: int
-    members: tuple[str, ...]
-    rank: int
+    number: int  # counts up with every reconfiguration; names the groups' keys in the store
+    members: tuple[str, ...]  # their stable names, in the order of their ranks
+    rank: int  # the own one: the place of the own name among the members
 
     @classmethod
     def first(cls, rank: int, world_size: int) -> Generation:
@@ -42,7 +37,6 @@ class Generation:
 
     @property
     def name(self) -> str:
-        """The own name."""
         return self.members[self.rank]
 
     @property
@@ -50,23 +44,19 @@ class Generation:
         return len(self.members)
 
     def rank_of(self, name: str) -> int:
-        """Return a member's rank; raise ValueError where nobody in it has this name."""
         if name not in self.members:
             raise ValueError(f"'{name}' is not in generation {self.number}: its members are {listed(self.members)}.")
         return self.members.index(name)
 
     def name_of(self, rank: int) -> str:
-        """Return a member's name; raise ValueError where nobody in it has this rank."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"`rank={rank}` is not in generation {self.number}, of {self.world_size} ranks.")
         return self.members[rank]
 
-    def only(self, names: Collection[str], number: int | None = None) -> Generation | None:
+    def only(self, names: Collection[str]) -> Generation | None:
         """Return the same order, of these names only; None where the own one is not among them."""
         members = tuple(name for name in self.members if name in names)
-        if self.name not in members:
-            return None
-        return Generation(self.number if number is None else number, members, members.index(self.name))
+        return Generation(self.number, members, members.index(self.name)) if self.name in members else None
 
 
 def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
@@ -82,12 +72,11 @@ def at_start(who: str, rank: int, world_size: int, member: str | None) -> Genera
     if not is_name(member):
         raise ValueError(f"`{who}(member={member!r})` must be of 1 to 100 letters, digits, '_', '.', ':' and '-'.")
     if world_size != 1:
-        raise ValueError(f"`{who}(member={member!r}, world_size={world_size})`: a newcomer is alone at first.")
+        raise ValueError(f"`{who}(member={member!r}, world_size={world_size})`: a joining rank is alone at first.")
     return Generation.joining(member)
 
 
 def is_name(name: str) -> bool:
-    """Return whether a rank may be called this."""
     return _NAME.fullmatch(name) is not None
 
 
@@ -97,5 +86,4 @@ def in_order(names: Iterable[str]) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Format names for messages."""
     return f"[{', '.join(names)}]"

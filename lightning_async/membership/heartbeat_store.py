@@ -34,16 +34,8 @@ class HeartbeatStore:
     """The records of all ranks, through one client that is kept for as long as it works.
 
     Every new client costs the store's server time, in which it answers nobody (it looks up the client's name). So one
-    that is slow is waited for; when that fails, the pauses between attempts grow, and differ between ranks.
-
-    Args:
-        store: what the client is made of.
-        me: this rank's name.
-        names: of all ranks known at the start.
-        seal: of the records.
-        patience: how long an answer may take.
-        elastic: whether ranks of other names may join.
-        now: monotonic seconds.
+    that is slow is waited for; when that fails, the pauses between attempts grow, and differ between ranks. ``names``
+    are all ranks known at the start; where it is ``elastic`` others may join.
     """
 
     def __init__(
@@ -68,17 +60,13 @@ class HeartbeatStore:
         self._timeouts = 0
         self._next_try = 0.0
         self._neighbours = LocalProcessWatch()
-        self._host: str | None = None
-        """This one's address, as the store's host sees it."""
+        self._host: str | None = None  # this one's address, as the store's host sees it
 
     def open(self, interval: timedelta) -> bool:
-        """Make a client, a record for each rank that has none, and sure that no other process has this name.
-
-        Returns:
-            whether this name has had a life before.
+        """Make a client, and a record for each rank that has none; return whether this name has had a life before.
 
         Raises:
-            AsyncTrainingError: another process lives under it.
+            AsyncTrainingError: another process lives under this name.
             RuntimeError, ConnectionError: the store is out of reach.
         """
         if not reachable(self._store, self._patience):
@@ -128,7 +116,6 @@ class HeartbeatStore:
         return found
 
     def decide(self, wanted: int, proposal: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the members of a generation, once it is decided. The first proposal stands."""
         name = f"{PREFIX}/generation/{wanted}"
         if proposal is not None:
             mine = self._seal.sign(name, json.dumps(list(proposal)).encode())
@@ -139,7 +126,6 @@ class HeartbeatStore:
         return self._members(name, self._store.get(name)) if self._store.check([name]) else None
 
     def report(self, name: str, text: str) -> None:
-        """Say that a rank failed that cannot say so itself."""
         client = own_client(self._store, self._patience)  # this may be another thread
         value = self._seal.open(key(name), client.get(key(name)))
         record = (None if value is None else load(value)) or Record()
@@ -148,7 +134,6 @@ class HeartbeatStore:
             client.set(key(name), self._seal.sign(key(name), dump(record)))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Watch nobody any more; when no request is under way."""
         self._neighbours.close()
 
     def hang_up(self) -> None:
@@ -156,10 +141,8 @@ class HeartbeatStore:
         shut_down(self._sockets)
 
     def _speak_for(self, name: str, record: Record | None) -> Record:
-        """Publish a dead rank's end in its last record, and return it; a newer record is returned instead.
-
-        The records were read before the process was looked at: meanwhile the rank may have said goodbye and ended, so
-        that it is not to blame, or have been started again.
+        """Publish a dead rank's end in its last record, and return it; a newer record is returned instead:
+        since the records were read the rank may have said goodbye and ended, or have been started again.
         """
         assert record is not None
         failed = replace(record, state=FAILED, text="its process has ended, without a word")

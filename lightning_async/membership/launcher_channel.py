@@ -40,37 +40,25 @@ _SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 """Of these, what such a library sets itself, in whoever imports it: Lightning."""
 _BY_TORCHRUN = "torchrun"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-LONGEST = 1 << 16
-"""Bytes of a message, which names up to nine thousand ranks; a longer one is not sent."""
+LONGEST = 1 << 16  # bytes of a message, which names up to nine thousand ranks; a longer one is not sent
 _ENDS_S = 2.0
 _log = logging.getLogger(__name__)
 _listeners: list[Listener] = []  # of this process: two, while one run follows another
 
 
 class Death(NamedTuple):
-    """The end of a rank's process, and not in order.
+    """The end of a rank's process, and not in order."""
 
-    Args:
-        rank: the number that it was started with.
-        process: its number; where the rank has been started again, another one lives.
-        text: how it has ended, in words that follow the rank.
-    """
-
-    rank: int
-    process: int
-    text: str
+    rank: int  # the number that it was started with
+    process: int  # its number; where the rank has been started again, another one lives
+    text: str  # how it has ended, in words that follow the rank
 
 
 class Program(NamedTuple):
-    """The facts about a rank's program that another process needs to be ready for it.
+    """The facts about a rank's program that another process needs to be ready for it."""
 
-    Args:
-        imports: of the libraries that take long, those that it has imported, in this order.
-        sets: variables which these read as they are imported, and which it has set itself.
-    """
-
-    imports: tuple[str, ...]
-    sets: tuple[str, ...]
+    imports: tuple[str, ...]  # of the libraries that take long, those that it has imported, in this order
+    sets: tuple[str, ...]  # variables which these read as they are imported, and which it has set itself
 
 
 # ---- on the rank's side ----
@@ -121,10 +109,9 @@ def attempt() -> str:
 
 
 def listen(on_death: Callable[[Death], None]) -> Listener | None:
-    """Call ``on_death`` for deaths from now on, and for those that were told since somebody last listened.
+    """Call ``on_death`` for deaths from now on, and for those told since somebody last listened, until this is closed.
 
-    Returns:
-        what ends it; None where no launcher has started this process.
+    Returns None where no launcher has started this process.
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, os.dup(_mine()))

@@ -63,12 +63,10 @@ class HeartbeatThread:
 
     @property
     def beats(self) -> bool:
-        """Whether the thread runs, in this process."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a fork of the process that it beats in."""
         return os.getpid() != self._pid
 
     def start(self) -> None:
@@ -124,16 +122,14 @@ class Membership:
     Args:
         store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
         rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
-        member: the name of a joining rank, of rank 0 in a world of 1, which is to be taken into a generation of the
-            others.
-        visits: it is to be taken into none, but waits to be invited elsewhere.
-        elastic: whether joining ranks are; all ranks say the same. Else nobody looks for them.
+        member: the name of a joining rank, of rank 0 in a world of 1, which is to be admitted by the others.
+        visits: it is to be admitted by none, but waits to be invited elsewhere.
+        elastic: whether joining ranks are admitted; all ranks say the same.
         readmit: whether a rank that the others have gone on without may come back; else nobody listens to it.
         interval: between two beats.
         dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
         start_timeout: the silence allowed to a peer that has not been seen yet.
-        fresh: the store holds no records of earlier lives of the ranks, as it is no older than the job: what is found
-            there lives, or has lived, so its silence is judged by ``dead_after`` from the first reading on.
+        fresh: the store is no older than the job: silence is judged by ``dead_after`` from the first reading on.
         seal: of the records; by default they are not signed.
         on_change: called on the heartbeat thread after a peer's bell, generation or liveness changed.
         clock: monotonic seconds; for tests.
@@ -190,7 +186,6 @@ class Membership:
 
     @property
     def bell(self) -> int:
-        """The highest round that any rank has rung for."""
         with self._lock:
             return max(self._mine.bell, self._failure_detector.bell())
 
@@ -243,10 +238,10 @@ class Membership:
         with self._lock:
             return frozenset(name for name, peer in self._failure_detector.peers.items() if peer.has_left)
 
-    def guests(self) -> tuple[str, ...]:
+    def visitors(self) -> tuple[str, ...]:
         """Return the names of the joining ranks that wait to be invited, by this rank's view. No I/O."""
         with self._lock:
-            return tuple(self._failure_detector.guests())
+            return tuple(self._failure_detector.visitors())
 
     def lost(self) -> tuple[str, ...]:
         """Return the names of the members of this generation that are lost, by this rank's view. No I/O."""
@@ -254,7 +249,6 @@ class Membership:
             return tuple(self._failure_detector.gone())
 
     def why(self, names: Iterable[str]) -> str:
-        """Say why these peers are lost. No I/O."""
         with self._lock:
             return "; ".join(self._failure_detector.peers[name].describe(name) for name in names)
 
@@ -272,7 +266,6 @@ class Membership:
                 raise GenerationChanged(self._failure_detector.left_behind(newer))
 
     def keep(self, fewest: int) -> None:
-        """Decide on no generation where fewer ranks are left."""
         self._failure_detector.fewest = fewest
 
     def suspect(self) -> None:

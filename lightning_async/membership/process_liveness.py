@@ -1,16 +1,13 @@
 """The liveness of peers' processes: an end is seen, and not concluded from silence.
 
-Each rank says in its record where its process is found. Who finds it there, on its own host, holds on to it, and knows
-from then on whether it lives: `LocalProcessWatch`. Peers on other hosts are called when they are silent, at their
-`LivenessPort`, where the system accepts for as long as the process lives; nothing is said on these connections:
-`LivenessProbes`. Where both tell nothing, silence has to.
+Who finds a rank's process on its own host holds on to it, and knows from then on whether it lives: `LocalProcessWatch`.
+Peers on other hosts are called when they are silent, at their `LivenessPort`, where the system accepts for as long as
+the process lives: `LivenessProbes`. A refusal is believed only where a call was accepted before.
 
     a rank that is quiet             its host                                    what is known
     is busy, or stopped              accepts, as somebody listens                it lives
     has ended                        refuses: nobody listens there any more      it has ended
     its host is gone, or cut off     does not answer                             nothing: its silence has to tell
-
-A refusal is believed only where a call was accepted before: else something between the two may refuse for it.
 """
 
 from __future__ import annotations
@@ -29,12 +26,9 @@ from lightning_async._sockets import keep_from_forks
 from lightning_async.membership.failure_detector import UP, VISITING, Record
 from lightning_async.membership.launcher_channel import CHANNEL
 
-_QUIET = 2
-"""Readings in which a record has not changed, after which its rank is called."""
-_PATIENT = 5
-"""Readings after which a call that is not answered is made anew: a packet may be lost."""
-_TRIES = 10
-"""Calls after which one that was never reached is called no more."""
+_QUIET = 2  # readings in which a record has not changed, after which its rank is called
+_PATIENT = 5  # readings after which a call that is not answered is made anew: a packet may be lost
+_TRIES = 10  # calls after which one that was never reached is called no more
 _ANSWERS_MS = 20
 _BACKLOG = 1024
 
@@ -60,8 +54,6 @@ class LivenessPort:
 
 
 class _Callee:
-    """One peer, by what is known of it."""
-
     def __init__(self, record: Record) -> None:
         self.record = record
         self.quiet = 0
@@ -103,7 +95,6 @@ class LivenessProbes:
             self._callees.popitem()[1].end()
 
     def _begin(self, name: str, record: Record) -> bool:
-        """Call it, if that is due; return whether it is refused at once."""
         callee = self._callees.get(name)
         if callee is None or callee.record.life != record.life:
             if callee is not None:
@@ -129,7 +120,6 @@ class LivenessProbes:
         return answer not in (0, errno.EINPROGRESS) and self._take(callee, answer)
 
     def _take(self, callee: _Callee, answer: int) -> bool:
-        """Return whether the answer to a call is that nobody is there any more."""
         callee.end()
         refused = answer == errno.ECONNREFUSED and callee.reached and callee.quiet >= _QUIET
         callee.reached = callee.reached or answer == 0
@@ -160,10 +150,8 @@ def place_of(process: int) -> str:
 class LocalProcessWatch:
     """A watch over the processes of peers; used by one thread, that of the heartbeat.
 
-    Args:
-        patience_s: how long whoever has started a process may take to tell of its end, in better words. Default: for
-            a while where somebody does, and no time elsewhere.
-        now: monotonic seconds.
+    ``patience_s`` is how long whoever has started a process may take to tell of its end, in better words. Default: a
+    while where somebody does, no time elsewhere.
     """
 
     def __init__(self, patience_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -179,7 +167,6 @@ class LocalProcessWatch:
         self._ended: dict[str, float] = {}
 
     def gone(self, records: Mapping[str, Record | None]) -> list[str]:
-        """Return those who were here, have not said goodbye, and whose processes have ended."""
         here = {name: each for name, each in records.items() if each is not None and each.state in (UP, VISITING)}
         for name, record in here.items():
             if self._lives.get(name) != record.life:
@@ -202,7 +189,6 @@ class LocalProcessWatch:
         return replace(mine, place=self._place, line="" if self._lifeline is None else self._lifeline.place)
 
     def close(self) -> None:
-        """Let go of all; idempotent."""
         while self._held:
             os.close(self._held.popitem()[1])
         self._calls.close()

@@ -14,13 +14,11 @@ import secrets
 
 from lightning_async.membership.launcher_channel import attempt
 
-SECRET = "LIGHTNING_ASYNC_SECRET"
-"""The environment variable that holds the job's secret."""
+SECRET = "LIGHTNING_ASYNC_SECRET"  # the environment variable that holds the job's secret
 _log = logging.getLogger(__name__)
 
 
 def new_secret() -> str:
-    """Return a secret for one job."""
     return secrets.token_hex(32)
 
 
@@ -55,11 +53,9 @@ class Seal:
         return bool(self._secret)
 
     def within(self, scope: str) -> Seal:
-        """Return a seal with the same secret, for the keys of a scope within this one."""
         return Seal(self._secret.decode(), f"{self._scope}/{scope}")
 
     def sign(self, key: str, value: bytes) -> bytes:
-        """Return what to write under ``key``."""
         return self._signature(key, value) + b":" + value if self.signs else value
 
     def open(self, key: str, sealed: bytes) -> bytes | None:
@@ -76,7 +72,6 @@ class Seal:
         return value if hmac.compare_digest(signature, self._signature(key, value)) else None
 
     def ignore(self, key: str, why: str) -> None:
-        """Warn, once for each key, that what lies under it is ignored."""
         if key not in self._told:
             self._told.add(key)
             _log.warning("The store's value %r is ignored: it %s. A stranger may have written it.", key, why)

@@ -153,7 +153,6 @@ def reachable(store: Store, timeout: timedelta) -> bool:
 
 
 def base_of(store: Any) -> Any:
-    """Return the store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store  # type: ignore[attr-defined]
     return store

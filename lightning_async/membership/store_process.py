@@ -55,7 +55,6 @@ class StoreProcess:
         self._count(-1)
 
     def close(self) -> None:
-        """Do as if this process had ended."""
         self._channel.close()
 
     def _count(self, runs: int) -> None:
@@ -65,13 +64,7 @@ class StoreProcess:
 
 
 def main(channel: int, listening: int, host: str, port: int) -> None:
-    """Serve in that process.
-
-    Args:
-        channel: a socket to the rank.
-        listening: the socket to serve on.
-        host, port: where that is bound.
-    """
+    """Serve in that process, on the socket ``listening``; ``channel`` leads to the rank."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for ranks
     from torch._C._distributed_c10d import TCPStore
@@ -92,5 +85,4 @@ def main(channel: int, listening: int, host: str, port: int) -> None:
 
 
 def _connected(port: int) -> int:
-    """Return how many connections to a port there are that this process has answered."""
     return sum(connects(fd, {port}, set()) and listening_port(fd) is None for fd in snapshot())

@@ -81,10 +81,7 @@ def plot_run(metrics_csv: Path, out: Path) -> Path:
 
     Args:
         metrics_csv: the ``metrics.csv`` that Lightning's `CSVLogger` wrote.
-        out: where the picture goes; its suffix (.png, .svg, .pdf) chooses the format. Folders are made.
-
-    Returns:
-        ``out``.
+        out: where the picture goes, and what is returned; its suffix (.png, .svg, .pdf) chooses the format.
 
     Raises:
         ImportError: matplotlib is not installed.

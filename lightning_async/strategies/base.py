@@ -198,7 +198,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self.live_ranks: RankMap | None = left_here()
         """Who is left, where training goes on without those that are lost."""
         self.host: Any = None
-        """Takes joining ranks in; None where nobody can come, as the transport is no `ElasticTransport`."""
+        """Takes joining ranks in; None where nobody can come, as the transport is no `TorchTransport`."""
         self.own_steps = OwnSteps(self)
         self._own_steps_undo: list[Undo] = []
 

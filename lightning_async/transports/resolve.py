@@ -26,7 +26,6 @@ REGISTERED: dict[str, Transport | TransportName] = {
 
 
 def register(strategy: Any, registry: Any) -> None:
-    """Register a class of strategies by its name, and with the ways to start ranks from a notebook."""
     refuse_elsewhere(strategy, [strategy.strategy_name + suffix for suffix in REGISTERED])
     for suffix, transport in REGISTERED.items():
         description = f"{strategy.__name__}(transport={transport!r})"
@@ -41,8 +40,7 @@ def choose_transport(owner: str, transport: Transport | TransportName, gloo_time
     torch. Under mpirun alone Horovod must be asked for.
 
     Raises:
-        TypeError: it is no transport.
-        ValueError: an unknown name, or ranks that two launchers would start.
+        TypeError, ValueError: it is no transport, an unknown name, or ranks that two launchers would start.
         ModuleNotFoundError: Horovod is called for, but not installed.
         RuntimeError: both torchrun and horovodrun say who this process is.
     """

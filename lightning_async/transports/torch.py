@@ -50,8 +50,6 @@ from lightning_async.trainer.environment.subprocess_launcher import (
 from lightning_async.trainer.namespace import fabric, rank_zero_info
 from lightning_async.transports.base import Connection, Transport, short_world
 
-# The store of all ranks of torch.distributed, for all runs of a process: where it is, and who serves it.
-
 START_TIMEOUT = timedelta(minutes=30)
 _stores: list[Any] = []  # of this process: one, from its first run on
 _processes: list[StoreProcess] = []  # of this process: the one that serves, where it is rank 0
@@ -93,30 +91,7 @@ def _say_how_it_ends(assembly: Assembly) -> None:
         assembly.end()
 
 
-def open_early(environment: Any) -> Any:
-    """Open the store before anybody has met there: it is not decided yet who begins. Rank 0's is in its own process."""
-    if not _stores:
-        _stores.append(_open_store(environment, environment.global_rank(), apart=True))
-        _early[:] = _stores
-    return _stores[0]
-
-
-def renew() -> None:
-    """Drop the store: another default group is to be formed, above a store of its own."""
-    if not _early:
-        _stores.clear()
-        while _processes:
-            _processes.pop().close()
-    _early.clear()
-
-
-def store_process() -> StoreProcess | None:
-    """Return the process that serves the store, where this one has started it."""
-    return _processes[0] if _processes else None
-
-
 def host_of(environment: Any) -> str | None:
-    """Return where Gloo is to listen: on loopback where all ranks find rank 0 there; else None, as Gloo does."""
     address = _address(environment)
     return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
 
@@ -152,7 +127,6 @@ def _job(environment: Any) -> str:
 
 
 def _address(environment: Any) -> str:
-    """Return where rank 0 is: on loopback where the launcher says that there is one host."""
     slurm = fabric("plugins.environments").SLURMEnvironment
     launchers = getattr(environment, "launchers", environment)
     one_host = isinstance(launchers, slurm) and os.environ.get("SLURM_NNODES") == "1"
@@ -196,7 +170,6 @@ class TorchTransport(Transport):
             )
 
     def environment(self, lightnings: Any) -> Any:
-        """Return Lightning's own choice, except under a launcher that it does not know."""
         own = fabric("plugins.environments").LightningEnvironment
         return MPIRunEnvironment() if type(lightnings) is own and MPIRunEnvironment.detect() else lightnings
 
@@ -226,6 +199,7 @@ class TorchTransport(Transport):
         dead_after: timedelta | None,
         elastic: bool = False,
     ) -> Connection:
+        """Connect as `Transport` says; ``elastic``: joining ranks may beat beside the ranks."""
         with naming_the_stores_host(environment.global_rank()):
             _join_default_group(environment, self.backend_on(root_device), elastic)
             presence = _meet(environment, name, dead_after)
@@ -240,25 +214,33 @@ class TorchTransport(Transport):
         timeout: timedelta,
         check: Callable[[], None],
     ) -> Connection:
+        """Connect ranks that train on another connection, and joining ranks, for a run that goes on from theirs.
+
+        ``timeout`` is for all to come; ``check`` raises where somebody will not.
+        """
         rank = environment.global_rank()
         seal = Seal.of_job().within(name)
-        job = getattr(environment, "job", "")
         room = distributed_c10d.PrefixStore(name, store_of(environment, rank))
-        greet(room, rank, environment.world_size(), job, seal, WaitWithLog(rank, timeout, check))
+        greet(room, rank, environment.world_size(), _job(environment), seal, WaitWithLog(rank, timeout, check))
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
 
     def assemble(self, environment: Any) -> ProcessRole:
-        """See `ElasticTransport`."""
+        """Return whether this rank begins with all, or comes back; before all else, where the store outlives ranks."""
         return assemble(environment)
 
     def early_door(self, environment: Any) -> JoinBoard:
-        """See `ElasticTransport`."""
-        return JoinBoard(open_early(environment), Seal.of_job())
+        """Return the same as `door`, before all ranks have met, where it is not decided yet who begins."""
+        if not _stores:  # rank 0's is in a process of its own
+            _stores.append(_open_store(environment, environment.global_rank(), apart=True))
+            _early[:] = _stores
+        return JoinBoard(_stores[0], Seal.of_job())
 
     def door(self, environment: Any) -> JoinBoard:
+        """Return the board where joining ranks ask to be admitted."""
         return JoinBoard(store_of(environment, environment.global_rank()), Seal.of_job())
 
     def visit(self, environment: Any, name: str, joining_rank: str, dead_after: timedelta) -> Membership:
+        """Return a joining rank's heartbeat beside those of a run, by this name; not started."""
         store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
         return Membership(store, 0, 1, member=joining_rank, visits=True, dead_after=dead_after, fresh=True, seal=seal)
@@ -285,14 +267,9 @@ class TorchTransport(Transport):
         form_timeout = min(_FORM_TIMEOUT, timeout)
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
-            store,
-            rank,
-            world_size,
-            backend=small,
-            timeout=timedelta(days=7),
-            form_timeout=form_timeout,
+            store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=form_timeout,
             meeting_options=meeting_options,
-        )
+        )  # fmt: skip
         payload: Any = root
         if self.bucket_device(root_device).type == "cuda":
             payload = TorchCollectives(
@@ -310,22 +287,20 @@ class TorchTransport(Transport):
             membership.start()
             meeting_options.check = membership.check
         connection = Connection(root, payload, membership, store, name)
-        if elastic and (process := store_process()) is not None:  # all have met: who is lost is known without it
-            process.outlive()
-            connection.on_end = process.follow
+        if elastic and _processes:  # all have met: who is lost is known without it
+            _processes[0].outlive()
+            connection.on_end = _processes[0].follow
         return connection
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
         rank = environment.global_rank()
         presence = _meet(environment, name, None)
+        store = distributed_c10d.PrefixStore(name, store_of(environment, rank))
+        meeting_options = MeetingOptions(Seal.of_job().within(name), presence.check, host_of(environment))
         root = TorchCollectives(
-            distributed_c10d.PrefixStore(name, store_of(environment, rank)),
-            rank,
-            environment.world_size(),
-            timeout=START_TIMEOUT,
-            form_timeout=START_TIMEOUT,
-            meeting_options=MeetingOptions(Seal.of_job().within(name), presence.check, host_of(environment)),
-        )
+            store, rank, environment.world_size(), timeout=START_TIMEOUT, form_timeout=START_TIMEOUT,
+            meeting_options=meeting_options,
+        )  # fmt: skip
         return short_world(root, presence.check)
 
 
@@ -341,7 +316,7 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessH
         store = store_of(environment, rank)
         patience = dead_after or _DEAD_AFTER
         _presences[:] = [ProcessHeartbeat(store, rank, world_size, patience, START_TIMEOUT, seal, room)]
-    _presences[0].meet(name, getattr(environment, "job", ""), seal, START_TIMEOUT)
+    _presences[0].meet(name, _job(environment), seal, START_TIMEOUT)
     return _presences[0]
 
 
@@ -355,7 +330,11 @@ def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
         return
     if backend == "nccl":
         nccl.set_variables()
-    renew()
+    if not _early:  # the group is formed above a store of its own
+        _stores.clear()
+        while _processes:
+            _processes.pop().close()
+    _early.clear()
     store = None if backend == "mpi" else store_of(environment, environment.global_rank(), elastic)
     with _gloo_at(host_of(environment)):
         connect = fabric("utilities.distributed")._init_dist_connection

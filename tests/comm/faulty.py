@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.collectives import (
-    CommunicatorWrapper,
     ElasticCollectives,
     Operation,
     Pending,
@@ -24,7 +23,7 @@ from lightning_async.errors import CollectiveError
 from lightning_async.membership.generation import Generation
 
 T = TypeVar("T")
-_OPS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "exchange", "barrier", "*")
+_OPS = ("all_reduce", "all_gather", "all_to_all", "broadcast", "barrier", "*")
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class Script:
         return struck
 
 
-class FaultyCollectives(CommunicatorWrapper):
+class FaultyCollectives:
     """``inner``, with the faults of a script. Implements `ElasticCollectives`.
 
     Args:
@@ -119,7 +118,7 @@ class FaultyCollectives(CommunicatorWrapper):
         kill: Callable[[], None] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self.inner = inner
+        self.inner: Any = inner
         self._script = Script(script, kill)
         self._timeout: timedelta = timeout if timeout is not None else getattr(inner, "timeout", timedelta(seconds=10))
         self._failure: str | None = None
@@ -127,6 +126,22 @@ class FaultyCollectives(CommunicatorWrapper):
         self._late: _Late[Any] | None = None
         self._branches: list[FaultyCollectives] = []
         self._seq = 0
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def generation(self) -> Generation:
+        return self.inner.generation
 
     @property
     def timeout(self) -> timedelta:
@@ -138,17 +153,11 @@ class FaultyCollectives(CommunicatorWrapper):
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
         return self._call("all_gather", lambda: self.inner.all_gather(buffer, out))
 
-    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
-        return self._call("reduce_scatter", lambda: self.inner.reduce_scatter(buffer, op))
-
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
         return self._call("all_to_all", lambda: self.inner.all_to_all(buffer, out))
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
         return self._call("broadcast", lambda: self.inner.broadcast(buffer, src))
-
-    def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
-        return self._call("exchange", lambda: self.inner.exchange(buffer, peer))
 
     def barrier(self) -> Pending[None]:
         return self._call("barrier", lambda: self.inner.barrier())
