@@ -2,6 +2,7 @@
 #
 #   make demo                  train a real model with two asynchronous replicas; numbers and a picture at the end
 #   make test                  all tests
+#   make check                 lint, types, and the tests that start no process, in three minutes
 #   make horovod               build Horovod for the installed torch, into `.venv` (HOROVOD_ARGS=--mpi, --nccl)
 #   make native                build the native libraries of the ops again (an install has built what it could)
 #   make gpu                   all that needs a GPU, in at most eight minutes, with its results in runs/gpu
@@ -37,7 +38,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help venv demo test horovod native gpu lint types bench kills soak servers projects format clean ask
+.PHONY: help venv demo test check horovod native gpu lint types bench kills soak servers projects format clean ask
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -66,6 +67,14 @@ $(VENV)/.ready-%: pyproject.toml $(NATIVE) $(VENV)/.torch
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
+
+# The types take one core for a minute; the tests share both with them.
+check: export OMP_NUM_THREADS ?= 1
+check: lint
+	@$(MAKE) --no-print-directory types & types=$$!; \
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile \
+	  -m "not processes and not benchmark and not project and not alone" $(TEST_ARGS); tests=$$?; \
+	wait $$types && exit $$tests
 
 # Most tests wait, for processes and for deadlines, so three files run at a time; those that measure time come after them, alone.
 # Status 5 says that there was none. Threads of OpenMP that wait for each other on a core that others need cost most.

@@ -202,6 +202,30 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "tests.start_rank")
+"""Audit events by which a process starts; the last one is of `tests.forking`."""
+
+_no_processes: list[str] = []
+"""The test that runs now, unless it is marked: that one may start none."""
+
+
+def _refuse_processes(event: str, arguments: object) -> None:
+    if event in STARTS and _no_processes:
+        raise RuntimeError(f"{_no_processes[0]} starts a process: mark it `@pytest.mark.processes`")
+
+
+sys.addaudithook(_refuse_processes)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    _no_processes[:] = [] if item.get_closest_marker("processes") else [item.nodeid]
+    try:
+        return (yield)
+    finally:
+        _no_processes.clear()
+
+
 BEFORE_COLLECTION = set(threading.enumerate()), children()
 
 

@@ -149,6 +149,7 @@ class ForkServer:
         forks: bool = False,
     ) -> ForkedRank:
         """A rank that runs ``target``: a script, or a function's name with arguments as JSON, see `tests.support`."""
+        sys.audit("tests.start_rank", str(target))
         job = _Job(str(target), list(arguments), isinstance(target, Path), str(cwd), dict(environment), forks)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support import ROOT
 
+pytestmark = pytest.mark.processes
+
 CARELESS = {
     "thread": ("threading.Thread(target=threading.Event().wait, daemon=True).start()", "threads"),
     "process": ("kept.append(subprocess.Popen([sys.executable, '-c', 'input()'], stdin=-1))", "processes"),
@@ -35,10 +37,12 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     conftest = (ROOT / "tests/conftest.py").read_text()
     assert "GRACE_S = 30.0" in conftest
     (folder / "conftest.py").write_text(conftest.replace("GRACE_S = 30.0", "GRACE_S = 0.2"))
-    (folder / "pytest.ini").write_text("[pytest]\n")
-    tests = ["import os, subprocess, sys, threading", "import torch.distributed as dist", "kept = []"]
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = processes\n")
+    tests = ["import os, subprocess, sys, threading", "import pytest", "import torch.distributed as dist", "kept = []"]
     for kind, (body, _) in CARELESS.items():
-        tests += [f"def test_{kind}():", f"    {body}", f"def test_careful_after_{kind}():", "    pass"]
+        mark = ["@pytest.mark.processes"] if kind == "process" else []
+        tests += [*mark, f"def test_{kind}():", f"    {body}", f"def test_careful_after_{kind}():", "    pass"]
+    tests += ["def test_unmarked():", f"    {CARELESS['process'][0]}"]
     (folder / "test_it.py").write_text("\n".join(tests))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [sys.executable, "-m", "pytest", "-q", "-rA", "-p", "no:cacheprovider", "test_it.py"]
@@ -56,8 +60,12 @@ def test_what_is_left_behind_fails_the_test(kind: str, report: str):
 
 
 def test_the_tests_after_it_are_not_blamed(report: str):
-    assert f"{2 * len(CARELESS)} passed, {len(CARELESS)} errors" in report
+    assert f"1 failed, {2 * len(CARELESS)} passed, {len(CARELESS)} errors" in report
     assert "ERROR at teardown of test_careful" not in report
+
+
+def test_one_that_starts_a_process_unmarked_fails(report: str):
+    assert "RuntimeError: test_it.py::test_unmarked starts a process: mark it `@pytest.mark.processes`" in report
 
 
 def test_a_module_that_does_its_work_when_it_is_imported_is_refused(

@@ -17,6 +17,8 @@ from tests.support import ROOT, shell_environment
 from tests.test_docs import fences
 from tests.test_layers import CHECKS, PACKAGE, folder_of, place_of
 
+pytestmark = pytest.mark.processes
+
 PAGE = ROOT / "docs" / "extending.md"
 
 

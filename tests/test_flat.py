@@ -74,6 +74,7 @@ def fingerprint() -> int:
     return FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"]).fingerprint()
 
 
+@pytest.mark.processes
 def test_fingerprint_is_the_same_in_another_process() -> None:
     """In each of them strings have other hashes."""
     assert [result.value for result in run_ranks("tests.test_flat:fingerprint", 2)] == [fingerprint()] * 2

@@ -16,6 +16,8 @@ import pytest
 from tests.forking import can_fork
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 LATE = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "LIGHTNING_ASYNC_TEST", "PYTHONPATH")
 
 

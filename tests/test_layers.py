@@ -322,6 +322,7 @@ def test_a_class_name_is_used_once(trees: dict[str, ast.Module]):
     assert not {name: where for name, where in files.items() if len(where) > 1}
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", START_FAST)
 def test_processes_that_start_fast_import_no_torch(name: str):
     program = (

@@ -12,6 +12,8 @@ import pytest
 
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 LOOKS = """
 import json, os, signal, sys
 

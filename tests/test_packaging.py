@@ -16,6 +16,8 @@ import pytest
 
 from tests.support import ROOT
 
+pytestmark = pytest.mark.processes
+
 BUILD = "import sys; from setuptools import build_meta as b; print(getattr(b, 'build_' + sys.argv[1])(sys.argv[2]))"
 LOAD = """
 import ctypes, sys

@@ -13,6 +13,8 @@ import pytest
 
 from tests.support import run_ranks, start_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def whoami(greeting: str) -> dict[str, str]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS")

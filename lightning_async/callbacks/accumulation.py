@@ -30,6 +30,7 @@ from lightning_async.callbacks.divergence_signals import norm
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan, gradients_of
 from lightning_async.trainer.loops.updates import ExternalWindowSize
 from lightning_async.trainer.namespace import batch_size, check_object, pytorch, replace, set_for_now, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 
 class NoiseProbe:
@@ -453,14 +454,18 @@ class AdaptiveGradientAccumulation(Callback):
         if probe is not None:
             windows.before_backward = lambda scale: probe.before_backward(trainer, scale)
             windows.after_backward = lambda ends: probe.after_backward(trainer, ends)
-        if (count := self.count) is not None and ranks_of(trainer.strategy) > 1 and hasattr(trainer.strategy, "count"):
+        if (
+            (count := self.count) is not None
+            and ranks_of(trainer.strategy) > 1
+            and view_of(trainer.strategy).asynchronous
+        ):
             self._undo.append(set_for_now(trainer.strategy, "count", lambda batch: float(count(batch))))
         self._undo += [
             *windows.install(),
             *self._rates.install(trainer),
             replace(trainer, "_teardown", self._tear_down),
         ]
-        if hasattr(trainer.strategy, "accumulate"):
+        if view_of(trainer.strategy).in_windows:
             self._undo.append(set_for_now(trainer.strategy, "lent", True))
         windows.planned = windows.planned._replace(batches=sizes.first)
         windows.show()  # for who asks how many steps there will be
@@ -513,7 +518,8 @@ class AdaptiveGradientAccumulation(Callback):
         if self._windows is None or self._windows.away:
             return
         self._before = trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._keep()
-        held = self._lent and trainer.strategy.gathers and trainer.strategy.between_windows
+        runner = view_of(trainer.strategy).step_runner
+        held = self._lent and runner.accumulates and runner.between_windows
         if held:  # the window that was full leaves now, with what was to be heard with it
             self._sizes.tell()
         self._windows.begin_batch(batch)

@@ -13,6 +13,7 @@ from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling, Syn
 from lightning_async.algorithms.staleness import GradientCorrection, Prediction
 from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.namespace import Undo, callbacks_of, pulls, replace
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +43,11 @@ def mean_of(strategy: Any, value: float) -> float:
 
 def lends(strategy: Any) -> bool:
     """Return whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
-    return hasattr(strategy, "accumulate") and (strategy.world_size > 1 or is_joining(strategy))
+    return view_of(strategy).in_windows and (strategy.world_size > 1 or is_joining(strategy))
 
 
 def _averages_models(strategy: Any) -> bool:
-    return hasattr(type(strategy), "averager")
+    return view_of(strategy).asynchronous
 
 
 def told_of(strategy: Any) -> Any:
@@ -63,7 +64,7 @@ def ask(strategy: Any, base: float, size: float) -> None:
 
 
 def _gradients(strategy: Any) -> Any:
-    return getattr(getattr(getattr(strategy, "fit_sessions", None), "session", None), "gradients", None)
+    return view_of(strategy).gradients
 
 
 def check_arguments(callback: Any) -> AccumulationPolicy:
@@ -132,7 +133,7 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
             f"`{type(trainer.strategy).__name__}` accumulates gradients by itself: leave `{name}` out, or take another "
             "strategy. `AsyncGradientStrategy(accumulate=)` says how many batches a step has."
         )
-    if hasattr(trainer.strategy, "accumulate"):
+    if view_of(trainer.strategy).in_windows:
         _check_windows(callback, trainer.strategy)
 
 
@@ -169,7 +170,12 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 
 def _check_servers(callback: Any, strategy: Any) -> None:
-    if not getattr(strategy, "served", False) or not strategy.update_on_server or strategy.world_size == 1:
+    """Whether a worker knows in time what a step needs that servers make of the gradients of all workers.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if not view_of(strategy).served or not strategy.update_on_server or strategy.world_size == 1:
         return
     name = type(callback).__name__
     owner = type(strategy).__name__

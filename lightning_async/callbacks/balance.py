@@ -16,6 +16,7 @@ from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
 from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
 from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, pytorch, replace, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 
 def check_trainer(callback: Any, trainer: Any) -> None:
@@ -23,7 +24,7 @@ def check_trainer(callback: Any, trainer: Any) -> None:
     owner = type(callback).__name__
     strategy = trainer.strategy
     name = type(strategy).__name__
-    if not hasattr(type(strategy), "averager") or getattr(strategy, "served", False):
+    if not view_of(strategy).asynchronous or strategy.served:
         raise ValueError(
             f"`{owner}` is for strategies that weight what ranks exchange by samples, and `{name}` does not: use "
             "`AsyncAveragingStrategy(schedule=Synchronous())`, which steps as DDP does, or `AsyncGradientStrategy`."
@@ -150,7 +151,7 @@ class BalancedBatchSizes(Callback):
         self._start_over()
         self._undo.append(replace(trainer, "_teardown", self._tear_down))
         if pl_module.automatic_optimization:
-            parts = trainer.accumulate_grad_batches if not hasattr(trainer.strategy, "accumulate") else 1
+            parts = 1 if trainer.strategy.in_windows else trainer.accumulate_grad_batches
             self._windows = AccumulationWindows(
                 trainer, lambda n: WindowPlan(parts, parts * (n or 1.0)), lambda mean: mean, batch_size
             )
@@ -229,7 +230,7 @@ class BalancedBatchSizes(Callback):
         batches: so no step is without one of them. One asynchronous replica calls the others, where that pays.
         """
         strategy = trainer.strategy
-        if strategy.in_step if hasattr(strategy, "accumulate") else isinstance(strategy.schedule, Synchronous):
+        if strategy.in_step if strategy.in_windows else isinstance(strategy.schedule, Synchronous):
             return self._since >= every * self._patience or balancing.is_off
         if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_namespace:
             self._told_namespace = True

@@ -33,6 +33,7 @@ from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, set_for_now, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +263,7 @@ class DivergenceMonitor(Callback):
         asynchronous = isinstance(self._council, SyncPointAgreement)
         alone = isinstance(self._council, SingleRank)
         windows = updates_of(trainer) is not None  # replicas meet as asynchronous ones do, and all take every step
-        self._served = bool(getattr(trainer.strategy, "served", False))  # there is one model, and each pushes by itself
+        self._served = view_of(trainer.strategy).served  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
         if not asynchronous or windows or self._served:
             able -= _OF_REPLICAS
@@ -273,7 +274,7 @@ class DivergenceMonitor(Callback):
         observer = SignalTracker(self._signals, self._thresholds, self._history, Remedy.SKIP in able)
         observer.alone = (asynchronous and not windows) or alone
         ddp = pytorch("strategies").DDPStrategy
-        observer.alike = isinstance(trainer.strategy, ddp) or hasattr(trainer.strategy, "world")
+        observer.alike = isinstance(trainer.strategy, ddp) or view_of(trainer.strategy).replicated
         self._observer = observer
         self._to_skip = 0
         self._asked = Remedy.NONE
@@ -327,14 +328,14 @@ class DivergenceMonitor(Callback):
             council.say(Row(every=observer.every))
             return
         found = observer.after_batch(trainer, pl_module, outputs)
-        found += observer.compare(heard, getattr(trainer.strategy, "summary", None))
+        found += observer.compare(heard, view_of(trainer.strategy).summary)
         wanted = self._escalation.next(found)
         if self._escalation.calm and self._dense is not None:
             self._dense()
             self._dense = None
         if wanted is not Remedy.NONE:
             self._tell(trainer, found, wanted)
-        averager = getattr(trainer.strategy, "averager", None)
+        averager = view_of(trainer.strategy).averager
         in_step = averager is not None and averager.ledger.synchronous and not self._served
         free = observer.alone and not in_step
         here = wanted <= Remedy.ALERT or (wanted is Remedy.SKIP and (observer.dropped or free))
@@ -377,7 +378,7 @@ class DivergenceMonitor(Callback):
             return False
         self._clean_everywhere = 0
         self._escalation.note(remedy)
-        averager = getattr(trainer.strategy, "averager", None)
+        averager = view_of(trainer.strategy).averager
         if remedy is Remedy.SYNC_MORE and averager is not None and self._dense is None:
             self._dense = sync_more(averager)
         elif remedy is Remedy.CUT_LR:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_async.trainer.loops.loop_state import show
 from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.strategy_view import view_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -38,7 +39,7 @@ class AveragingMonitor(Callback):
         self._logged = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        summary = getattr(trainer.strategy, "summary", None)
+        summary = view_of(trainer.strategy).summary
         if summary is None or not self._is_due(summary, trainer.log_every_n_steps):
             return
         metrics = summary.metrics()

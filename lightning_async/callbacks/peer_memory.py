@@ -9,6 +9,7 @@ from lightning_async._checks import check_number, check_protocol
 from lightning_async.algorithms import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
 from lightning_async.trainer.checkpoint.peer_copies import Peers
 from lightning_async.trainer.namespace import check_object, pytorch, rank_zero_info, searches_lr
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class PeerMemory(Callback):
         strategy = trainer.strategy
         if stage != "fit" or trainer.fast_dev_run:
             return
-        if getattr(strategy, "host", None) is None:
+        if view_of(strategy).host is None:
             raise ValueError(
                 f"`{type(self).__name__}` is for ranks that are lost and come back, which those of "
                 f"`{type(strategy).__name__}` cannot: use `AsyncAveragingStrategy` over `TorchTransport`, or leave it "

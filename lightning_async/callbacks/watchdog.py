@@ -16,6 +16,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple
 from lightning_async._checks import check_int, check_real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.strategy_view import view_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback
@@ -242,13 +243,13 @@ def _dump(text: str, file: IO[str]) -> None:
 
 def _waits_at_sync_point(trainer: Any) -> bool:
     """Return whether it waits for other ranks, which are watched themselves."""
-    sync_points = getattr(trainer.strategy, "sync_points", None)
-    live_ranks = getattr(trainer.strategy, "live_ranks", None)
+    sync_points = view_of(trainer.strategy).sync_points
+    live_ranks = view_of(trainer.strategy).live_ranks
     waits = live_ranks is not None and live_ranks.are_short  # for other replicas
     return sync_points is not None and (sync_points.standing or waits)
 
 
 def _tell_others(strategy: Any, text: str) -> None:
-    if hasattr(strategy, "world"):  # a strategy of this package
+    if view_of(strategy).replicated:
         with contextlib.suppress(Exception):
             strategy.on_exception(AsyncTrainingError(text))

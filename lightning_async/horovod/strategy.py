@@ -16,7 +16,7 @@ from lightning_async._checks import check_choice
 from lightning_async.horovod.collectives import HorovodCollectives
 from lightning_async.horovod.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
-from lightning_async.strategies.step_runner import begin_scaling, is_scaled
+from lightning_async.strategies.local_steps import begin_scaling, is_scaled
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loop_patches import ShortEpochs
 from lightning_async.trainer.namespace import pytorch, refuse_elsewhere, sync_metrics_through, take_back

@@ -17,6 +17,7 @@ from lightning_async.callbacks.monitor import monitor_for_now
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.averaging.rule_state import AveragerConfig
+from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
@@ -24,15 +25,15 @@ from lightning_async.errors import Evicted, PeerLost, StoreLost
 from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
 from lightning_async.strategies.join import JoinCoordinator, JoiningRank
-from lightning_async.strategies.rank_mapping import started
+from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
-from lightning_async.strategies.step_runner import LocalSteps
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.environment.settings import check_checkpoint, check_settings
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
+from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
@@ -56,8 +57,9 @@ class AsyncStrategy(ReplicatedStrategy):
         TypeError, ValueError: see `ReplicatedStrategy`.
     """
 
+    asynchronous = True
     checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
-    make_step_runner: Callable[..., Any] = LocalSteps
+    make_step_runner: Callable[..., StepRunner] = LocalSteps
     """Makes what takes the steps of a session."""
     make_totals: Callable[[], Any] | None = None
     """Makes `Totals` of what replicas exchange; None: averaging rounds."""
@@ -125,7 +127,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.undo += self.pacing.install()
 
     def on_train_start(self) -> None:
-        """All ranks hold the same model: replicas part from here."""
+        """Let the replicas part: all ranks hold the same model."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
             self.start_over()
         if is_joining(self):
@@ -163,43 +165,30 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.begin_again()
-        session = self._session
-        world = self.world
-        if session is not None and world is not None:
-            world.asynchronous = True
-            session.step_runner.start_batch(batch)
-
-    def finish_batch(self) -> None:
-        if self._session is not None:
-            self._session.step_runner.finish_batch()
+        if self._session is not None and self.world is not None:
+            self.world.asynchronous = True
+            self.step_runner.start_batch(batch)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         run = partial(super().optimizer_step, optimizer, model=model, **kwargs)
-        session = self._session
-        if session is None or not self.module.automatic_optimization:
-            return run(closure)
-        return session.step_runner.step(closure, run)
+        return self.step_runner.step(optimizer, closure, run)
 
     def skip_batch(self) -> None:
-        if self._session is not None:
-            self._session.step_runner.skip_batch()
+        self.step_runner.skip_batch()
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if (session := self._session) is None:
-            return super().backward(closure_loss, *args, **kwargs)
-        with session.step_runner.backward():
+        with self.step_runner.backward():
             return super().backward(closure_loss, *args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        if (session := self._session) is not None:
-            session.step_runner.after_backward()
+        self.step_runner.after_backward()
 
     # ---- ranks that are lost ----
 
     @property
     def fewest(self) -> int:
         """With so many replicas training does not end."""
-        return self.config.survives(started(self), can_lose=isinstance(self.transport, TorchTransport))
+        return self.config.survives(self.num_started, can_lose=isinstance(self.transport, TorchTransport))
 
     @property
     def patience(self) -> timedelta:
@@ -207,7 +196,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def shrinks(self) -> bool:
-        return self.fewest < max(started(self), (self.host and self.config.max_replicas) or 0)
+        return self.fewest < max(self.num_started, (self.host and self.config.max_replicas) or 0)
 
     # ---- sync points ----
 
@@ -217,9 +206,13 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def averager(self) -> BackgroundAverager | None:
-        """What averages this replica with the others, while it trains."""
         session = self._session
         return None if session is None else session.averager
+
+    @property
+    def gradients(self) -> SynchronousGradients | None:
+        session = self._session
+        return None if session is None else session.gradients
 
     @property
     def sync_points(self) -> SyncPoints | None:
@@ -228,18 +221,13 @@ class AsyncStrategy(ReplicatedStrategy):
             None if fit_sessions is None or fit_sessions.session is None else fit_sessions.session.averager.sync_points
         )
 
-    alone = "so there is nothing to average"
-    between_windows = True
-    count = staticmethod(batch_size)
-    in_step = served = called = False
-    missed_steps: int | None = None
-
-    def call_with_step(self) -> bool:
-        return False
-
     @property
-    def gathers(self) -> bool:
-        return self._trainer.fit_loop.epoch_loop._should_accumulate()
+    def step_runner(self) -> StepRunner:
+        session = self._session
+        return super().step_runner if session is None else session.step_runner
+
+    alone = "so there is nothing to average"
+    count = staticmethod(batch_size)
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
@@ -261,29 +249,29 @@ class AsyncStrategy(ReplicatedStrategy):
     # ---- settings ----
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
+        """Return what must be equal on all ranks in a fit."""
         return {
             "strategy": type(self).__qualname__, "buffers": self.buffers,
             "backend": self.transport.backend_on(self.root_device), **self.config.settings(),
         }  # fmt: skip
 
     def usual_settings(self) -> dict[str, object]:
-        """What need not be equal, but commonly is."""
+        """Return what need not be equal, but commonly is."""
         return {"timeouts": self.config.timeouts}
 
     # ---- servers, where weights are theirs ----
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
-        """These ranks are lost, and this one has another number; on the engine's thread."""
+        """Forget ranks that are lost; this one is ``rank`` from here on. Called on the engine's thread."""
 
     # ---- joining ranks ----
 
     def handed_over(self) -> dict[str, Any]:
-        """What joining ranks need of this strategy besides."""
+        """Return what a joining rank needs of this strategy besides."""
         return {}
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        """What those who train have `handed_over`."""
+        """Take what the live ranks have `handed_over`."""
 
     # ---- checkpoints ----
 

@@ -112,24 +112,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        """See `Drifting`."""
         shared = super().shared_steps  # first: it is None by default, and is asked for at every step
         return None if shared is None or isinstance(self.schedule, Synchronous) else shared
 
-    @property
-    def missed_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Drifting`."""
-        if self.averager is None or not (self.averager.ledger.synchronous or isinstance(self.schedule, Synchronous)):
-            return None
-        return self.averager.ledger.missed
-
-    @missed_steps.setter
-    def missed_steps(self, missed: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if self.averager is not None:
-            self.averager.ledger.missed = missed
-
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
         return {
             **super().settings(), "rule": self.rule, "schedule": self.schedule,
             "optimizer_state": self.optimizer_state_policy, "lr_clock": self.lr_clock,

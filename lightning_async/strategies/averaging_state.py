@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 class SavedState:
-    """What a checkpoint holds of averaging: loaded by this run, or left by the last one.
+    """The state of averaging in a checkpoint: loaded by this run, or left by the last one.
 
     Args:
         key: under which a checkpoint holds it.
@@ -81,31 +81,31 @@ class SavedState:
             self._loaded = {**self._loaded, "rule": rule, "rule_state": {}, "replicas": alone, "replica": None}
 
     def take_replica(self) -> dict[str, Any] | None:
-        """What this replica was, where it drifted from what all had agreed on; once."""
+        """Return, once, this replica's own parameters, where they differed from what all had agreed on."""
         replica = self._replica
         self._replica = None
         return replica
 
     def take_gathered(self) -> tuple[Any, Any]:
-        """What this rank had gathered towards a step to come, and what all have alike beside the rule's state; once."""
+        """Return, once, what this rank had gathered towards a step, and what all have alike beside the rule's state."""
         taken = self._gathered, self._alike
         self._gathered = self._alike = None
         return taken
 
     def take(self) -> dict[str, Any] | None:
-        """What the fit goes on from, once."""
+        """Return, once, what the fit goes on from."""
         loaded = self._loaded
         self._loaded = None
         return loaded
 
     def go_on(self, state: dict[str, Any], gathered: Any = None) -> None:
-        """What averaging is to go on from, as if it had been loaded; with what this rank has ``gathered``."""
+        """Go on from this state as if it had been loaded, with what this rank has ``gathered``."""
         self._loaded = state
         self._gathered = gathered
         self._is_read = False
 
     def keep(self, state: dict[str, Any]) -> None:
-        """The state at the end of a fit, for checkpoints that are saved after it."""
+        """Keep the state at the end of a fit, for checkpoints that are saved after it."""
         self._last = state
 
     def write(self, checkpoint: dict[str, Any], now: dict[str, Any] | None, origin: str = "") -> None:
@@ -141,7 +141,7 @@ class SavedState:
             self._gathered = own.get("gathered") or self._gathered
 
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
-        """Those that nobody goes on with: each rank's is its own, and these are not the ranks that had them."""
+        """Warn of windows that nobody goes on with: each belongs to a rank, and these are other ranks."""
         windows = [(each.get("gathered") or {}).get("window") for each in saved["replicas"]]
         samples = [float(window["samples"]) for window in windows if window is not None]
         if not self._is_read or not any(samples):
@@ -166,7 +166,7 @@ def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -
 
 
 def clocks_of(averager: BackgroundAverager, rank: int) -> dict[str, Any]:
-    """What a rank tells of itself; what all have alike, the first one tells for all."""
+    """Return the clocks of a rank; what all ranks have alike, rank 0 has for all."""
     return averager.clocks() if rank == 0 else {**averager.clocks(), "alike": None}
 
 

@@ -1,7 +1,7 @@
 """What every strategy of this package shares: ranks and their launch, one model at the start, collectives.
 
-`ReplicatedStrategy` is that; `Roles` say which ranks are replicas. `come_together` asks the store which process comes
-back, where nobody counts the starts of a rank, or somebody does for each rank alone.
+`ReplicatedStrategy` is that; `Roles` say which ranks are replicas. `asks_the_store` says where the store knows which
+process comes back, because nobody counts the starts of a rank, or somebody does for each rank alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -45,6 +45,7 @@ from lightning_async.trainer.namespace import (
     searches_lr,
     take_back,
 )
+from lightning_async.trainer.strategy_view import StrategyView
 from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName, choose_transport, register
 
@@ -55,11 +56,12 @@ _AUTO = "auto"
 
 
 def asks_the_store(variables: Mapping[str, str]) -> bool:
-    """Whether the store is to say what a process with these variables is: they say so, or each rank has an agent of
-    torchrun, of which each counts for itself, and starts its own rank again.
+    """Return whether the store knows which rank comes back.
+
+    The variables say so, or each rank has an agent of torchrun, which counts and starts its own rank only.
 
     Raises:
-        ValueError: they say so, and not that somebody else than rank 0 has the store.
+        ValueError: the variables say so, and rank 0 itself has the store.
 
     >>> agents = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
     >>> asks_the_store({**agents, "WORLD_SIZE": "3"}), asks_the_store({**agents, "WORLD_SIZE": "1"})
@@ -79,75 +81,26 @@ def asks_the_store(variables: Mapping[str, str]) -> bool:
     return told == _AUTO or (told is None and by_torchrun and several and variables.get("LOCAL_WORLD_SIZE") == "1")
 
 
-def come_together(strategy: Any) -> bool:
-    """All ranks call this at the start of their first run; whether others train, so that this one joins them.
-
-    Args:
-        strategy: whose ranks they are; it knows its numbers.
-
-    Raises:
-        ValueError: the store is asked for and cannot say it.
-        CollectiveTimeout: ranks are missing, and nobody trains.
-    """
-    if strategy.host is None or not asks_the_store(os.environ):
-        return False
-    quorum = getattr(strategy, "quorum", None)
-    rank = strategy.global_rank
-    if quorum is not None and not quorum.is_all:
-        if os.environ.get(REJOIN) == _AUTO:
-            raise ValueError(
-                f"{REJOIN}={_AUTO}: all ranks begin together, and `wait_for_workers` says that some come later. Leave "
-                'it at "all".'
-            )
-        return False
-    with naming_the_stores_host(rank):
-        found = strategy.transport.assemble(strategy.cluster_environment)
-    os.environ[REJOIN] = f"{found.again}@{found.attempt}"
-    if found.again:
-        log.warning("Rank %d was started again while others train.", rank)
-    elif found.attempt:
-        log.info("Rank %d begins with all others, which were started again, too.", rank)
-    return bool(found.again)
-
-
-class Roles(Protocol):
-    """Of the ranks of one strategy."""
-
-    @property
-    def num_serving(self) -> int:
-        """So many of those that were started as ranks, the last ones, are no replicas."""
-        ...
-
-    def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError where not all ranks can be replicas, and this one asks for that."""
-        ...
-
-    def check_ranks(self, started: int) -> None:
-        """Raise ValueError where that leaves no replica."""
-        ...
-
-    def is_alone(self, world_size: int) -> bool:
-        """Whether a replica, of so many, needs nobody."""
-        ...
-
-    def take_part(self, strategy: Any) -> None:
-        """Come back, to train; else do what this rank is there for, and end the process."""
-        ...
-
-
-class AllTrain:
-    """All ranks are replicas."""
+class Roles:
+    """The ranks of a strategy that are replicas; in this base, all."""
 
     num_serving = 0
+    """How many of the ranks, the last ones, are no replicas."""
+    begin_together = True
+    """Training begins when all ranks have come."""
 
-    def check_transport(self, transport: Transport) -> None: ...
+    def check_transport(self, transport: Transport) -> None:
+        """Raise ValueError where not all ranks can be replicas over this transport."""
 
-    def check_ranks(self, started: int) -> None: ...
+    def check_ranks(self, started: int) -> None:
+        """Raise ValueError where so many ranks leave no replica."""
 
     def is_alone(self, world_size: int) -> bool:
+        """Return whether a replica, of so many, needs nobody."""
         return world_size == 1
 
-    def take_part(self, strategy: Any) -> None: ...
+    def take_part(self, strategy: Any) -> None:
+        """Return on a replica; elsewhere do what the rank is there for, and end the process."""
 
 
 if TYPE_CHECKING:
@@ -159,7 +112,7 @@ else:
 T = TypeVar("T")
 
 
-class ReplicatedStrategy(ParallelStrategy):
+class ReplicatedStrategy(ParallelStrategy, StrategyView):
     """One whole replica per rank, on the device of its local rank.
 
     Args:
@@ -174,9 +127,9 @@ class ReplicatedStrategy(ParallelStrategy):
     """
 
     is_distributed = True
+    replicated = True
     strategy_name: str
-    roles: Roles = AllTrain()
-    """Which ranks are replicas."""
+    roles = Roles()
 
     def __init__(
         self,
@@ -192,13 +145,9 @@ class ReplicatedStrategy(ParallelStrategy):
         self._dead_after = dead_after
         self._num_nodes = 1
         self._connection: Connection | None = None
-        self.failed = False
-        """This rank has ended with an exception: nothing waits for others any more."""
         self.num_runs = self._operations = 0
         self.live_ranks: RankMap | None = left_here()
         """Who is left, where training goes on without those that are lost."""
-        self.host: Any = None
-        """Takes joining ranks in; None where nobody can come, as the transport is no `TorchTransport`."""
         self.own_steps = OwnSteps(self)
         self._own_steps_undo: list[Undo] = []
 
@@ -206,7 +155,7 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def cluster_environment(self) -> Any:
-        """Who this rank is."""
+        """This rank's environment, in which its number may change."""
         return self._environment
 
     @cluster_environment.setter
@@ -251,23 +200,28 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def global_rank(self) -> int:
-        """This rank's number, which changes where others are lost and training goes on without them."""
+        """The number of this rank; it changes where others are lost and training goes on without them."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.rank
         return min(super().global_rank, self.world_size - 1) if is_joining(self) else super().global_rank
 
     @property
     def world_size(self) -> int:
-        """How many ranks there are, without those that are lost, and those that are no replicas."""
+        """The number of replicas: of all ranks, without lost ones and those that are no replicas."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.world_size
         return super().world_size - self.roles.num_serving
+
+    @property
+    def num_started(self) -> int:
+        """The number of ranks that began, with those that are lost since."""
+        return self.world_size if self.live_ranks is None else self.live_ranks.started
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
-        """A rank that was started here is gone. Returns how long the others may take to end; None: they go on."""
+        """Report a dead rank of this host; return how long the others may take to end; None: they go on."""
         rank = self.node_rank * self.num_processes + local_rank
         live_ranks = self.live_ranks
         if live_ranks is not None and live_ranks.does_without(rank):
@@ -279,11 +233,37 @@ class ReplicatedStrategy(ParallelStrategy):
 
     def setup_environment(self) -> None:
         self.set_world_ranks()  # a process that was forked learns its number here
-        if come_together(self):
+        if self._comes_late():
             self._environment = numbered_last(self._environment)
         self.roles.take_part(self)
         super().setup_environment()
         self.connect_ranks()
+
+    def _comes_late(self) -> bool:
+        """Return whether others train already; where the store is to say that, all ranks call this in their first run.
+
+        Raises:
+            ValueError: the store is asked for and cannot say it.
+            CollectiveTimeout: ranks are missing, and nobody trains.
+        """
+        if self.host is None or not asks_the_store(os.environ):
+            return False
+        if not self.roles.begin_together:
+            if os.environ.get(REJOIN) == _AUTO:
+                raise ValueError(
+                    f"{REJOIN}={_AUTO}: all ranks begin together, and `wait_for_workers` says that some come later. "
+                    'Leave it at "all".'
+                )
+            return False
+        rank = self.global_rank
+        with naming_the_stores_host(rank):
+            found = cast(Any, self.transport).assemble(self.cluster_environment)
+        os.environ[REJOIN] = f"{found.again}@{found.attempt}"
+        if found.again:
+            log.warning("Rank %d was started again while others train.", rank)
+        elif found.attempt:
+            log.info("Rank %d begins with all others, which were started again, too.", rank)
+        return bool(found.again)
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
@@ -296,11 +276,11 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def place(self) -> Any:
-        """The environment of the replicas that are there."""
+        """The environment of the live replicas."""
         return among(self.live_ranks, self.cluster_environment, self.roles.num_serving)
 
     def use(self, connection: Connection, run: int) -> None:
-        """All ranks are connected for this run."""
+        """Use a connection of all ranks for this run."""
         self._connection = connection
         self.num_runs = run
         self._operations = 0
@@ -308,12 +288,11 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @property
     def connection(self) -> Connection | None:
-        """Of all ranks, while the Trainer runs; None in a world of one."""
         return self._connection
 
     @property
     def bucket_device(self) -> torch.device:
-        """Where payloads are staged."""
+        """The device on which payloads are staged."""
         return self.transport.bucket_device(self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
@@ -325,14 +304,14 @@ class ReplicatedStrategy(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """The strategy's name, and the same with the ways to start ranks from a notebook."""
+        """Register the strategy's name, and the same with each way to start ranks from a notebook."""
         register(cls, strategy_registry)
 
     # ---- the model ----
 
     @property
     def module(self) -> LightningModule:
-        """The user's module, which is there from `connect` on."""
+        """The user's module; there is one from `connect` on."""
         return cast("LightningModule", self._users_module)
 
     @property
@@ -350,13 +329,12 @@ class ReplicatedStrategy(ParallelStrategy):
     def _lightning_module(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, module: LightningModule | None
     ) -> None:
-        """The Trainer hands over its module before it asks whether this strategy can train one that was compiled."""
+        """Take the module; the Trainer asks later whether this strategy can train a compiled one."""
         self._users_module = module
         self._compiled.hide(module)
 
     @property
     def launcher(self) -> Any:
-        """The Trainer asks for it as soon as a run begins."""
         self._compiled.show()
         return super().launcher
 
@@ -365,7 +343,7 @@ class ReplicatedStrategy(ParallelStrategy):
         self._compiled.show()
 
     def setup_replica(self, trainer: Any) -> None:
-        """What `setup` does in every strategy: one model on all ranks, its optimizers, its precision."""
+        """Set up what every strategy has: one model on all ranks, its optimizers, its precision."""
         fitting = trainer.state.fn == "fit"
         cast(Any, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(self.module)

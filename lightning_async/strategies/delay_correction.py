@@ -22,7 +22,7 @@ from lightning_async.engine.gradients.reduction import Reduction, SynchronousGra
 
 
 class Correcting:
-    """What is done about the delay: here, nothing.
+    """A correction of the delay; this base corrects nothing.
 
     Args:
         gradients: of the windows.
@@ -34,7 +34,7 @@ class Correcting:
 
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
-        """A batch's forward and backward pass; ``opens``: it is the first of its window."""
+        """Return a context for a batch's passes; ``opens``: the batch is the first of its window."""
         yield
 
     def change_(self, mean: Tensor, arrived: Reduction) -> None:
@@ -52,7 +52,7 @@ class Correcting:
 
 
 class LateGradientCorrection(Correcting):
-    """What corrects each late gradient, by a `GradientCorrection`.
+    """Corrections of each late gradient, by a `GradientCorrection`.
 
     Args:
         correction: of gradients.
@@ -85,7 +85,7 @@ class LateGradientCorrection(Correcting):
 
 
 class ParameterLookahead(Correcting):
-    """What computes gradients ahead, by a `Prediction`.
+    """Gradients that are computed ahead, by a `Prediction`.
 
     Args:
         correction: says where gradients are computed.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
-from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.optim import LBFGS, SparseAdam
 
 from lightning_async._checks import check_choice, check_int
 from lightning_async.algorithms import DeltaMean, Synchronous
@@ -26,6 +24,7 @@ from lightning_async.trainer.environment.settings import check_optimizers
 from lightning_async.trainer.loops.updates import ExternalWindowSize, OptimizerUpdates
 from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, set_for_now, take_back
 from lightning_async.trainer.namespace import name as namespace
+from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 
@@ -83,6 +82,8 @@ class AsyncGradientStrategy(AsyncStrategy):
     """
 
     strategy_name = "async_gradients"
+    in_windows = True
+    updates: OptimizerUpdates | None = None
     make_totals = WindowTotals
 
     def __init__(
@@ -135,7 +136,6 @@ class AsyncGradientStrategy(AsyncStrategy):
             min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
         super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
-        self.updates: OptimizerUpdates | None = None
         self.sizes: ExternalWindowSize | None = None
         """Says how large windows are, in place of `accumulate`."""
         self.lent = False
@@ -173,7 +173,9 @@ class AsyncGradientStrategy(AsyncStrategy):
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
             if self.world is not None or is_joining(self):
-                self.updates = OptimizerUpdates(trainer, self._after_batch, self._batch)
+                self.updates = OptimizerUpdates(
+                    trainer, lambda: self.step_runner.after_batch(), lambda: self.step_runner.batch()
+                )
                 self._undo += self.updates.install()
         super().setup(trainer)
         if trainer.state.fn == "fit" and self.world is not None:
@@ -193,51 +195,22 @@ class AsyncGradientStrategy(AsyncStrategy):
         if trainer.state.fn == "fit" and not self.module.automatic_optimization:
             check_apart(type(self).__name__, self.module, self.optimizers)
 
-    def _batch(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._session is None else self._session.step_runner.batch()
-
-    def _after_batch(self) -> None:
-        if self._session is not None:
-            self._session.step_runner.after_batch()
-
-    def make_step_runner(self, *args: Any) -> WindowSteps:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `AsyncStrategy`."""
+    def make_step_runner(self, *args: Any) -> StepRunner:  # pyright: ignore[reportIncompatibleVariableOverride]
         return WindowSteps(*args) if self.module.automatic_optimization else ManualWindowSteps(*args)
-
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        step_runner = None if self._session is None else self._session.step_runner
-        if not isinstance(step_runner, ManualWindowSteps) or step_runner.steps:
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        output = closure()
-        step_runner.gather(optimizer)
-        return output
-
-    @property
-    def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Drifting`."""
-        return self._session is None or self._session.step_runner.between_windows
-
-    missed_steps = 0
 
     @property
     def in_step(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """See `Drifting`."""
         return isinstance(self.accumulate, int) and (self.sizes is None or self.sizes.least == 0.0 or self.sizes.even)
 
     @property
-    def gathers(self) -> bool:
-        """See `Drifting`."""
-        return self._session is not None and self._session.step_runner.gathers
-
-    @property
     def is_update_step(self) -> bool:
-        """Whether the optimizer has stepped with the batch under way, or just done with; for hooks at its end."""
+        """Whether the optimizer has stepped with this batch; for hooks at the end of a batch."""
         if self.updates is not None:
             return self.updates.taken
         return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
 
     def tell_place(self) -> None:
-        """A window is about to leave: what is lost with this rank from here on begins behind it."""
+        """Tell the data how far this replica is as a window leaves: what comes later would be lost with this rank."""
         if self.fit_sessions is not None:
             self.fit_sessions.patches.tell_place()
 
@@ -247,7 +220,6 @@ class AsyncGradientStrategy(AsyncStrategy):
         self.updates = None
 
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
         return {
             **super().settings(), "accumulate": self.accumulate, "delay": self.delay, "warmup_steps": self.warmup_steps,
             "correction": self.correction, "compression": self.compression,

@@ -115,7 +115,7 @@ class JoinCoordinator:
 
     @property
     def _speaks(self) -> bool:
-        """Whether it is this rank that tells joining ranks of those that train."""
+        """Whether this rank tells joining ranks of the run: the current rank 0 does."""
         live_ranks = self._strategy.live_ranks
         return self._door is not None and live_ranks is not None and live_ranks.generation.rank == 0
 
@@ -125,7 +125,7 @@ class JoinCoordinator:
             self._door.pin(notice)
 
     def notice(self) -> None:
-        """Look at what is new among the heartbeats, on whose thread this is called."""
+        """Look at what is new among the heartbeats; called on their thread."""
         if (join_preparation := self._join_preparation) is not None:
             join_preparation.look()
 
@@ -297,8 +297,10 @@ class JoinPreparation:
                 self._thread.start()
 
     def hold(self) -> PreparedJoin | None:
-        """Who can be taken by this rank, if all others can, too: that stays so until `take` or `let_go`, whoever is
-        lost meanwhile. None for nobody yet."""
+        """Return who this rank can admit, if all others can, too; None for nobody yet.
+
+        That stays so until `take` or `let_go`, whoever is lost meanwhile.
+        """
         with self._lock:
             self._held = self._ready is not None and not self._broken()
             return self._ready if self._held else None
@@ -357,7 +359,7 @@ class JoinPreparation:
         ]
 
     def _broken(self) -> bool:
-        """Whether who is ready cannot be taken, as somebody is lost."""
+        """Return whether the rank that is ready cannot be admitted, as somebody is lost."""
         try:
             if self._ready is not None and not self._held:
                 self._ready.connection.membership.check()
@@ -403,7 +405,7 @@ class JoinPreparation:
                 self._on_ready()
 
     def _invitation(self, waiting: list[str]) -> tuple[str, dict[str, Any]] | None:
-        """Of one of these: rank 0 decides of whom, one by one, as what becomes of one is nothing to another."""
+        """Return an invitation of one of these ranks: rank 0 invites them one by one, the others read whom."""
         live_ranks = self._strategy.live_ranks
         assert live_ranks is not None
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so

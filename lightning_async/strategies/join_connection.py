@@ -45,12 +45,12 @@ class PreparedJoin(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """This rank's number among them."""
+        """The number of this rank among them."""
         return self.connection.root.rank
 
     @property
     def name(self) -> str:
-        """Its own, for life."""
+        """The stable id of the joining rank."""
         return self.names[self.rank]
 
 

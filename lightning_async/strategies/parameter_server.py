@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -174,7 +174,7 @@ class ParameterServerStrategy(AsyncStrategy):
         config = AveragerConfig(
             timeouts=Timeouts.or_default(timeouts), min_replicas=min_replicas, max_replicas=max_replicas
         )
-        roles = ServerRoles(owner, placement, num_servers, server_address)
+        roles = ServerRoles(owner, placement, num_servers, server_address, self.quorum.is_all)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
         clock = server_options.clock_of(self, lr_clock)
         super().__init__(
@@ -224,14 +224,6 @@ class ParameterServerStrategy(AsyncStrategy):
                 check_equal(self.world, {"optimizers": repr([tuple(group) for group in self.groups])})
             check_momentum(self, trainer)
 
-    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        step_runner = self._session and self._session.step_runner
-        before = step_runner and step_runner.pushes
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if step_runner and step_runner.pushes == before:
-            step_runner.skip(optimizer)
-        return output
-
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         if rank == 0 and self.servers is not None:  # nobody is to wait for their pushes
             self.servers.forget(names)
@@ -244,15 +236,7 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        """See `Drifting`."""
         return None if self.lr_clock == "local" or self._session is None else self.progress.steps
-
-    def call_with_step(self) -> bool:
-        return self._session is not None and self._session.step_runner.call()
-
-    @property
-    def called(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._session is not None and self._session.step_runner.called
 
     def start_over(self) -> None:
         super().start_over()

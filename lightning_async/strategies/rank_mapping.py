@@ -21,7 +21,7 @@ _here: list[RankMap] = []  # of this process, once ranks are lost: they are to e
 
 
 class RankMap:
-    """Who is left of the ranks that began; the numbers that they have now.
+    """The live ranks of those that began, and the numbers that they have now.
 
     The engine's thread changes it, as soon as the groups of a new generation are formed; everybody reads.
 
@@ -50,8 +50,14 @@ class RankMap:
         self.generation = generation
 
     def with_joining_ranks(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> RankMap:
-        """Those who are there once others have come, for a run of all of them: what this rank's number is in it, what
-        all are called for life, and who else has ever been there."""
+        """Return the map of a run with joining ranks.
+
+        Args:
+            rank: this rank's number in that run.
+            names: stable ids of all its ranks.
+            run: its number.
+            ever: stable ids of others that have ever been there.
+        """
         made = RankMap(Generation.first(rank, len(names)), run, self._min_replicas, self, self.wanted)
         made._names = tuple(names)
         made.ever = self.ever.union(ever, map(int, names))
@@ -59,41 +65,41 @@ class RankMap:
         return made
 
     def begun_by(self, rank: int, names: Sequence[str], run: int) -> RankMap:
-        """These begin, and others may come: what this rank's number is among them."""
+        """Return the map of ranks that begin while others may come; ``rank`` is this rank's number among them."""
         made = self.with_joining_ranks(rank, names, run)
         made.ever = frozenset(map(int, names))
         return made
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The numbers that those who are left were started with."""
+        """The stable ids of the live ranks: the numbers that they were started with."""
         return tuple(map(self.called, self.generation.members))
 
     def called(self, name: str) -> str:
-        """The number that a rank of this run, by its name in it, was started with; of one that is lost, too."""
+        """Return the stable id of a rank of this run by its name in it; of a lost one, too."""
         return self._names[int(name)]
 
     @property
     def lost(self) -> int:
-        """How many ranks are gone."""
+        """The number of ranks that are lost."""
         return len(self.ever) - self.generation.world_size
 
     @property
     def are_short(self) -> bool:
-        """Whether those who are left wait for others to come."""
+        """Whether the live ranks are too few, and wait for others to come."""
         return self.generation.world_size < self.wanted
 
     @property
     def can_lose_one(self) -> bool:
-        """Whether the others go on should one more be lost."""
+        """Whether the others go on if one more is lost."""
         return self.generation.world_size > self._min_replicas
 
     def does_without(self, rank: int) -> bool:
-        """Whether the one that was started with this number is lost, and the others go on."""
+        """Return whether the rank with this stable id is lost, and the others go on."""
         return str(rank) not in self.names
 
     def go_on(self, generation: Generation, why: str) -> None:
-        """A generation is formed in which others are missing, for these reasons."""
+        """Follow a new generation in which ranks are missing, and say why."""
         before = self.generation
         self.generation = generation
         if self.room:  # numbers are not those that ranks were started with
@@ -116,13 +122,13 @@ class RankMap:
             log.warning("This rank, started as rank %s, logs and saves from here.", self.names[0])
 
     def _number(self, run: int) -> None:
-        """Numbers are others from this run on."""
+        """Number the ranks anew from this run on."""
         self.room = f"lightning_async/since{run}"
         _here[:] = [self]
         number_rank(self.generation.rank)
 
     def tell(self) -> None:
-        """The launcher hears of it; numbers go on counting up from run to run."""
+        """Tell the launcher of the generation; numbers go on counting up from run to run."""
         tell_generation((self._run << 32) + self.generation.number, self.names)
 
 
@@ -136,27 +142,22 @@ def count_run(at_least: int = 0) -> int:
 
 
 def next_run() -> int:
-    """What `count_run` would say."""
+    """Return the number that `count_run` would give."""
     return _runs[0] + 1
 
 
 def run_name(run: int) -> str:
-    """Of what a run has in the store."""
+    """Return the prefix of a run's keys in the store."""
     return f"lightning_async/{run}"
 
 
-def started(strategy: Any) -> int:
-    """How many ranks there were at first, with those that are lost since."""
-    return strategy.world_size if strategy.live_ranks is None else strategy.live_ranks.started
-
-
 def left_here() -> RankMap | None:
-    """Who is left, where an earlier run of this process has lost ranks."""
+    """Return the live ranks, where an earlier run of this process has lost some."""
     return _here[0] if _here else None
 
 
 def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) -> Any:
-    """The environment of the replicas that are there; so many of the last ranks that were started are none."""
+    """Return the environment of the live replicas; the last ``num_serving`` of the ranks that were started are none."""
     if live_ranks is None or not live_ranks.room:
         size = environment.world_size() - num_serving
         return (
@@ -175,7 +176,7 @@ def numbered_last(environment: Any) -> Any:
 
 
 def name_in_run(rank: int, names: Sequence[str]) -> str:
-    """What the rank that was started with this number is called in a run.
+    """Return the name in a run of the rank that was started with this number.
 
     >>> name_in_run(2, ()), name_in_run(2, ("0", "2", "3"))
     ('2', '1')

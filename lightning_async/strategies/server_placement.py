@@ -26,6 +26,7 @@ from lightning_async.parameter_server.tables import ParameterGroup, ParameterGro
 from lightning_async.parameter_server.worker import Worker, plan_of
 from lightning_async.strategies import server_lifecycle
 from lightning_async.strategies.averaging_state import SavedState
+from lightning_async.strategies.base import Roles
 from lightning_async.strategies.server_lifecycle import Servers, serve
 from lightning_async.strategies.server_options import Mode, StalenessView, ahead
 from lightning_async.trainer.configuration_checks import check_momentum_stays
@@ -43,14 +44,15 @@ log = logging.getLogger(__name__)
 Placement = Literal["colocated", "dedicated"]
 
 
-class ServerRoles:
-    """Some ranks may serve. See `Roles`.
+class ServerRoles(Roles):
+    """Roles where some ranks may serve.
 
     Args:
         owner: the strategy's name, for messages.
         placement: ``"colocated"``: all ranks train. ``"dedicated"``: the last ranks serve.
         num_servers: None: one.
         server_address: servers are elsewhere.
+        begin_together: training begins when all workers have come.
 
     Raises:
         ValueError: an unknown placement.
@@ -62,6 +64,7 @@ class ServerRoles:
         placement: Placement,
         num_servers: int | None,
         server_address: str | None,
+        begin_together: bool = True,
     ) -> None:
         check_choice(owner, "placement", placement, get_args(Placement))
         self._owner = owner
@@ -73,6 +76,7 @@ class ServerRoles:
                 f'`{owner}(placement="dedicated", server_address={server_address!r})`: servers that were started on '
                 "their own are no ranks. Leave one of them out."
             )
+        self.begin_together = begin_together
         self.expects_more = False
         """Workers that begin do so without others, which are to be taken in."""
 
@@ -87,8 +91,7 @@ class ServerRoles:
         return self._num_servers or 1
 
     @property
-    def num_serving(self) -> int:
-        """How many ranks do."""
+    def num_serving(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.num_servers if self.dedicated else 0
 
     def of(self, environment: Any) -> tuple[str, int]:

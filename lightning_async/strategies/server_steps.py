@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.optim import Optimizer
 
@@ -19,13 +19,11 @@ from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.parameter_server.discovery import Agreement
-from lightning_async.parameter_server.metrics import PushTotals, WorkerSteps
+from lightning_async.parameter_server.metrics import PushTotals
 from lightning_async.parameter_server.store import in_words
-from lightning_async.parameter_server.tables import ParameterGroup, ParameterGroups, rates_of, refuse_groups, tables_of
-from lightning_async.strategies.averaging_state import SavedState
-from lightning_async.strategies.step_runner import LocalStepsView, StepBatches, is_scaled, learning_rate
+from lightning_async.parameter_server.tables import ParameterGroups, rates_of, refuse_groups, tables_of
+from lightning_async.strategies.local_steps import StepBatches, is_scaled, learning_rate
 from lightning_async.trainer.namespace import (
-    OwnSteps,
     Undo,
     callbacks_of,
     changes_gradients,
@@ -33,6 +31,10 @@ from lightning_async.trainer.namespace import (
     replace_for_users,
     take_back,
 )
+from lightning_async.trainer.step_runner import StepRunner
+
+if TYPE_CHECKING:
+    from lightning_async.strategies.parameter_server import ParameterServerStrategy
 
 # How many samples are behind gradients: of each optimizer in manual optimization, and of a worker's pushes.
 
@@ -367,32 +369,7 @@ class Writes:
 _STEP = Step(Action.GRADIENTS)
 
 
-class PushStepsView(LocalStepsView, Protocol):
-    """What a strategy has whose worker this is."""
-
-    update_on_server: bool
-    update_frequency: int
-    pull_every: int
-    overlap: bool
-    num_runs: int
-    saved: SavedState
-    groups: list[ParameterGroup]
-    progress: WorkerSteps
-    fit_sessions: Any
-    own_steps: OwnSteps
-
-    @property
-    def gathers(self) -> bool: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    def start_over(self) -> None: ...
-
-    def join_servers(self, averager: BackgroundAverager) -> ParameterGroups: ...
-
-
-class PushSteps:
+class PushSteps(StepRunner):
     """In place of `LocalSteps`, which it is like to whoever calls it; at gates, see `SyncPointParticipant`.
 
     With the optimizer on the servers its ``step`` is a push of the gradients and a pull of the weights; whoever calls
@@ -408,7 +385,7 @@ class PushSteps:
 
     def __init__(
         self,
-        strategy: PushStepsView,
+        strategy: ParameterServerStrategy,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
         meet: Callable[[SyncPointKind], Arrival],
@@ -448,8 +425,11 @@ class PushSteps:
             else:
                 self._undo.append(optimizer.register_step_post_hook(self._count).remove)
 
+    @property
+    def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._strategy.module.trainer.fit_loop.epoch_loop._should_accumulate()
+
     def close(self) -> None:
-        """Let go of the optimizers and the servers."""
         take_back(self._undo)
         self._requests.close(self.tables)
 
@@ -460,7 +440,6 @@ class PushSteps:
     # ---- batches ----
 
     def start_batch(self, batch: Any) -> None:
-        """The training thread has a batch."""
         self.finish_batch()
         self._averager.sync_points.resume()
         if self._samples.spent and self._requests.answered:
@@ -483,8 +462,7 @@ class PushSteps:
             fill = partial(self.tables.fill_state, optimizer, self._tables_of(optimizer))
             self._requests.ask_within(timeout_s, fill)
 
-    def sum_up(self) -> None:
-        """How late pushes were."""
+    def complete_summary(self) -> None:
         self._requests.begin(self.tables.lags)
         self._totals.lags = in_words(self._finish())
 
@@ -493,12 +471,15 @@ class PushSteps:
         if not self._strategy.module.automatic_optimization:
             self._push_change()
 
-    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Automatic optimization: ``run`` the optimizer's step, in which gradients leave, or after which changes do."""
-        output = run(closure)
-        self._samples.spent = True
-        if not self._strategy.update_on_server:
-            self._push_change()
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        before = self.pushes
+        output = run(closure)  # in which gradients leave
+        if self._strategy.module.automatic_optimization:
+            self._samples.spent = True
+            if not self._strategy.update_on_server:
+                self._push_change()
+        if self.pushes == before:
+            self.skip(optimizer)
         return output
 
     def skip(self, optimizer: Optimizer) -> None:
@@ -516,7 +497,7 @@ class PushSteps:
         """A backward pass: gradients leave as it makes them, where they are the step's."""
         self._batches.see()
         self._samples.begin_pass()
-        leaves = self._overlaps and not self._requests.under_way and not self._strategy.gathers
+        leaves = self._overlaps and not self._requests.under_way and not self.accumulates
         return self.tables.backward(self._requests.submit if leaves else None)
 
     def after_backward(self) -> None:
@@ -634,9 +615,7 @@ class PushSteps:
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self.calls = self.called = self.tables.called = False
 
-    def call(self) -> bool:
-        """Call all with the next push, where pushes wait for one another; else some would push once more, without those
-        that wait."""
+    def call_all(self) -> bool:  # where pushes wait for one another: else some would push once more, without the others
         if together := self.tables.in_step:
             self.calls = True
         return together
@@ -650,6 +629,7 @@ class PushSteps:
         while self._agreement.behind:
             self._requests.begin(self.tables.meet)
             self._finish()
+        assert self._strategy.fit_sessions is not None
         self._strategy.fit_sessions.patches.follow_schedule()
 
     def go(self, waited_s: float) -> None: ...

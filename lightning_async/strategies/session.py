@@ -27,8 +27,8 @@ from lightning_async.membership.generation import Generation
 from lightning_async.membership.signing import SECRET
 from lightning_async.membership.status import ENDED, FAILED, StatusPublisher, StatusRecord, publish
 from lightning_async.strategies.averaging_state import SavedState, state_of
-from lightning_async.strategies.rank_mapping import RankMap, started
-from lightning_async.strategies.step_runner import is_scaled
+from lightning_async.strategies.local_steps import is_scaled
+from lightning_async.strategies.rank_mapping import RankMap
 from lightning_async.trainer.data.samplers import SamplerResize
 from lightning_async.trainer.loop_patches import DriftPatches, ShortEpochs
 from lightning_async.trainer.loops.averaged_models import AveragedModels
@@ -71,7 +71,7 @@ class FitSessions:
         AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
 
     def come(self) -> None:
-        """The same, of one that comes while the others train, and is told what they have."""
+        """Patch the loops of a joining rank, which is told what the others have."""
         self.undo.append(self.patches.remove)
         self.patches.install()
 
@@ -83,7 +83,7 @@ class FitSessions:
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
             strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
-            if (began := started(strategy)) == 1:
+            if (began := strategy.num_started) == 1:
                 strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
             else:
                 log.warning(
@@ -97,7 +97,7 @@ class FitSessions:
         self.patches.begin_steps(connection.world)
 
     def start_over(self) -> None:
-        """All ranks are here, and the next training begins on a connection of its own."""
+        """End this session; the next one begins on a connection of its own. All ranks are here."""
         self.stop()
         self._strategy.disconnect(in_order=True)
         self._strategy.connect_ranks()
@@ -105,7 +105,7 @@ class FitSessions:
         self.patches.start_over()
 
     def begin_again(self) -> None:
-        """Before a batch or a sync point: if a checkpoint was restored during training, average from there."""
+        """Begin a session, if a checkpoint was restored during training; called before batches and sync points."""
         if self._begins_anew:
             self.begin()
 
@@ -157,7 +157,7 @@ class FitSessions:
 
 
 class Session:
-    """What averages in the background while the replica trains; closed by `close`.
+    """One training of this replica among the others: its engine, averager and step runner; closed by `close`.
 
     A fit has one, and another one for each time that training begins anew within it.
 
@@ -194,7 +194,7 @@ class Session:
         if control.regroup.possible:
             generation = connection.membership.generation
             before = strategy.live_ranks
-            wanted = config.fewest(started(strategy))
+            wanted = config.fewest(strategy.num_started)
             strategy.live_ranks = RankMap(generation, strategy.num_runs, strategy.fewest, before, wanted)
             if strategy.shrinks:
                 strategy.live_ranks.tell()
@@ -279,7 +279,7 @@ class Session:
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
         names = self._world.gather_objects(self.averager.sync_points.name)
         paces = self._world.gather_objects(list(self._strategy.pacing.mean))
-        self.step_runner.sum_up()
+        self.step_runner.complete_summary()
         summary.paces = {name: Pace(*pace) for name, pace in zip(names, paces, strict=True)}
         if (live_ranks := self._strategy.live_ranks) is not None:
             summary.rank = live_ranks.generation.rank

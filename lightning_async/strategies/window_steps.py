@@ -24,10 +24,11 @@ from lightning_async.engine.gradients.window import Window, WindowTotals
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.strategies.delay_correction import correcting
+from lightning_async.strategies.local_steps import StepBatches, learning_rate, loss_scale
 from lightning_async.strategies.server_steps import SampleCounts
-from lightning_async.strategies.step_runner import StepBatches, learning_rate, loss_scale
 from lightning_async.trainer.loops.updates import OptimizerUpdates
 from lightning_async.trainer.namespace import changes_gradients, pulls, searches_lr
+from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
     from lightning_async.strategies.gradients import AsyncGradientStrategy
@@ -37,8 +38,8 @@ _GRADIENTS = Step(Action.GRADIENTS)
 _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 
 
-class WindowSteps:
-    """The step runner of windows, in place of `LocalSteps`; at sync points, see `SyncPointParticipant`.
+class WindowSteps(StepRunner):
+    """The step runner of windows of gradients, in automatic optimization; it takes part in sync points.
 
     A sync point finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so
     are the gradients of others who train on, so that all replicas have taken the same steps when it opens. The last
@@ -50,6 +51,8 @@ class WindowSteps:
         gradients: by which windows leave.
         meet: how a sync point that a step needs is opened; no step needs one here.
     """
+
+    missed_steps = 0
 
     def __init__(
         self,
@@ -84,7 +87,6 @@ class WindowSteps:
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
-        """Let go of the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -100,13 +102,12 @@ class WindowSteps:
             self._restored = True
 
     def _count(self, *_: Any) -> None:
-        """After every real optimizer step: mixed precision skips some."""
+        """Count a real optimizer step: mixed precision skips some."""
         self._seen += 1
 
     # ---- batches ----
 
     def start_batch(self, batch: Any) -> None:
-        """The training thread has a batch."""
         self._averager.sync_points.resume()
         if self._held:
             self._go()
@@ -116,29 +117,18 @@ class WindowSteps:
     def _count_samples(self, samples: float) -> None:
         self._batch_samples = samples
 
-    def finish_batch(self) -> None:
-        """Nothing is put off to the end of a batch."""
-
-    def sum_up(self) -> None: ...
-
-    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
-        """``run`` the optimizer's step."""
-        return run(closure)
-
     @contextmanager
     def batch(self) -> Iterator[None]:
-        """Its forward and backward pass."""
         with self._pass.guard(), self._correcting.batch(opens=not self._window.batches):
             yield
 
     def backward(self) -> AbstractContextManager[None]:
-        """A backward pass."""
         size = self._size if self._window.batches else self._window_schedule.size
         self._pass.begin(self._batch_samples, size, self._averager.step)
         return self._pass.guard()
 
     def after_backward(self) -> None:
-        """A batch's gradients are there; or those of a piece of it, where there is no memory for more at once."""
+        """Note that there are gradients of the batch, or of a piece of it where memory is short."""
         self._made = True
 
     def skip_batch(self) -> None:
@@ -149,7 +139,7 @@ class WindowSteps:
         self._made = True
 
     def after_batch(self) -> None:
-        """Its gradients go into the window: close that, if it is time."""
+        """Add the batch's gradients to the window, and close that, if it is time."""
         if self._made:
             self._made = False
             if not self._window.batches:
@@ -169,19 +159,17 @@ class WindowSteps:
                 self._end_if_last()
 
     @property
-    def between_windows(self) -> bool:
-        """None of a size is open."""
+    def between_windows(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return not self._window_schedule.in_turn or self._held or not self._window.batches
 
     @property
-    def gathers(self) -> bool:
-        """Gradients of batches are here that are in no step, and not on their way to one."""
+    def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._window.batches > 0
 
     # ---- windows ----
 
     def _close(self) -> None:
-        """The window is full: step with the one before, then this one leaves."""
+        """Step with the window before, then send this one, which is full."""
         if not self._pass.under_way:
             self._arrive()
         if not self._hold():
@@ -193,7 +181,7 @@ class WindowSteps:
         self._take()
 
     def _hold(self) -> bool:
-        """Whether a checkpoint of the model as it is comes first, at the end of this batch, with nothing in flight."""
+        """Return whether a checkpoint comes first, at the end of this batch, with nothing in flight."""
         self._held = self._window_schedule.late and self._window_schedule.updates.left > 1 and self._averager.marks.due
         return self._held
 
@@ -219,7 +207,7 @@ class WindowSteps:
             self._gradients.wait_until_free()
 
     def _end_if_last(self) -> None:
-        """The last step before ``max_steps`` has no delay: no window follows that would bring it."""
+        """Take the last step before ``max_steps`` without a delay: no window follows that would bring it."""
         if self._window_schedule.updates.left == 1:
             self._arrive()
 
@@ -352,7 +340,7 @@ class ManualWindowSteps(WindowSteps):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass: its samples are behind all gradients that are there after it."""
+        """Return a context for a backward pass, which counts its samples for all gradients that are there after it."""
         self._sample_counts.begin_pass()
         yield
         self._batches.see()
@@ -361,8 +349,10 @@ class ManualWindowSteps(WindowSteps):
     def after_backward(self) -> None:
         """Gradients stay where they are, until their optimizer asks for a step."""
 
-    def gather(self, optimizer: Optimizer) -> None:
-        """This optimizer asks for a step."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        if self.steps:
+            return run(closure)
+        output = closure()
         self._batches.see()
         number = self._strategy.optimizers.index(optimizer)
         if not self._window.batches:
@@ -370,6 +360,7 @@ class ManualWindowSteps(WindowSteps):
         samples = self._sample_counts.take(number) or self._batch_samples
         self._window.add_(samples, self._window_schedule.scale, self._averager.step, self._sample_counts.params[number])
         self._asked = True
+        return output
 
     def after_batch(self) -> None:
         self._batches.see()
@@ -444,7 +435,7 @@ def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 
 class WindowSchedule:
-    """What holds for the windows of one replica now. Callbacks may change what the strategy says at any moment.
+    """The size and delay of one replica's windows now; callbacks may change them at any moment.
 
     Args:
         strategy: says how it accumulates.
@@ -483,18 +474,18 @@ class WindowSchedule:
         return size_of(self._strategy.accumulate, self._averager.sync_points) if sizes is None else sizes.size
 
     def fills(self, batches: int, samples: float, size: float) -> bool:
-        """Whether so many batches, of so many samples, are a window that is to have ``size`` batches."""
+        """Return whether these batches and samples fill a window of ``size`` batches."""
         sizes = self._strategy.sizes
         return batches >= max(1, size) and (sizes is None or samples >= sizes.least)
 
     @property
     def scale(self) -> float:
-        """What mixed precision multiplies losses by."""
+        """The factor by which mixed precision multiplies losses."""
         return loss_scale(self._strategy)
 
     @property
     def batch_scale(self) -> float:
-        """What a batch's gradients are multiplied by: Lightning divides the loss, too."""
+        """The factor by which a batch's gradients are multiplied: Lightning divides the loss, too."""
         return self.scale / self._strategy.module.trainer.accumulate_grad_batches
 
 
@@ -550,7 +541,7 @@ class LastBackward:
         """The window is on its way, and its pass, or the batch that it is of, is not over."""
 
     def begin(self, samples: float, size: float, step: int) -> None:
-        """A backward pass begins, of a batch of so many samples.
+        """Begin a backward pass, and let the window leave with it where that is possible.
 
         Args:
             samples: of the batch.
@@ -576,7 +567,7 @@ class LastBackward:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """The pass, or all of its batch: where that fails nobody waits for its gradients."""
+        """Return a context for the pass, or its whole batch: where that fails, nobody waits for its gradients."""
         try:
             yield
         except BaseException:
@@ -586,7 +577,7 @@ class LastBackward:
             raise
 
     def finish(self) -> float:
-        """The batch is over: it is in the window, which has left. Returns the samples behind that."""
+        """End the batch, which is in the window that has left; return the number of samples in it."""
         self.under_way = False
         self._window.clear()
         self._gradients.finish_last()

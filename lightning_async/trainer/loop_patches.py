@@ -35,7 +35,7 @@ from lightning_async.trainer.namespace import (
     take_back,
     validation_interval,
 )
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Validation:
     """
 
     def __init__(
-        self, strategy: AsyncStrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData
+        self, strategy: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
@@ -127,7 +127,9 @@ class Validation:
             if due and not isinstance(validation_interval(self._trainer), timedelta):
                 self._due += 1
                 due = self._due > self._held
-            asked = Vote.VALIDATE in sync_points.agreed and self._strategy.between_windows and not self._comes()
+            asked = (
+                Vote.VALIDATE in sync_points.agreed and self._strategy.step_runner.between_windows and not self._comes()
+            )
             return due or (asked and self._trainer.enable_validation)
 
         return should_check_val_fx
@@ -335,7 +337,7 @@ class DriftPatches:
         trainer: its loops, its signal connector, and some of its callbacks are patched.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         stopping = Stopping(strategy, trainer)

@@ -21,6 +21,8 @@ from tests.benchmarks.link import Link, Place
 from tests.benchmarks.measured import Job
 from tests.support import run_ranks, start_ranks
 
+pytestmark = pytest.mark.processes
+
 MAIN = "tests.benchmarks.averaging:main"
 CHECKPOINTS = "tests.benchmarks.checkpoints:main"
 

@@ -91,6 +91,7 @@ def test_samples_of_a_killed_process_count_up_to_its_last_round():
     assert soak.kept(life("0", *events), killed=False, since=1.5, until=9.0) == 4
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(230)
 @pytest.mark.parametrize(
     ("scenario", "places"), [("averaging", ("payload", "optimizer", "merge")), ("synchronous", ("payload", "commit"))]
@@ -140,6 +141,7 @@ def test_a_target_that_is_missed_is_a_failure_where_that_is_asked_for(
     )
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_make_asks_for_the_targets_and_installs_what_the_soak_compares_with():
     shown = subprocess.run(

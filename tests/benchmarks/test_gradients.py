@@ -103,6 +103,7 @@ def test_peers_and_their_rate() -> None:
     assert (options.repeats, options.peers) == (1, gradients.QUICK_PEERS)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_quick_run_writes_table_and_numbers(tmp_path: Path) -> None:
     options = {"arguments": ["--quick", "--out", str(tmp_path)]}

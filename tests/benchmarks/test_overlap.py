@@ -12,6 +12,8 @@ import torch
 from tests.benchmarks import overlap_gpu
 from tests.strategies.problem import distance
 
+pytestmark = pytest.mark.processes
+
 
 def test_on_the_cpu_it_averages_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--device", "cpu", "--numel", "500000", "--tokens", "64", "--steps", "2", "--blocks", "2"]

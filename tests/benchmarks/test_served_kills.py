@@ -16,6 +16,7 @@ def test_what_is_counted_and_what_is_applied() -> None:
         assert served_kills.Kills(counted=10, applied=applied, lives=2).exact == exact
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(600)
 def test_all_come_back_and_each_push_is_there_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--out", str(tmp_path), "--worker-kills", "1", "--server-kills", "1", "--ranks", "2"]

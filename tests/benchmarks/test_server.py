@@ -9,6 +9,8 @@ import pytest
 
 from tests.benchmarks import server
 
+pytestmark = pytest.mark.processes
+
 
 def test_it_measures_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     few = {("Adam", "large", "shm"): 20.0, ("SGD", "small", "gloo"): 0.6}  # to start a process takes seconds

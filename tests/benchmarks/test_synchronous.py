@@ -27,6 +27,7 @@ def test_the_wide_model_has_the_gradients_that_it_is_to_have(megabytes: float) -
     assert 24 * width_of(megabytes) ** 2 * 4 == pytest.approx(1e6 * megabytes, rel=0.01)
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_a_short_run_measures_both(tmp_path: Path) -> None:
     options = ["--quick", "--out", str(tmp_path)]

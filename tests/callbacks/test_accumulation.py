@@ -333,6 +333,7 @@ class Dies(pl.Callback):
             raise KeyError("dies")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("at", [3, 7, 15])
 def test_a_resume_within_a_window_is_equal_to_the_bit(at: int, tmp_path: Path):
     def callbacks() -> list[Any]:

@@ -16,6 +16,8 @@ from tests.callbacks.accumulation_ranks import rows, tokens
 from tests.callbacks.problem import Line, values
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.callbacks.accumulation_ranks"
 
 

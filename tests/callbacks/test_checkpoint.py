@@ -27,6 +27,8 @@ from lightning_async.errors import CheckpointError
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt, send, until
 
+pytestmark = pytest.mark.processes
+
 BATCHES, EPOCHS = 12, 2
 
 

@@ -11,6 +11,8 @@ from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP, settled
 from tests.strategies.workers import Outcomes
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,6 +19,8 @@ from tests.callbacks.loss_ranks import BATCH, SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankResult, run_ranks
 
+pytestmark = pytest.mark.processes
+
 EVERYBODY = (0, 1, 2)
 
 

@@ -9,6 +9,8 @@ import pytest
 from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS, STOP
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.callbacks.checkpoint_ranks"
 WITH_WORKERS = ("ddp_group", "synchronous_group", "drifting_group", "windows_group")
 WITH_POOLS = ("ddp_pool", "synchronous_pool", "drifting_pool", "windows_pool")

@@ -29,6 +29,8 @@ from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
 from tests.callbacks.test_checkpoint import BATCHES, EPOCHS, data, every, steps_in, train, trainer_of, whole_data
 
+pytestmark = pytest.mark.processes
+
 
 class Caching(Noisy):
     """Its buffers are made, and made larger, as it trains."""

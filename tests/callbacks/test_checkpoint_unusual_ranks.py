@@ -7,6 +7,8 @@ import pytest
 from tests.callbacks.checkpoint_ranks import BATCHES, EPOCHS
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.callbacks.unusual_ranks"
 
 

@@ -20,6 +20,8 @@ from tests.callbacks.checkpoint_ranks import At
 from tests.callbacks.test_checkpoint import every, steps_in, train
 from tests.checkpoint.test_directory_lock import once_said
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

@@ -7,7 +7,7 @@ import pytest
 from tests.horovod import horovod_environment, needs_horovod
 from tests.strategies.workers import Outcomes
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.processes, needs_horovod]
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from tests.strategies.workers import Outcomes
+
+pytestmark = pytest.mark.processes
 
 SCENARIOS = "tests.callbacks.ranks"
 

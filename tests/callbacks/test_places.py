@@ -14,6 +14,8 @@ from tests.checkpoint.stores import save
 from tests.strategies.workers import Outcomes
 from tests.support import run_ranks, start_ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:

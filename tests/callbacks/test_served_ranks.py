@@ -11,6 +11,8 @@ from tests.callbacks.window_ranks import BATCHES, EPOCHS, STOP
 from tests.strategies.workers import SCENARIOS, Outcomes
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 MODULE = served_ranks.__name__
 WATCHED = ("not_finite", "not_finite_async", "stops", "rolled_back", "rolled_back_async", "broken")
 EXACT = ("after_a_kill", "own_optimizers")

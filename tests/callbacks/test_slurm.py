@@ -14,6 +14,8 @@ import torch
 from tests.callbacks.checkpoint_ranks import At
 from tests.callbacks.test_checkpoint import every, in_child, steps_in, train
 
+pytestmark = pytest.mark.processes
+
 SLURM = {
     "SLURM_NTASKS": "1", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "1", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
     "SLURM_NODEID": "0", "SLURM_NODELIST": "localhost", "SLURM_JOB_NAME": "train", "SLURM_JOB_ID": "4711",

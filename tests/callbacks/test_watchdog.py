@@ -12,6 +12,8 @@ import pytest
 from lightning_async.callbacks.watchdog import HangWatchdog
 from tests.support import run_ranks, start_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def test_a_hang_ends_with_stacks_and_a_code_of_its_own(tmp_path: Path):
     (result,) = run_ranks(

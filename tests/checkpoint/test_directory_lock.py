@@ -26,6 +26,8 @@ from tests.checkpoint.states import job_of
 from tests.checkpoint.stores import save
 from tests.checkpoint.test_recovery import Ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:

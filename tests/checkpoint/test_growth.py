@@ -37,6 +37,7 @@ def job(value: float, number: int = 1) -> SaveJob:
     return SaveJob(number, number, "run", (0,), {"x": torch.full((1 << 20,), value)}, {})
 
 
+@pytest.mark.processes
 def test_it_is_busy_until_the_memory_is_there_and_saves_then(tmp_path: Path, held: threading.Event) -> None:
     writer = Writer(tmp_path)
     try:
@@ -71,6 +72,7 @@ def test_closing_waits_for_it(tmp_path: Path, held: threading.Event) -> None:
     assert [buffer.descriptor for buffer in writer._buffers] == [-1, -1]
 
 
+@pytest.mark.processes
 def test_memory_that_is_not_there_is_said_by_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(descriptor: int, offset: int, size: int) -> None:
         raise OSError(28, "No space left on device")

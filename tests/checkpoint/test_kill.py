@@ -11,6 +11,8 @@ import pytest
 
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 KILLS = int(os.environ.get("KILLS", "40"))
 """Kills of a trainer that saves: ``KILLS=200 make test`` for all that was promised."""
 BATCH = 40

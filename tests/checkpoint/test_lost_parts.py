@@ -16,6 +16,8 @@ from lightning_async.checkpoint import retention
 from lightning_async.checkpoint.saver import Saver
 from lightning_async.checkpoint.store import CheckpointStore
 
+pytestmark = pytest.mark.processes
+
 EVERYBODY = (0, 1, 2)
 Make = Callable[[int], Saver]
 

@@ -16,6 +16,8 @@ from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.errors import CheckpointError
 from tests.checkpoint.test_writer import POISONED
 
+pytestmark = pytest.mark.processes
+
 
 def saver_of(folder: Path, rank: int = 0, **settings: object) -> Saver:
     saver = Saver(CheckpointStore(folder), rank, "run", Latest(2), **settings)  # pyright: ignore[reportArgumentType]

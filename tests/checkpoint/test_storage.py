@@ -153,6 +153,7 @@ def holder(folder: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
+@pytest.mark.processes
 def test_a_folder_is_held_until_its_writers_are_gone(tmp_path: Path):
     files, folder = LocalFiles(), tmp_path / "deep" / "folder"
     with holder(folder) as writer:

@@ -369,6 +369,7 @@ except OSError as error:
 """
 
 
+@pytest.mark.processes
 def test_a_directory_that_is_read_only_is_named():
     with tempfile.TemporaryDirectory() as folder:
         store = CheckpointStore(folder)
@@ -397,6 +398,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
+@pytest.mark.processes
 def test_a_disk_that_fills_loses_nothing_and_goes_on_when_there_is_room(small_disk: Path):
     store = CheckpointStore(small_disk)
     old = save(store, 1)

@@ -28,6 +28,8 @@ from lightning_async.checkpoint.writer import Result, SaveBusy, SaveJob, Writer
 from lightning_async.errors import CheckpointError
 from tests.checkpoint.states import assert_loaded, job_of
 
+pytestmark = pytest.mark.processes
+
 MakeWriter = Callable[..., Writer]
 
 

@@ -96,6 +96,7 @@ def trainer(folder: Path, steps: int, *callbacks: Any) -> Any:
     )  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before the epoch ended")
 def test_export_is_an_ordinary_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     torch.manual_seed(0)

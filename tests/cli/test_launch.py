@@ -63,6 +63,7 @@ def test_what_is_wrong_is_named(arguments: list[str], message: str, capsys: pyte
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_the_console_script_is_there_without_torch():
     """It runs commands without what the package imports for its users."""
     script = ROOT / "lightning_async/cli/bin/lightning-async"

@@ -65,6 +65,7 @@ def joined(where: str) -> Client:
     return client
 
 
+@pytest.mark.processes
 def test_servers_are_found_serve_and_come_back_with_their_last_snapshots(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -58,6 +58,7 @@ def command(*arguments: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.processes
 def test_it_watches_until_the_store_is_gone():
     servers = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
     with command(f"127.0.0.1:{servers[0].port}", "--json", "--watch", "0.05") as process:
@@ -70,6 +71,7 @@ def test_it_watches_until_the_store_is_gone():
     assert "Traceback" not in err
 
 
+@pytest.mark.processes
 def test_it_serves_prometheus_until_a_signal_comes():
     pytest.importorskip("prometheus_client")
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)

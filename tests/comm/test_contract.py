@@ -16,6 +16,8 @@ from tests.comm.contract import ALL_CHECKS, Check, Stage
 from tests.comm.faulty import FaultyCollectives
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.comm.contract import CHECKS, LAST_CHECKS
 from tests.horovod import horovod_environment, needs_horovod
 from tests.support import run_ranks
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.processes, needs_horovod]
 WORKERS = "tests.comm.horovod_workers:"
 
 

@@ -20,6 +20,8 @@ from tests.strategies.test_failures import ENDLESS, LIMIT_S, TRAIN, all_well, su
 from tests.strategies.workers import Outcomes
 from tests.support import RankResult, run_ranks, start_ranks
 
+pytestmark = pytest.mark.processes
+
 NEEDS_GPU = (pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))
 GPU = pytest.param("cuda", marks=NEEDS_GPU)
 SOCKETS_ONLY = "abort_in_the_middle_of_large_messages"

@@ -261,6 +261,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("kind", ["shm", "gloo"])
 def test_a_killed_process_that_has_forked_is_noticed_and_what_it_has_sent_stays(kind: str):
     listener, where = listen()

@@ -68,6 +68,7 @@ def half(address: Address, seal: Seal, then: Callable[[], None]) -> None:
     line.close()
 
 
+@pytest.mark.processes
 def test_of_an_owner_that_is_killed_as_it_sends_the_copy_before_is_there(keeper: PeerStore, seal: Seal) -> None:
     deposit(keeper.address, seal, "1", {"step": 1}, memoryview(b"o" * 2 * LARGE))
     if (child := os.fork()) == 0:
@@ -80,6 +81,7 @@ def test_of_an_owner_that_is_killed_as_it_sends_the_copy_before_is_there(keeper:
     assert fetch(keeper.address, seal, "1") == ({"step": 2}, bytearray(b"p" * 2 * LARGE))
 
 
+@pytest.mark.processes
 def test_who_keeps_and_is_gone_is_noticed_at_once() -> None:
     told, tells = os.pipe()
     if (child := os.fork()) == 0:
@@ -165,6 +167,7 @@ def test_closing_ends_what_is_under_way(seal: Seal) -> None:
     assert not [each for each in threading.enumerate() if each.name.startswith("lightning_async")]
 
 
+@pytest.mark.processes
 def test_a_fork_of_the_rank_holds_nothing_open(keeper: PeerStore, seal: Seal) -> None:
     """A worker of a DataLoader: the rank's end is seen by others while that lives."""
     deposit(keeper.address, seal, "1", {}, memoryview(b"mine"))

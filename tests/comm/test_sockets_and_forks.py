@@ -9,7 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from lightning_async._sockets import connects, is_open, keep_from_forks, opening, serves_at, snapshot
+
+pytestmark = pytest.mark.processes
 
 
 def in_a_fork(look: Callable[[], Any], tmp_path: Path) -> Any:

@@ -12,6 +12,8 @@ from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.membership.store import HashStore
 from tests.support import run_ranks, start_ranks
 
+pytestmark = pytest.mark.processes
+
 LIMIT_S = 150.0
 """For the ranks of one test."""
 SOON_S = 20.0

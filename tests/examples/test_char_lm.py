@@ -64,6 +64,7 @@ def test_the_model_never_looks_ahead():
     assert 1e6 < sum(parameter.numel() for parameter in CharLM(105).parameters()) < 5e6
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "given",
     [["--strategy=ddp"], ["--strategy=async_averaging"], ["--rule=diloco", "--compression=int8"]],

@@ -17,6 +17,8 @@ from lightning_async.trainer.namespace import fabric
 from tests.benchmarks.elastic_trace import alive
 from tests.support import ROOT
 
+pytestmark = pytest.mark.processes
+
 
 def check_replica(given: dict[str, str], number: int, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As Lightning sees it, whatever else this test's own environment has."""

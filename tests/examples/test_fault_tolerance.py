@@ -12,6 +12,7 @@ from tests.support import ROOT, run_ranks
 WHOLE = Attempt({0: "0x1.0p+0", 1: "0x1.8p+0", 2: "0x1.cp+0"}, "its end")
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)  # four processes, of which three come one after the other
 def test_a_training_that_is_killed_is_equal_with_one_that_is_not(tmp_path: Path) -> None:
     (run,) = run_ranks(

@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.horovod import needs_horovod, needs_horovod_mpi
 from tests.support import ROOT, shell_environment
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.processes, needs_horovod]
 
 
 def run(command: str, folder: Path) -> str:

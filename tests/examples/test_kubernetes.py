@@ -205,6 +205,7 @@ class Pods:
             process.wait()
 
 
+@pytest.mark.processes
 def test_the_first_pod_is_killed_and_its_replacement_joins_and_where_all_were_told_to_go_they_begin_again(
     tmp_path: Path,
 ):

@@ -7,7 +7,11 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import ROOT
+
+pytestmark = pytest.mark.processes
 
 
 def test_a_short_run_learns():

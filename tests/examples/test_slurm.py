@@ -133,6 +133,7 @@ def cluster() -> Iterator[Cluster]:
             made.end()
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(bool(MISSING) or os.geteuid() != 0, reason=f"needs Slurm ({', '.join(MISSING)}) and root")
 @pytest.mark.timeout(600)
 def test_the_first_replica_is_killed_and_joins_again_and_a_job_in_the_queue_again_goes_on(cluster: Cluster):

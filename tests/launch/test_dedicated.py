@@ -8,7 +8,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.launch.conftest import Launched
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = str(Path(__file__).with_name("dedicated.py"))
 

@@ -57,6 +57,7 @@ def trained(link: Link, folder: Path, script: str) -> str:
     return text
 
 
+@pytest.mark.processes
 def test_each_host_has_a_server_and_both_train_as_one_process(link: Link, tmp_path: Path):
     """One worker's own is behind shared memory, the other one's behind Gloo."""
     text = trained(link, tmp_path, SERVED)

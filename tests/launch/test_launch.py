@@ -19,7 +19,10 @@ from lightning_async.launch.environment import LaunchedJob
 from tests.launch.conftest import CONSOLE, SCRIPT, Launched, lives, with_variable
 from tests.support import ROOT
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux"),
+]
 Launch = Callable[..., Launched]
 
 

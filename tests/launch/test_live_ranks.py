@@ -14,7 +14,10 @@ import pytest
 from tests.launch import conftest
 from tests.launch.conftest import CONSOLE, Launched, lives
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux"),
+]
 
 SCRIPT = str(Path(__file__).with_name("live_ranks.py"))
 ENVIRONMENT = {"PYTHONPATH": str(conftest.ROOT)}

@@ -149,6 +149,7 @@ def test_what_follows_after_training_is_no_hang(state: str):
     assert progress.look(told, 511.0) is not None
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
 def test_ranks_that_hang_are_killed_and_started_again_and_the_last_ones_code_says_so(
     launch: Callable[..., Launched],

@@ -16,7 +16,10 @@ from lightning_async.launch.registry import running
 from lightning_async.membership.signing import SECRET
 from tests.launch.conftest import SCRIPT, Launched
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux"),
+]
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ import torch.distributed.run
 
 from tests.support import free_port, shell_environment, start_script
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = str(Path(__file__).with_name("comes_back.py"))
 
 

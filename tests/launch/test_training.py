@@ -10,8 +10,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.launch.conftest import Launched, lives
 from tests.strategies.live_rank_workers import SAMPLES
+
+pytestmark = pytest.mark.processes
 
 SCRIPT = str(Path(__file__).with_name("train.py"))
 COMES_BACK = str(Path(__file__).with_name("comes_back.py"))

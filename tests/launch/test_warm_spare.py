@@ -17,7 +17,10 @@ from tests.launch.conftest import Launched, lives
 from tests.launch.test_live_ranks import SCRIPT, Ranks, said
 from tests.support import ROOT
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="the launcher needs Linux"),
+]
 
 LIBRARY = """
 import os, pathlib, time

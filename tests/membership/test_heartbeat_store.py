@@ -270,6 +270,7 @@ def test_stalls_shorter_than_dead_after_are_survived() -> None:
         until_all_beat(all_ranks, beaten)
 
 
+@pytest.mark.processes
 def test_a_store_that_is_gone_is_not_called_for_as_long_as_its_requests_may_take() -> None:
     """It may go in the moment after it was seen to be there."""
     usual = timedelta(seconds=600)
@@ -289,6 +290,7 @@ def test_a_store_that_is_gone_is_not_called_for_as_long_as_its_requests_may_take
     assert store.timeout == usual
 
 
+@pytest.mark.processes
 def test_a_process_that_ends_within_a_request_ends_in_order() -> None:
     """As left behind, the heartbeat's thread would come back to an interpreter that shuts down: SIGABRT."""
     (result,) = run_ranks(ROOT / "tests/comm/end_within_a_request.py", 1, fresh=True)

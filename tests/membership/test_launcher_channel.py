@@ -115,6 +115,7 @@ def test_there_is_no_launcher(value: str | None, monkeypatch: pytest.MonkeyPatch
     tell_generation(0, ["0"])
 
 
+@pytest.mark.processes
 def test_a_forked_child_is_not_the_rank(ends: tuple[socket.socket, socket.socket]):
     """It has the variable and the descriptor; what it says is of another training."""
     child = os.fork()
@@ -172,6 +173,7 @@ DEATHS = [
 ]
 
 
+@pytest.mark.processes
 def test_a_rank_hears_of_deaths_until_it_closes_and_the_next_listener_of_those_since(
     ends: tuple[socket.socket, socket.socket],
 ):
@@ -216,6 +218,7 @@ def test_a_rank_hears_of_deaths_until_it_closes_and_the_next_listener_of_those_s
     in_a_rank(hears_later)
 
 
+@pytest.mark.processes
 def test_of_two_listeners_each_hears_of_every_death(ends: tuple[socket.socket, socket.socket]):
     launcher, _ = ends
 
@@ -236,6 +239,7 @@ def test_of_two_listeners_each_hears_of_every_death(ends: tuple[socket.socket, s
     in_a_rank(hear)
 
 
+@pytest.mark.processes
 def test_a_fork_of_a_rank_takes_nothing_of_what_it_is_told_and_ends_no_listener(
     ends: tuple[socket.socket, socket.socket],
 ):
@@ -258,6 +262,7 @@ def test_a_fork_of_a_rank_takes_nothing_of_what_it_is_told_and_ends_no_listener(
     in_a_rank(forks)
 
 
+@pytest.mark.processes
 def test_who_has_inherited_the_channel_shuts_it_down_and_the_listener_ends(ends: tuple[socket.socket, socket.socket]):
     _, rank = ends
 
@@ -273,6 +278,7 @@ def test_who_has_inherited_the_channel_shuts_it_down_and_the_listener_ends(ends:
     in_a_rank(shut_down)
 
 
+@pytest.mark.processes
 def test_nobody_listens_where_no_launcher_has_started_this_process(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ):

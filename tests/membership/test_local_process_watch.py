@@ -16,6 +16,8 @@ from lightning_async.membership.failure_detector import FAILED, LEFT, UP, VISITI
 from lightning_async.membership.process_liveness import STARTER, LocalProcessWatch, place_of
 from tests.membership.test_membership import Clock, Hand
 
+pytestmark = pytest.mark.processes
+
 Start = Callable[[], "subprocess.Popen[bytes]"]
 
 

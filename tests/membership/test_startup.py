@@ -206,6 +206,7 @@ def test_a_store_at_no_port_is_not_waited_for() -> None:
         open_store("127.0.0.1", 0, False, patience())
 
 
+@pytest.mark.processes
 def test_another_client_of_a_store_that_stands_still_is_not_waited_for_in_torch() -> None:
     """Its host has the connection, and says nothing: torch waited without an end."""
     with subprocess.Popen([sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as host:

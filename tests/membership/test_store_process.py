@@ -14,6 +14,8 @@ from lightning_async.membership.startup import WaitWithLog, listen, open_store
 from lightning_async.membership.store import TCPStore
 from lightning_async.membership.store_process import StoreProcess
 
+pytestmark = pytest.mark.processes
+
 LONG = 30.0
 
 

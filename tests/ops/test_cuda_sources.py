@@ -14,7 +14,7 @@ from tests.ops.compiled import compiled
 
 GXX, NVCC = shutil.which("g++"), shutil.which("nvcc")
 
-pytestmark = pytest.mark.timeout(300)  # compiling it takes a while on few cores
+pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]  # compiling it takes a while on few cores
 
 
 @pytest.mark.skipif(GXX is None, reason="no g++")

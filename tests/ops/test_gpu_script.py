@@ -13,6 +13,8 @@ import torch
 
 from tests.support import ROOT
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: `make gpu` runs the whole script")
 def test_without_a_gpu_it_says_so_and_fails(tmp_path: Path):

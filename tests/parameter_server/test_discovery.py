@@ -150,6 +150,7 @@ def test_a_server_that_cannot_serve_says_why() -> None:
         notes.answers(1, 1, patience())
 
 
+@pytest.mark.processes
 def test_who_serves_again_begins_with_the_snapshot_of_the_one_whose_memory_is_gone(tmp_path: Path) -> None:
     """The process that has started the first one is gone, too: all that it knew is on the board, and in the folder."""
     notes = board()

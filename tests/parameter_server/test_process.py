@@ -30,6 +30,8 @@ from lightning_async.parameter_server.process import ServerProcess
 from tests.parameter_server.kills import MOMENTA, Found, final_weights, kill_servers, work
 from tests.support import ROOT
 
+pytestmark = pytest.mark.processes
+
 NUMEL = 200_000
 
 

@@ -14,6 +14,8 @@ from lightning_async.parameter_server.client import Client, forget
 from lightning_async.parameter_server.partition import TABLES
 from lightning_async.parameter_server.process import ServerProcess
 
+pytestmark = pytest.mark.processes
+
 SIZES = (5, 3)
 OPTIMIZERS = (("SGD", {"lr": 0.5}), ("delta", {}))
 

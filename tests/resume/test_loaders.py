@@ -315,6 +315,7 @@ KEEPING = {
 }  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2, "persistent"])
 @pytest.mark.parametrize("kind", KEEPING)
 def test_a_dataset_with_a_state_begins_each_later_epoch_as_without_a_resume(
@@ -325,6 +326,7 @@ def test_a_dataset_with_a_state_begins_each_later_epoch_as_without_a_resume(
     goes_on(training, tmp_path, ["batch 0:5", "batch 0:8", "epoch 1:8", "batch 1:1", "batch 1:6"])
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize(
     ("kind", "is_sized", "workers"),
@@ -370,6 +372,7 @@ class Tells(Net):
         self.trainer.train_dataloader.dataset.set_epoch(self.current_epoch)  # pyright: ignore
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [Keeps, Shuffled])
 def test_a_dataset_that_is_told_its_epoch(dataset: Any, workers: int, tmp_path: Path) -> None:
@@ -386,6 +389,7 @@ UNUSUAL = {
 }
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize("kind", LOADERS)
 def test_a_loader(kind: str, tmp_path: Path) -> None:
@@ -414,6 +418,7 @@ def test_a_setting(setting: str, tmp_path: Path) -> None:
     goes_on(Training(sized, trainer=SETTINGS[setting]), tmp_path, wanted)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "make", [lambda: sized(num_workers=2, persistent_workers=True), lambda: DataLoader(Endless(), 3)]
 )
@@ -496,6 +501,7 @@ def test_what_was_trained_on_is_not_fetched_again(tmp_path: Path) -> None:
         assert second.dataset.fetched == first.dataset.fetched[15:]
 
 
+@pytest.mark.processes
 def test_a_second_interruption(tmp_path: Path) -> None:
     """What was taken from a fit that itself went on."""
     training = Training(lambda: sized(num_workers=2))
@@ -541,6 +547,7 @@ ENDED = [
 ]  # fmt: skip
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize("kind", ENDED)
 def test_workers_that_a_signal_to_the_group_ends_are_replaced(kind: str, quiet_children: None) -> None:
@@ -548,6 +555,7 @@ def test_workers_that_a_signal_to_the_group_ends_are_replaced(kind: str, quiet_c
     assert iterated(LOADERS[kind](), {0: [0, 1], 3: [1], 5: [0, 1], 12: [0]}) == whole
 
 
+@pytest.mark.processes
 def test_workers_that_end_while_nobody_was_told_are_missed(quiet_children: None) -> None:
     with pytest.raises(RuntimeError, match="exited unexpectedly"):
         iterated(sized(num_workers=2), {3: [0, 1]}, told=False)

@@ -80,6 +80,7 @@ def test_beginnings_of_a_stream_have_the_shares_of_the_whole():
         assert all(abs(count - n * w) < 1.0 for count, w in zip(counts, weights, strict=True))
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "partition", [Random(), Weighted({1: 3.0}), ByKey(lambda sample: sample % 7)], ids=lambda each: type(each).__name__
 )
@@ -152,6 +153,7 @@ class Dies(pl.Callback):
             raise KeyError("dies")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_part_goes_on_where_a_checkpoint_has_it(workers: int, tmp_path: Path):
     data: Any = torch.arange(60.0).unsqueeze(1).expand(60, 4)

@@ -69,6 +69,7 @@ def test_batches_that_the_step_fetches(tmp_path: Path) -> None:
     assert [re.sub("`.*?`", "", problem)[:20] for problem in follow.problems] == [" fetches batches its"]
 
 
+@pytest.mark.processes
 def test_no_problem(tmp_path: Path) -> None:
     for loader in (lambda: DataLoader(Sized(), 3, num_workers=1), lambda: DataLoader(Endless(), 3), Batches):
         _, follow, _ = Training(loader, trainer={"max_epochs": 1}).fit(tmp_path, wanted=lambda name: False)

@@ -12,6 +12,8 @@ from tests.resume.ranks import LAST_BATCH, POINTS, epoch_loader
 from tests.strategies.conftest import ranks as ranks
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.resume.ranks"
 
 

@@ -23,6 +23,7 @@ def loader(dataset: str, workers: int = 0, **settings: Any) -> DataLoader[Any]:
     return DataLoader(DATASETS[dataset](), batch_size=3, shuffle=shuffle, num_workers=workers, **settings)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", DATASETS)
 def test_each_kind_of_safe_point(dataset: str, workers: int, tmp_path: Path) -> None:

@@ -195,6 +195,7 @@ def test_a_stream_that_is_read_again(
     assert not again or f"the 12 samples that were trained on in this epoch the last {again} come again" in lines[0]
 
 
+@pytest.mark.processes
 def test_workers_read_as_many_samples_again_as_each_had(tmp_path: Path) -> None:
     loaders = [DataLoader(Endless(), each, num_workers=2) for each in (2, 4)]
     training = Training(lambda: loaders[0], trainer={"max_epochs": 1})
@@ -273,6 +274,7 @@ def between(first: Any, second: Any, folder: Path, at: str) -> tuple[list[int], 
     return samples_of(rows[: point.rows], point.epoch), again
 
 
+@pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:Your `IterableDataset` has `__len__` defined")
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (2, 0), (0, 2), (3, 1)])
 @pytest.mark.parametrize("dataset", [Shares, SharesAndSaves, SharesWithALength])
@@ -290,6 +292,7 @@ def test_a_stream_that_other_workers_divide_begins_its_epoch_anew(
     assert "5 batches (10 samples) that were trained on come again" in line
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(("before", "after"), [(1, 0), (0, 1)])
 @pytest.mark.parametrize("dataset", [Shares, SharesAndSaves])
 def test_a_stream_that_one_worker_reads_goes_on(
@@ -305,6 +308,7 @@ def test_a_stream_that_one_worker_reads_goes_on(
     assert all("behind 5 batches (10 samples)" in line for line in told_of_it)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("at", ["epoch 1:12", "batch 0:12"])
 def test_other_workers_from_the_next_epoch_on_are_nothing_to_tell(
     at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -317,6 +321,7 @@ def test_other_workers_from_the_next_epoch_on_are_nothing_to_tell(
     assert told(caplog) == []
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("other", [{"num_workers": 3}, {"batch_size": 3}])
 def test_a_loader_with_an_iterator_of_its_own_begins_its_epoch_anew(
     other: dict[str, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -330,6 +335,7 @@ def test_a_loader_with_an_iterator_of_its_own_begins_its_epoch_anew(
     assert len(lines) == 1 and "5 batches (10 samples)" in lines[0]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dataset", [Shares, SharesAndSaves])
 def test_one_of_several_streams_that_other_workers_divide(
     dataset: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture

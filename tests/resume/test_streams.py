@@ -52,6 +52,7 @@ def all_of(loader: DataLoader[Any]) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_rest_of_a_stream_is_gone_on_with_where_it_was_saved_and_the_next_epoch_is_its_own(workers: int) -> None:
     """Others that have it in a checkpoint need not know who was lost."""

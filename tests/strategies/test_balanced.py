@@ -15,6 +15,8 @@ from tests.strategies.balanced import COSTS, LENGTH, RANKS, SIZE, dataset
 from tests.strategies.problem import momentum
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 STEP, SIZES = RANKS * SIZE, [10, 10, 9, 3]
 
 

@@ -15,6 +15,8 @@ from tests.strategies.balanced_joining import LENGTH as LONG
 from tests.strategies.balanced_joining import STEP
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def test_one_that_comes_back_has_the_same_sizes_as_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of the epoch is dealt out in the smallest rank's batches first, and in sizes by speed at once."""

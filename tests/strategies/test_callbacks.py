@@ -11,6 +11,8 @@ from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.callbacks"
 
 

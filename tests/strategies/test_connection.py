@@ -82,6 +82,7 @@ def test_the_stores_host_waits_for_nobody_who_cannot_hear(error: Exception, wait
     assert (strategy.failed, connection.world.asynchronous, connection.outlives) == (True, True, waits)
 
 
+@pytest.mark.processes
 def test_a_fork_closes_nothing_of_its_parents() -> None:
     made = connections()
     if (pid := os.fork()) == 0:

@@ -13,6 +13,8 @@ from tests.strategies import problem
 from tests.strategies.problem import Batch, batches, distance, flat, momentum
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.corrections"
 SHARDS = (batches(0, 13, 3), batches(1, 13, 9))
 

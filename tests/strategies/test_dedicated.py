@@ -33,6 +33,7 @@ def assert_served(result: RankResult) -> None:
     assert result.value is None and "EXCEPTION" not in result.stdout, result
 
 
+@pytest.mark.processes
 def test_workers_are_a_world_of_their_own_and_their_server_serves_every_fit(tmp_path: Path) -> None:
     *workers, server = ranks("trainings", 3, tmp_path)
     assert_served(server)
@@ -50,6 +51,7 @@ def test_workers_are_a_world_of_their_own_and_their_server_serves_every_fit(tmp_
     assert {path.name for path in tmp_path.iterdir()} >= {"prepare_data.0", "train_dataloader.0", "train_dataloader.1"}
 
 
+@pytest.mark.processes
 def test_one_worker_and_one_server(tmp_path: Path) -> None:
     worker, server = ranks("alone_with_a_server", 2, tmp_path)
     assert_served(server)
@@ -58,6 +60,7 @@ def test_one_worker_and_one_server(tmp_path: Path) -> None:
     assert worker.value["world_size"] == 1
 
 
+@pytest.mark.processes
 def test_where_the_rank_is_killed_its_server_goes_on(tmp_path: Path) -> None:
     *workers, server = ranks("server_rank_killed", 3, tmp_path)
     assert server.returncode == -signal.SIGKILL
@@ -67,6 +70,7 @@ def test_where_the_rank_is_killed_its_server_goes_on(tmp_path: Path) -> None:
         assert distance(worker.value["values"], alone) < 1e-6
 
 
+@pytest.mark.processes
 def test_where_the_memory_is_lost_workers_say_which_server_has_lost_it(tmp_path: Path) -> None:
     *workers, server = ranks("memory_lost", 3, tmp_path)
     assert_served(server)
@@ -75,6 +79,7 @@ def test_where_the_memory_is_lost_workers_say_which_server_has_lost_it(tmp_path:
     assert any("server 0 has lost its weights" in each for each in told), told
 
 
+@pytest.mark.processes
 def test_where_the_memory_is_lost_and_was_in_a_snapshot_a_server_begins_with_that(tmp_path: Path) -> None:
     *workers, server = ranks("memory_comes_back", 3, tmp_path)
     assert_served(server)
@@ -86,6 +91,7 @@ def test_where_the_memory_is_lost_and_was_in_a_snapshot_a_server_begins_with_tha
     assert int(workers[0].value["served"]["versions in snapshots"]) >= 3
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("dedicated", [False, True])
 def test_training_begins_with_enough_workers_and_one_that_comes_late_joins(dedicated: bool, tmp_path: Path) -> None:
     first, late, third, *servers = ranks("comes_late", 3 + dedicated, tmp_path, dedicated=dedicated, wait_for_workers=2)
@@ -100,6 +106,7 @@ def test_training_begins_with_enough_workers_and_one_that_comes_late_joins(dedic
     assert told[2]["sizes"] == [3, 3, 3]
 
 
+@pytest.mark.processes
 def test_one_worker_begins_alone_and_takes_in_the_one_that_comes_late(tmp_path: Path) -> None:
     first, late = ranks("comes_late", 2, tmp_path, dedicated=False, wait_for_workers=1, workers=2)
     assert first.value is not None and late.value is not None, [first, late]
@@ -107,6 +114,7 @@ def test_one_worker_begins_alone_and_takes_in_the_one_that_comes_late(tmp_path: 
     assert first.value["digest"] == late.value["digest"]
 
 
+@pytest.mark.processes
 def test_workers_begin_without_one_that_has_not_come_in_time(tmp_path: Path) -> None:
     first, _, third = ranks("never_comes", 3, tmp_path)
     alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))

@@ -14,6 +14,8 @@ from tests.horovod import needs_horovod
 from tests.strategies.test_launch import launch, launch_forked, lines
 from tests.support import ROOT
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = str(ROOT / "tests/strategies/dedicated_script.py")
 NEEDS_MPIRUN = pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np"]

@@ -22,6 +22,8 @@ from tests.strategies.elastic_script import HOLDS_AT, SAMPLES, VALIDATED, Module
 from tests.strategies.test_live_ranks import logged
 from tests.support import ROOT, Process, _start, shell_environment
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = ROOT / "tests/strategies/elastic_script.py"
 KINDS = "WORLD", "STEP", "COMMIT", "BEGINS", "VALIDATED", "HOLDS", "DONE", "SECOND", "ENDED"
 

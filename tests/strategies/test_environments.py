@@ -39,6 +39,7 @@ def mpich(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+@pytest.mark.processes
 def test_without_a_jobs_name_mpiruns_own_process_is_one(tmp_path: Path) -> None:
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text(MPIEXEC)

@@ -17,6 +17,8 @@ from torch.distributed import TCPStore
 from lightning_async.membership.signing import SECRET
 from tests.support import RankGroup, RankResult, free_port, start_ranks
 
+pytestmark = pytest.mark.processes
+
 TRAIN = "tests.strategies.failure_workers:train"
 ENDLESS = 100_000
 LIMIT_S = 150.0

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.strategies.step_runner import learning_rate
+from lightning_async.strategies.local_steps import learning_rate
 from tests.strategies import problem
 from tests.strategies.features import Gan, Odd
 from tests.strategies.problem import batches, distance, flat, joined, train_alone
 from tests.strategies.workers import Outcomes
+
+pytestmark = pytest.mark.processes
 
 SCENARIOS = "tests.strategies.features"
 EIGHT = joined(batches(0, 8), batches(1, 8))

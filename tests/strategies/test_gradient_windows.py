@@ -17,6 +17,8 @@ from tests.strategies import problem
 from tests.strategies.problem import Batch, adam, batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.workers import Net, Outcomes, loader, logged, make_trainer
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.gradient_windows"
 Shards = Sequence[Sequence[Batch]]
 

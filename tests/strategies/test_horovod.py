@@ -18,7 +18,7 @@ from tests.strategies.problem import adam, batches, distance, flat, joined, mome
 from tests.strategies.test_own_steps import ODD, steps_of
 from tests.strategies.workers import Outcomes
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.processes, needs_horovod]
 EQUAL = joined(batches(0, 12), batches(1, 12))
 FINITE = [batch for i, batch in enumerate(EQUAL) if i not in ODD]
 

@@ -19,7 +19,7 @@ from tests.strategies.test_numerics import (  # noqa: F401
 from tests.strategies.workers import Outcomes
 from tests.support import start_ranks
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.processes, needs_horovod]
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from tests.strategies.test_gradient_windows import (  # noqa: F401
 )
 from tests.strategies.workers import Outcomes
 
-pytestmark = needs_horovod
+pytestmark = [pytest.mark.processes, needs_horovod]
 SCENARIOS = (
     "no_delay", "delayed", "steps_and_schedulers", "uneven", "until_reduced", "until_reduced_uneven", "odd_tensors",
     "scaled", "resumed", "compressed", "compressed_without_data",

@@ -18,6 +18,7 @@ from tests.strategies.test_launch import assert_two_ranks_fitted, launch
 from tests.support import ROOT
 
 pytestmark = [
+    pytest.mark.processes,
     needs_horovod_mpi,
     pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed (apt-get install openmpi-bin)"),
 ]

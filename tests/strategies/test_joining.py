@@ -25,6 +25,8 @@ from tests.strategies.test_failures import ended
 from tests.strategies.test_live_ranks import epochs_logged
 from tests.support import RankGroup, RankResult, start_ranks
 
+pytestmark = pytest.mark.processes
+
 TRAIN = "tests.strategies.joining_workers:train"
 
 

@@ -111,6 +111,7 @@ def a_store() -> Iterator[tuple[int, int]]:
         os.waitpid(pid, 0)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("notice", [None, {"room": "a run"}], ids=["nobody", "those who train"])
 def test_one_that_waits_does_not_hang_where_the_store_stands_still(notice: dict[str, Any] | None) -> None:
     """Its host has lost its power, or its process is stopped: nothing refuses, and no answer comes."""
@@ -124,6 +125,7 @@ def test_one_that_waits_does_not_hang_where_the_store_stands_still(notice: dict[
         assert said is not None and float(said[1]) >= 2.0  # shorter stalls are waited for
 
 
+@pytest.mark.processes
 def test_one_that_waits_hears_a_signal_while_the_store_stands_still() -> None:
     with a_store() as (pid, port):
         joining = Waits(port, dead_after=600.0)

@@ -21,6 +21,8 @@ import torch.distributed.run
 from lightning_async.trainer.environment.subprocess_launcher import _Watch
 from tests.support import ROOT, RankResult, free_port, run_ranks, shell_environment, start_ranks
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = str(ROOT / "tests/strategies/launch_script.py")
 LIMIT_S = 180.0
 """For one launch; on an idle machine none takes 20 s."""

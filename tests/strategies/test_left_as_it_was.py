@@ -11,6 +11,8 @@ import pytest
 from tests.strategies.workers import Outcomes
 from tests.support import run_ranks
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.left_as_it_was"
 
 OF_LIGHTNING = {"log", "log_dict", "_hparams", "_last_val_time"}

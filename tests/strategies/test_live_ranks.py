@@ -22,6 +22,8 @@ from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, RankResult, start_ranks
 
+pytestmark = pytest.mark.processes
+
 SCRIPT = Path(__file__).with_name("live_rank_workers.py")
 SURVIVE = "tests.strategies.live_rank_workers:survive"
 

@@ -14,6 +14,8 @@ from tests.strategies import problem
 from tests.strategies.problem import Batch, batches, distance, flat
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.manual_windows"
 SHARDS: Sequence[Sequence[Batch]] = (batches(0, 12, 3), batches(1, 12, 9))
 

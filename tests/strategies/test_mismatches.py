@@ -7,6 +7,8 @@ import pytest
 from tests.strategies.mismatches import STRATEGIES, TRAINERS
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.mismatches"
 
 NAMES = {"outer_lr": "rule", "synchronous": "schedule", "warm-up": "schedule", "one compresses": "compression"}

@@ -12,6 +12,8 @@ from tests.strategies import problem
 from tests.strategies.problem import adam, batches, distance, flat, joined, momentum, train_alone, uneven
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.numerics"
 
 

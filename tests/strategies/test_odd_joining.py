@@ -18,6 +18,8 @@ from tests.strategies.odd_joining_workers import STEPS
 from tests.strategies.test_failures import ended
 from tests.support import RankGroup, start_ranks
 
+pytestmark = pytest.mark.processes
+
 TRAIN = "tests.strategies.odd_joining_workers:train"
 
 

@@ -14,6 +14,8 @@ from tests.strategies.own_steps import BATCHES, OTHERS, RAW
 from tests.strategies.problem import Batch, batches, distance, flat, joined, momentum, train_alone
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 MODULE = "tests.strategies.own_steps"
 ODD = [i for i in range(BATCHES) if i % 3 == 1]
 FIRST, SECOND = batches(0, BATCHES), batches(1, BATCHES)

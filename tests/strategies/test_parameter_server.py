@@ -24,6 +24,8 @@ from tests.strategies.test_joining import told as told_by
 from tests.strategies.test_live_ranks import live_ranks, three_ranks
 from tests.strategies.workers import SCENARIOS, Outcomes
 
+pytestmark = pytest.mark.processes
+
 FEATURES = (
     "sync", "sync_scaled", "sync_adam_two_servers", "sync_batches_taken", "sync_some_batches", "sync_uneven",
     "asynchronous", "overlapped", "bounded", "changes", "two_by_hand", "apart_by_hand", "server_killed",

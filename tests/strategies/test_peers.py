@@ -17,6 +17,8 @@ from tests.strategies.test_joining import told
 from tests.strategies.workers import Outcomes
 from tests.support import RankResult, start_ranks
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.own_states"
 BoringModel = pytorch("demos.boring_classes").BoringModel
 TRAIN = "tests.strategies.peer_workers:train"

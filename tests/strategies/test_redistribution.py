@@ -14,6 +14,8 @@ from torch.distributed import TCPStore
 from tests.strategies.redistribution_workers import PARTITIONS
 from tests.support import start_ranks
 
+pytestmark = pytest.mark.processes
+
 INHERIT = "tests.strategies.redistribution_workers:inherit"
 Told = dict[str, list[Any]]
 

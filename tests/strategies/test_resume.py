@@ -12,6 +12,8 @@ from tests.strategies.problem import distance
 from tests.strategies.resume import diloco
 from tests.strategies.workers import Net, Outcomes, loader, make_trainer
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.resume"
 
 

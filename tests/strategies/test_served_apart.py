@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.strategies.served_apart import BATCHES, BEFORE, WARMUP
 from tests.strategies.workers import Outcomes
+
+pytestmark = pytest.mark.processes
 
 
 def test_each_has_a_worker_of_its_own_and_all_steps_are_in_the_weights(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from tests.strategies.served import BATCHES
 from tests.strategies.served_callbacks import BOUND, DECAY, WINDOWS
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:

@@ -7,6 +7,8 @@ import pytest
 from tests.strategies.served_digits import BATCHES, SLOWER, WORKERS
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:

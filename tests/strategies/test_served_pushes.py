@@ -18,6 +18,8 @@ from tests.strategies.served_pushes import Odd, half_loss, plain_sgd
 from tests.strategies.test_parameter_server import loss
 from tests.strategies.workers import SCENARIOS, Outcomes
 
+pytestmark = pytest.mark.processes
+
 COMPRESSED = (
     "compressed_in_step", "compressed_as_they_come", "compressed_changes", "compressed_tables",
     "goes_on_with_what_was_owed", "others_compression",

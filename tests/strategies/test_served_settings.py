@@ -10,6 +10,8 @@ from tests.strategies.served import BATCHES
 from tests.strategies.served_settings import decaying
 from tests.strategies.workers import Net, Outcomes
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:

@@ -18,6 +18,8 @@ from tests.strategies.test_failures import ended
 from tests.strategies.test_live_ranks import three_ranks
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:

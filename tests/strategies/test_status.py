@@ -20,6 +20,8 @@ from lightning_async.membership.signing import SECRET
 from tests.strategies.test_live_ranks import SURVIVE
 from tests.support import start_ranks
 
+pytestmark = pytest.mark.processes
+
 
 def look_until(look: Callable[[], Any], true: Callable[[Any], bool]) -> Any:
     deadline = time.monotonic() + 100

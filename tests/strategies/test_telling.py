@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pytest
+
 from lightning_async.callbacks.monitor import monitor_for_now
 from tests.strategies.workers import Outcomes
+
+pytestmark = pytest.mark.processes
 
 SCENARIOS = "tests.strategies.telling"
 

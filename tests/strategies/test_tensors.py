@@ -10,6 +10,8 @@ from tests.strategies import problem
 from tests.strategies.problem import batches, distance, flat, joined
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.tensors"
 
 

@@ -18,6 +18,8 @@ from tests.strategies.problem import adam, batches, distance, flat, momentum, tr
 from tests.strategies.uneven import SHORT, Raises, fit_short
 from tests.strategies.workers import Outcomes
 
+pytestmark = pytest.mark.processes
+
 SCENARIOS = "tests.strategies.uneven"
 
 

@@ -170,11 +170,13 @@ def test_ranks_of_horovodrun_are_not_started_again(monkeypatch: pytest.MonkeyPat
         pytorch("strategies").StrategyRegistry.get("async_averaging_notebook")
 
 
+@pytest.mark.processes
 def test_two_strategies_may_share_a_transport(ranks: Outcomes) -> None:
     for told in ranks("a_shared_transport"):
         assert told["one"] and told["alike"], told
 
 
+@pytest.mark.processes
 def test_a_registered_variant_serves_two_trainers_whose_settings_are_the_same_objects(ranks: Outcomes) -> None:
     for answer in ranks("a_registered_variant"):
         assert answer["shared"] == [True, True, False]
@@ -193,6 +195,7 @@ def test_without_horovod_the_advice_can_be_followed(monkeypatch: pytest.MonkeyPa
     AsyncAveragingStrategy(transport="torch")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("name", "texts"),
     [
@@ -217,17 +220,20 @@ def test_refused_on_every_rank(ranks: Outcomes, name: str, texts: tuple[str, ...
         assert all(text in error for text in texts), error
 
 
+@pytest.mark.processes
 def test_without_statistics_nothing_is_recomputed(ranks: Outcomes) -> None:
     first, second = ranks("nothing_to_recompute")
     assert first["digest"] == second["digest"] and first["steps"] == 2
 
 
+@pytest.mark.processes
 def test_processes_that_saw_errors_still_train(ranks: Outcomes) -> None:
     first, second = ranks("after_all_these_errors")
     assert first["digest"] == second["digest"]
     assert first["samples_by_rank"] == [16, 16]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("name", ["cli", "cli_with_short_names", "cli_with_arguments"])
 def test_lightning_cli(ranks: Outcomes, name: str) -> None:
     told = ranks(name)
@@ -241,6 +247,7 @@ def test_lightning_cli(ranks: Outcomes, name: str) -> None:
     assert told[0]["digest"] == told[1]["digest"]
 
 
+@pytest.mark.processes
 def test_lightning_cli_says_what_is_wrong(ranks: Outcomes) -> None:
     for told in ranks("cli_with_wrong_values"):
         assert "`DiLoCo(outer_lr=-1.0)` must be > 0." in told["outer_lr: -1.0"]
@@ -267,6 +274,7 @@ def test_a_world_of_one_says_that_it_has_no_servers() -> None:
     assert problem.distance(told["flat"], problem.flat(problem.train_alone(problem.batches(0, 6)))) < 1e-7
 
 
+@pytest.mark.processes
 def test_the_older_namespace() -> None:
     told = [result.value for result in run_ranks("tests.strategies.classic:train", timeout=150, fresh=True)]
     for rank in told:
@@ -276,6 +284,7 @@ def test_the_older_namespace() -> None:
     assert told[0]["validations"] == told[1]["validations"]
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("first", "second"), [("lightning.pytorch", "pytorch_lightning"), ("pytorch_lightning", "lightning.pytorch")]
 )

@@ -32,7 +32,6 @@ from lightning_async._checks import check_choice
 from lightning_async.checkpoint.recovery import recover
 from lightning_async.checkpoint.shards import load_own
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
-from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.checkpoint.checkpoint_state import whole
 from lightning_async.trainer.checkpoint.resume import Resume
@@ -41,6 +40,7 @@ from lightning_async.trainer.data.samplers import resized
 from lightning_async.trainer.environment.environments import NOBODY, names_of
 from lightning_async.trainer.loops.loop_state import among, beside, completed, has_none
 from lightning_async.trainer.namespace import fabric
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -182,8 +182,8 @@ def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> di
 
 def gather(trainer: Any, value: Any) -> list[Any]:
     """Return one plain value of every rank; all ranks call this together."""
-    world = getattr(trainer.strategy, "world", None)
-    if isinstance(world, LightningCollectives):
+    world = view_of(trainer.strategy).world
+    if world is not None:
         return world.gather_objects(value)
     return [trainer.strategy.broadcast(value, src) for src in range(trainer.world_size)]
 

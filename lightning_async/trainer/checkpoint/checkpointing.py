@@ -18,7 +18,6 @@ from lightning_async.checkpoint.retention import abandon_saves_of
 from lightning_async.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.checkpoint.writer_process import DirectoryLock
-from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import SyncPointKind
 from lightning_async.errors import (
     AsyncTrainingError,
@@ -38,6 +37,7 @@ from lightning_async.trainer.environment.environments import StableIds, is_joini
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, Preemption
 from lightning_async.trainer.namespace import Undo, in_words, pytorch, replace, searches_lr, set_for_now, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Checkpointing:
             original()
             trainer = self._trainer
             if self.saver is not None:
-                apart = getattr(trainer.strategy, "averager", None) is not None
+                apart = view_of(trainer.strategy).averager is not None
                 # What cannot be saved is named now, and memory is there.
                 shared, own = collect(trainer, ALIKE, pickles=self.saver.pickles)
                 self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
@@ -270,8 +270,8 @@ class Checkpointing:
         """Stand where all ranks leave, if this rank's model is whole, and the others are between sync points, too."""
         strategy = self._trainer.strategy
         within = self.resume.points.step_position.within
-        sync_points = getattr(strategy, "sync_points", None)
-        world = getattr(strategy, "world", None)
+        sync_points = view_of(strategy).sync_points
+        world = view_of(strategy).world
         lost = isinstance(exception, AsyncTrainingError)
         if sync_points is None or world is None or not world.asynchronous or lost or within is StepPhase.STEP:
             return False
@@ -346,8 +346,8 @@ class Checkpointing:
 
     def _in_one_generation(self, operation: Callable[[], T]) -> T:
         """Return what the same ranks have answered, where some may be lost meanwhile."""
-        world = getattr(self._trainer.strategy, "world", None)
-        return world.in_one_generation(operation) if isinstance(world, LightningCollectives) else operation()
+        world = view_of(self._trainer.strategy).world
+        return operation() if world is None else world.in_one_generation(operation)
 
 
 def _is_hosts_updated(exception: BaseException) -> bool:

@@ -25,13 +25,13 @@ from lightning_async.checkpoint.saver import Costs
 from lightning_async.comm.collectives import Collectives, Pending
 from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.comm.torch_rendezvous import MeetingOptions
-from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import CollectiveError
 from lightning_async.membership.startup import is_loopback
 from lightning_async.trainer.checkpoint.safe_points import limits_of
 from lightning_async.trainer.environment.environments import names_of
 from lightning_async.trainer.environment.settings import version
 from lightning_async.trainer.namespace import in_words
+from lightning_async.trainer.strategy_view import view_of
 
 _LONGEST = 1000  # characters of an exception
 
@@ -230,11 +230,11 @@ def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
         ValueError: it is neither.
     """
     strategy = trainer.strategy
-    world = getattr(trainer.strategy, "world", None)
+    world = view_of(strategy).world
     if trainer.world_size == 1:
         return None
     name = f"lagged{next(_made)}"
-    if isinstance(world, LightningCollectives):
+    if world is not None:
         return DelayedGather(world.fork(name, _DEADLINE))
     if not dist.is_initialized():
         raise ValueError(

@@ -223,7 +223,7 @@ class Balancing:
         epoch = self._epoch
         count = fit.epoch_loop.batch_progress.current
         ends = epoch.at_end or fit.epoch_loop.done
-        in_step = count.ready != count.completed or (count.ready > 0 and self._trainer.strategy.gathers)
+        in_step = count.ready != count.completed or (count.ready > 0 and self._trainer.strategy.step_runner.accumulates)
         knows = epoch.known if epoch is not self._alone else bool(self._shares)
         return count.ready if knows and not in_step and not ends else -1
 

@@ -34,7 +34,7 @@ from lightning_async.trainer.data.join import end_as_others, how_it_ended
 from lightning_async.trainer.loops.loop_state import put_missing, take_logged
 from lightning_async.trainer.loops.lr_schedules import LearningRates
 from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_for_now, take_back, validation_interval
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
 
@@ -197,7 +197,7 @@ class LostRankData:
         rates: what schedulers have taken.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, rates: LearningRates) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._rates = rates
@@ -405,7 +405,7 @@ class JoinerData:
         rates: what schedulers have taken.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, epoch: EpochAssignment, rates: LearningRates) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, epoch: EpochAssignment, rates: LearningRates) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._epoch = epoch
@@ -511,7 +511,7 @@ class JoinerData:
         count = fit.epoch_loop.batch_progress.current
         ends = epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
-        in_step = count.ready != count.completed or (count.ready > 0 and self._strategy.gathers)
+        in_step = count.ready != count.completed or (count.ready > 0 and self._strategy.step_runner.accumulates)
         is_within = epoch.known and by_batch and not in_step and not ends
         lengths: list[int] = []
         return _Place(
@@ -535,7 +535,9 @@ class JoinerData:
             sync_points = self._strategy.sync_points
             loop = self._trainer.fit_loop.epoch_loop
             ended = self._follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
-            if ended and not self._strategy.gathers:  # its stream goes on, and the others' have come to an end
+            if (
+                ended and not self._strategy.step_runner.accumulates
+            ):  # its stream goes on, and the others' have come to an end
                 loop.batch_progress.is_last_batch = True
 
         return on_advance_end
@@ -645,7 +647,7 @@ class EmptyShards:
         trainer: its fit loop and its module.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._seen_loader: Any = None

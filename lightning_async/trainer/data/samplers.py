@@ -32,7 +32,7 @@ from lightning_async.data.redistribution import (
 from lightning_async.data.stateful_loader import sources_of
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.namespace import Undo, replace, set_for_now, take_back, validation_interval
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class SamplerResize:
         trainer: its loops are patched.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._undo: list[Undo] = []
@@ -204,7 +204,7 @@ class ConsistentMetrics:
         trainer: its loops' results are patched, and its module's metrics.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
 
@@ -253,7 +253,7 @@ class ValidationTakeover:
         trainer: its validation's loop is patched.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._loop: Any = trainer.fit_loop.epoch_loop.val_loop

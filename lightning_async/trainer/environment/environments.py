@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lightning_async.trainer.namespace import fabric
+from lightning_async.trainer.strategy_view import view_of
 
 ClusterEnvironment: Any = fabric("plugins.environments").ClusterEnvironment
 
@@ -225,7 +226,7 @@ def names_of(trainer: Any) -> StableIds:
     Args:
         trainer: its strategy may have `RankMap`.
     """
-    live_ranks = getattr(trainer.strategy, "live_ranks", None)
+    live_ranks = view_of(trainer.strategy).live_ranks
     if is_joining(trainer.strategy):
         others = frozenset(range(trainer.world_size))
         return StableIds(trainer.strategy.cluster_environment.started_as, (), trainer.world_size, others)

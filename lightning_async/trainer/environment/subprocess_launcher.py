@@ -21,6 +21,7 @@ from lightning_async.membership.process_liveness import STARTER
 from lightning_async.membership.signing import SECRET, new_secret
 from lightning_async.membership.startup import listen
 from lightning_async.trainer.namespace import fabric, pytorch, shorten
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +199,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
         """With the summary of the run, as rank 0 saw it."""
-        return {**super().get_extra_results(trainer), "summary": getattr(self._strategy, "summary", None)}
+        return {**super().get_extra_results(trainer), "summary": view_of(self._strategy).summary}
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
         """See `get_extra_results`."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.trainer.namespace import Undo, replace, searches_lr, set_for_now
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -313,7 +314,7 @@ class AccumulationWindows:
     def _weighted(self, backward: Any) -> Any:
         def weighted(loss: Any) -> None:
             strategy = self._trainer.strategy
-            given = getattr(self._trainer.strategy, "weight", 1.0)
+            given = view_of(strategy).weight
             if (
                 given != 1.0
             ):  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import digest, strided
 from lightning_async.trainer.namespace import Undo, replace
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 # Learning rates that change per batch may follow the mean number of steps over all replicas.
 
@@ -28,7 +28,7 @@ class LearningRates:
         trainer: its schedulers.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self.stepped: dict[int, int] = {}
@@ -77,7 +77,7 @@ class StepState:
         rates: what schedulers have taken.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, rates: LearningRates) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._rates = rates
@@ -85,12 +85,12 @@ class StepState:
     def make_equal(self, world: LightningCollectives) -> None:
         """Those that take synchronous steps have what the one of all ranks has that has missed the fewest. All ranks
         call this together."""
-        missed = self._strategy.missed_steps
+        missed = self._strategy.step_runner.missed_steps
         mine = 0 if missed is None else self._digest()
         if (state := world.in_one_generation(lambda: self._others(world, missed, mine))) is not None:
             self._put(state)
         if missed is not None:
-            self._strategy.missed_steps = 0
+            self._strategy.step_runner.missed_steps = 0
 
     def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
         """What that one has; None where this rank has it, too, or takes no synchronous steps."""

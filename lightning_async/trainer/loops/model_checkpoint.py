@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.namespace import Undo, callbacks_of, replace_for_users
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 
 class Saving:
@@ -23,7 +23,7 @@ class Saving:
         trainer: its callbacks.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self.call_together: Callable[[], None] | None = None

@@ -22,7 +22,7 @@ from lightning_async.events import tell
 from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.loops.preemption import in_this_process
 from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, replace, replace_for_users, set_for_now
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 # Lightning's `SpikeDetection` on asynchronous replicas: one rank sees a spike of its loss, all ranks raise.
 #
@@ -90,7 +90,7 @@ class Stopping:
         trainer: whose they are.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._spikes = Spikes(trainer, self._vote)
@@ -151,7 +151,7 @@ class Stopping:
             self.pass_on(sync_points)
             sync_points.resume()
             if Vote.STOP in sync_points.agreed:
-                self._strategy.finish_batch()
+                self._strategy.step_runner.finish_batch()
                 self.leave(sync_points)
             if Vote.END in sync_points.agreed:
                 self._trainer.should_stop = True
@@ -188,7 +188,7 @@ class FitSyncPoints:
         stopping: how all ranks leave early.
     """
 
-    def __init__(self, strategy: AsyncStrategyView, trainer: Any, stopping: Stopping) -> None:
+    def __init__(self, strategy: StrategyView, trainer: Any, stopping: Stopping) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._stopping = stopping
@@ -213,7 +213,7 @@ class FitSyncPoints:
         world = strategy.world
         if sync_points is None or world is None or strategy.failed:
             return
-        strategy.finish_batch()
+        strategy.step_runner.finish_batch()
         self._stopping.pass_on(sync_points)  # one that comes within an epoch may stand here before its first batch
         share_averages = self._before_sync_point()
         while (arrival := sync_points.rendezvous(sync_point, index)) is not Arrival.OPEN:
@@ -308,7 +308,7 @@ class CollectiveActions:
 
     def __init__(
         self,
-        strategy: AsyncStrategyView,
+        strategy: StrategyView,
         trainer: Any,
         meeting: FitSyncPoints,
         saving: CollectiveCallback,
@@ -340,21 +340,21 @@ class CollectiveActions:
         return [*self._convened(), *self._saves(), *([self._host] if self._host else [])]
 
     def _call(self) -> None:
-        if not self._strategy.call_with_step():
+        if not self._strategy.step_runner.call_all():
             self._called = True
 
     def _after_batch(self, original: Any) -> Any:
         def on_advance_end(data_fetcher: Any) -> None:
             original(data_fetcher)
             sync_points = self._strategy.sync_points
-            if sync_points is not None and self.is_called(sync_points) and self._strategy.between_windows:
+            if sync_points is not None and self.is_called(sync_points) and self._strategy.step_runner.between_windows:
                 self.hold()
 
         return on_advance_end
 
     def is_called(self, sync_points: SyncPoints) -> bool:
         """Whether somebody has called all ranks together."""
-        return self._called or self._strategy.called or Vote.DECIDE in sync_points.agreed
+        return self._called or self._strategy.step_runner.called or Vote.DECIDE in sync_points.agreed
 
     def hold(self) -> None:
         """Meet, and decide; what is done to the model outside of averaging begins another training."""
@@ -392,7 +392,7 @@ class WaitForReplicas:
     """
 
     def __init__(
-        self, strategy: AsyncStrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
+        self, strategy: StrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
     ) -> None:
         self._strategy = strategy
         self._trainer = trainer
@@ -437,7 +437,7 @@ class WaitForReplicas:
             assert sync_points is not None
             sync_points.wait(lambda sync_points=sync_points: self._wakes(sync_points) or time.monotonic() > until)
             if Vote.STOP in sync_points.agreed:
-                self._strategy.finish_batch()
+                self._strategy.step_runner.finish_batch()
                 self._stopping.leave(sync_points)
             if self._collective_actions.is_called(sync_points):
                 self._collective_actions.hold()

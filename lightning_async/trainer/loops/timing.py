@@ -18,7 +18,7 @@ from typing import Any
 from lightning_async.algorithms.schedules import Pace, Reason, straggler
 from lightning_async.events import tell
 from lightning_async.trainer.namespace import Undo, replace, searches_lr
-from lightning_async.trainer.protocols import AsyncStrategyView
+from lightning_async.trainer.strategy_view import StrategyView
 
 _FIRST = 20
 """So many batches are measured before a replica's pace is told: the first ones load, compile and allocate."""
@@ -45,7 +45,7 @@ class Pacing:
 
     def __init__(
         self,
-        strategy: AsyncStrategyView,
+        strategy: StrategyView,
         trainer: Any,
         communicated_s: Callable[[], float],
         now: Callable[[], float] = time.monotonic,

@@ -15,6 +15,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loops.accumulation import AccumulationWindows
 from lightning_async.trainer.loops.averaged_models import follow_step
 from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_for_now
+from lightning_async.trainer.strategy_view import view_of
 
 # Replicas that take every step together have one learning rate: schedulers follow these steps, and epochs of
 # all.
@@ -140,7 +141,7 @@ class ExternalWindowSize(AccumulationWindows):
         if self.away:
             return
         samples = self._count(batch)
-        if self._trainer.strategy.between_windows:
+        if self._trainer.strategy.step_runner.between_windows:
             self.planned = self._plan(samples)
             self.batches = 0
             self.samples = 0.0
@@ -152,7 +153,7 @@ class ExternalWindowSize(AccumulationWindows):
         self.even = (begins or self.even) and samples * self.planned.batches == self.planned.samples
 
     def end_batch(self) -> bool:
-        if self.away or not self.is_open or not self._trainer.strategy.between_windows:
+        if self.away or not self.is_open or not self._trainer.strategy.step_runner.between_windows:
             return False
         self.is_open = False
         return True
@@ -166,8 +167,8 @@ class ExternalWindowSize(AccumulationWindows):
 
 
 def updates_of(trainer: Any) -> OptimizerUpdates | None:
-    """Those of the fit under way; None where a step belongs to the batch that Lightning has at hand."""
-    return getattr(trainer.strategy, "updates", None)
+    """Return those of the fit; None where a step belongs to the batch that Lightning has at hand."""
+    return view_of(trainer.strategy).updates
 
 
 class OptimizerUpdates:

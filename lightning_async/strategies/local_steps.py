@@ -9,22 +9,26 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_async.algorithms.schedules import Action, Schedule, Step
+from lightning_async.algorithms.schedules import Action, Step, Synchronous
 from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
-from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.trainer.namespace import batch_size, changes_gradients, pulled, pulls
+from lightning_async.trainer.step_runner import StepRunner
+
+if TYPE_CHECKING:
+    from lightning_async.strategies.async_strategy import AsyncStrategy
 
 
-class LocalSteps:
+class LocalSteps(StepRunner):
     """The step runner that tells the averager of every step; closed by `close`.
 
     Args:
@@ -36,7 +40,7 @@ class LocalSteps:
 
     def __init__(
         self,
-        strategy: LocalStepsView,
+        strategy: AsyncStrategy,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
         meet: Callable[[SyncPointKind], Arrival],
@@ -63,14 +67,12 @@ class LocalSteps:
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
-        """Let go of the optimizers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._gradients.close()
 
     def start_batch(self, batch: Any) -> None:
-        """The training thread has a batch."""
         self.finish_batch()
         self._averager.sync_points.resume()
         self._batches.start(batch)
@@ -81,9 +83,6 @@ class LocalSteps:
     def _count_samples(self, samples: float) -> None:
         self._samples += samples
         self._of_batch = samples
-
-    def sum_up(self) -> None:
-        """All replicas are at the last sync point: hear of the run what others count."""
 
     def finish_batch(self) -> None:
         """Manual optimization: a batch is one step, and merges happen between batches.
@@ -97,8 +96,9 @@ class LocalSteps:
             self._reduced &= not stepped
             self._tick(planned, stepped)
 
-    def step(self, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
-        """Automatic optimization: ``run`` the optimizer's step with this ``closure``, or its synchronous kind."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+        if not self._strategy.module.automatic_optimization:
+            return run(closure)
         planned = self._averager.plan(self._meet)
         self._gradients.told = None
         synchronous = planned.action is Action.GRADIENTS
@@ -112,16 +112,28 @@ class LocalSteps:
         return output
 
     def skip_batch(self) -> None:
-        """Automatic optimization: `training_step` has made no loss of the batch under way."""
         self._batches.see()
         self._samples -= self._of_batch
         self._of_batch = 0.0
         self._skipped = True
         self._without_loss += 1
 
+    @property
+    def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._strategy.module.trainer.fit_loop.epoch_loop._should_accumulate()
+
+    @property
+    def missed_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        ledger = self._averager.ledger
+        return ledger.missed if ledger.synchronous or isinstance(self._averager.schedule, Synchronous) else None
+
+    @missed_steps.setter
+    def missed_steps(self, missed: int) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._averager.ledger.missed = missed
+
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """A backward pass: where its gradients are to be averaged, they leave as it makes them."""
+        """Return a context for a backward pass; gradients to be averaged leave as it makes them."""
         self._batches.see()
         trained = self._gradients.replica.tensors.trained.values()
         if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
@@ -178,8 +190,10 @@ class LocalSteps:
 
     @property
     def _factor(self) -> float:
-        """The number that makes gradients in accumulation a mean over the batches that have a loss. Lightning divides
-        each loss by the number of all, while their samples count as if it were the number of these."""
+        """The factor that makes accumulated gradients a mean over the batches that have a loss.
+
+        Lightning divides each loss by the number of all batches, while samples are counted of these only.
+        """
         strategy = self._strategy
         if not self._without_loss or _weighs_by_samples(strategy.module.trainer):
             return 1.0
@@ -209,12 +223,12 @@ class LocalSteps:
             reset(strategy.optimizers)
 
     def _forget_state(self) -> None:
-        """This replica was not finite: what its optimizers remember is not either, where it is not averaged."""
+        """Reset the optimizers, where their state is not averaged: this replica was not finite, so neither are they."""
         if self._strategy.optimizer_state_policy != "average":
             reset(self._strategy.optimizers)
 
     def _count(self, *_: Any) -> None:
-        """After every real optimizer step: mixed precision skips some, and users step optimizers themselves."""
+        """Count a real optimizer step: mixed precision skips some, and users step optimizers themselves."""
         self._seen += 1
         if self._is_synchronous() and not self._reduced:
             raise RuntimeError(
@@ -243,7 +257,7 @@ class StepBatches:
         """For recomputing BatchNorm's statistics, where that is asked for."""
 
     def start(self, batch: Any) -> None:
-        """The training thread has a batch; or the one before, where `training_step` takes them."""
+        """Begin a batch; where `training_step` takes batches by itself, it is not known yet."""
         self.see()
         self._unseen = self._pulls
         if not self._pulls:
@@ -267,27 +281,6 @@ class StepBatches:
         self._tell(counted)
 
 
-class LocalStepsView(Protocol):
-    """What a strategy has whose steps these are."""
-
-    buffers: BufferPolicy
-    optimizer_state_policy: OptimizerPolicy
-    schedule: Schedule
-    count: Callable[[Any], float]
-
-    @property
-    def global_rank(self) -> int: ...
-
-    @property
-    def module(self) -> Any: ...
-
-    @property
-    def optimizers(self) -> list[Any]: ...
-
-    @property
-    def precision_plugin(self) -> Any: ...
-
-
 def learning_rate(optimizers: Iterable[Any]) -> float:
     """Return that of the first optimizer's first group; 0.0 where there is none, as in some users' optimizers."""
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
@@ -301,12 +294,12 @@ def _weighs_by_samples(trainer: Any) -> bool:
 
 
 def is_scaled(strategy: Any) -> bool:
-    """Whether mixed precision multiplies losses, and so gradients until the step."""
+    """Return whether mixed precision multiplies losses, and so gradients until the step."""
     scaler = getattr(strategy.precision_plugin, "scaler", None)
     return scaler is not None and scaler.is_enabled()
 
 
-def loss_scale(strategy: LocalStepsView) -> float:
+def loss_scale(strategy: Any) -> float:
     """Return what mixed precision multiplies losses by."""
     return float(strategy.precision_plugin.scaler.get_scale()) if is_scaled(strategy) else 1.0
 
