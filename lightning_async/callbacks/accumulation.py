@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -32,57 +32,12 @@ from lightning_async.trainer.loops.updates import ExternalWindowSize
 from lightning_async.trainer.namespace import batch_size, check_object, pytorch, replace, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
 
-# What is measured of windows of accumulation: the noise of their gradients, and the time that their steps add.
-
-
-class Probe(Protocol):
-    """Looks on while windows accumulate; what it has seen is plain values."""
-
-    def begin_period(self, trainer: Any) -> None:
-        """Another decision is to be made of what comes."""
-        ...
-
-    def begin_batch(self, trainer: Any) -> None: ...
-
-    def before_backward(self, trainer: Any, scale: float) -> None: ...
-
-    def after_backward(self, trainer: Any, ends: bool) -> None: ...
-
-    def before_step(self, trainer: Any) -> None: ...
-
-    def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        """Args:
-        is_full: it is a window as it was meant to be, of equal batches.
-        small_size: samples in one batch.
-        big_size: samples in the window, over all ranks whose gradients are averaged.
-        """
-        ...
-
-    def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        """What is known now, as fields of `Progress`.
-
-        Args:
-            mean: over the ranks that step together.
-        """
-        ...
-
-    def close(self) -> None: ...
-
-    def keep(self) -> Callable[[], dict[str, Any]]:
-        """The state now, put together when it is asked for: what is on a GPU is then waited for."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
-
 
 class NoiseProbe:
     """Squared norms of the gradients of single batches, and of whole windows, see `estimate`.
 
-    A hook of each parameter's sees the gradient of a batch before it is added to the others': no copy is kept.
-
-    Args:
-        decay: of the means over periods.
-        arrive: windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
+    A hook of each parameter's sees the gradient of a batch before it is added to the others': no copy is kept. With
+    ``arrive``, windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
     """
 
     def __init__(self, decay: float, arrive: bool = False) -> None:
@@ -91,27 +46,24 @@ class NoiseProbe:
         self.noise = Noise()
         self._hooks: dict[int, Any] = {}
         self._parts: list[Tensor] = []
-        self._scale = 0.0
-        """What the gradients at hand are multiplied by; 0 where none is looked at."""
-        self._window = 0.0
-        """Sum of squared norms of the batches of this window, but for those in `_norms`."""
+        self._scale = 0.0  # what the gradients at hand are multiplied by; 0 where none is looked at
+        self._window = 0.0  # sum of squared norms of the batches of this window, but for those in `_norms`
         self._batches = 0
         self._norms: tuple[tuple[Tensor, float], ...] = ()
         """Of batches, each with what it was multiplied by: on a GPU nothing is waited for until the window ends."""
         self._big: tuple[Tensor, float] | None = None
-        self._sums = [0.0, 0.0, 0.0]
-        """Of this period: squared norms of batches, squared norms of windows, windows."""
+        self._sums = [0.0, 0.0, 0.0]  # of this period: squared norms of batches, squared norms of windows, windows
         self._sizes = (0.0, 0.0)
 
     def begin_period(self, trainer: Any) -> None:
-        """Parameters may have been unfrozen since."""
+        """Hook parameters that were unfrozen since; another decision is to be made of what comes."""
         for optimizer in trainer.optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if param.requires_grad and id(param) not in self._hooks:
                     self._hooks[id(param)] = param.register_hook(self._see)
 
     def begin_batch(self, trainer: Any) -> None:
-        """Nothing is asked for here."""
+        """Do nothing."""
 
     def before_backward(self, trainer: Any, scale: float) -> None:
         self._scale = scale * loss_scale(trainer)
@@ -137,6 +89,10 @@ class NoiseProbe:
             self._big = found, loss_scale(trainer)
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
+        """End a window; ``is_full``: as it was meant to be, of equal batches.
+
+        A batch has ``small_size`` samples, the window ``big_size``, over all ranks whose gradients are averaged.
+        """
         window = _sum(self._window, self._norms)
         batches = self._batches
         big = self._big
@@ -154,6 +110,7 @@ class NoiseProbe:
             self._sums[place] += value
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
+        """Return what is known now, as fields of `WindowProgress`; ``mean`` is over the ranks that step together."""
         sums = [mean(each) for each in self._sums]
         self._sums = [0.0, 0.0, 0.0]
         if sums[2]:
@@ -167,6 +124,7 @@ class NoiseProbe:
         self._hooks.clear()
 
     def keep(self) -> Callable[[], dict[str, Any]]:
+        """Return what puts the present state together when it is asked for: a GPU is waited for then."""
         noise = self.noise
         window = self._window
         norms = self._norms
@@ -195,10 +153,8 @@ class NoiseProbe:
 
 
 class TimesProbe:
-    """How long batches take up to the end of their backward pass, and the last ones of windows until their step.
-
-    A GPU is waited for at each of these moments.
-    """
+    """The time that batches take up to the end of their backward pass, and the last ones of windows until their
+    step."""
 
     def __init__(self) -> None:
         self._batches: list[float] = []
@@ -206,13 +162,13 @@ class TimesProbe:
         self._began: float | None = None
 
     def begin_period(self, trainer: Any) -> None:
-        """Times are of now."""
+        """Do nothing."""
 
     def begin_batch(self, trainer: Any) -> None:
         self._began = _now(trainer)
 
     def before_backward(self, trainer: Any, scale: float) -> None:
-        """Not of interest."""
+        """Do nothing."""
 
     def after_backward(self, trainer: Any, ends: bool) -> None:
         if self._began is not None and not ends:
@@ -236,7 +192,7 @@ class TimesProbe:
         return {"times": Times(batch_s, statistics.median(lasts) - batch_s)}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
     def keep(self) -> Callable[[], dict[str, Any]]:
         state = {"batches": list(self._batches), "lasts": list(self._lasts)}
@@ -247,8 +203,11 @@ class TimesProbe:
         self._lasts = list(state["lasts"])
 
 
+Probe = NoiseProbe | TimesProbe
+
+
 def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
-    """What measures what a policy asks for; ``arrive``: see `NoiseProbe`."""
+    """Return what measures for a policy; ``arrive``: see `NoiseProbe`."""
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
         return NoiseProbe(getattr(policy, "decay", 0.9), arrive)
@@ -256,13 +215,12 @@ def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
 
 
 def loss_scale(trainer: Any) -> float:
-    """What a gradient scaler multiplies losses by."""
+    """Return what a gradient scaler multiplies losses by."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
 def _sum(first: float, norms: tuple[tuple[Tensor, float], ...]) -> float:
-    """With the squares of these."""
     for found, scale in norms:
         first += (float(found) / scale) ** 2
     return first
@@ -275,21 +233,15 @@ def _now(trainer: Any) -> float:
     return time.perf_counter()
 
 
-# How large the window of accumulation is that begins, and what its step's learning rate is multiplied by.
-
 _SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
 
 
 class Sizes:
-    """Of the windows of one fit.
+    """The sizes of the windows of one fit.
 
     Where ranks average their gradients by the engine they agree with these: learning rates are by the samples of all,
-    and a size that is measured is that of the first rank, one window later.
-
-    Args:
-        callback: an `AdaptiveGradientAccumulation`.
-        trainer: in a fit.
-        probe: measures what the policy asks for, if it does.
+    and a size that is measured is that of the first rank, one window later. ``probe`` measures what the policy asks
+    for, if it does.
     """
 
     def __init__(self, callback: Any, trainer: Any, probe: Probe | None) -> None:
@@ -303,14 +255,12 @@ class Sizes:
         self._wanted = 0
         self._ranks = 0
         self._base = float(callback.base_batch_size or 0)
-        self.seen: dict[str, Any] = {}
-        """What was measured, when that was last asked for."""
+        self.seen: dict[str, Any] = {}  # what was measured, when that was last asked for
         self.arrived = 0.0
         """Samples behind the gradients of the last step, of all ranks: of an earlier window, with a delay."""
 
     @property
     def first(self) -> int:
-        """Batches in the first window."""
         return self._batches(self._policy.size(WindowProgress(0, 0, 0, self._unit())))
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,14 +279,11 @@ class Sizes:
         self.arrived = state.get("arrived", 0.0)
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
-    # ---- with other ranks ----
-
     def tell(self) -> None:
-        """What others are to hear with the next gradients."""
         ask(self._trainer.strategy, self._base, self._wanted)
 
     def hear(self) -> None:
-        """Of a step that is taken now: what all have told with its gradients."""
+        """Take over what all have told with the gradients of a step that is taken now."""
         told = told_of(self._trainer.strategy)
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
@@ -345,7 +292,7 @@ class Sizes:
                 self._size = int(told.size)
 
     def lr_factor(self, samples: float) -> float:
-        """What learning rates are multiplied by in the step that is taken now, of so many samples of this rank's."""
+        """Return the factor of learning rates in the step that is taken now, of so many samples of this rank's."""
         if not self._base:
             return 1.0
         scaling = self._callback.lr_scaling
@@ -353,10 +300,8 @@ class Sizes:
             return lr_factor(scaling, samples, self._base)
         return lr_factor(scaling, told.samples, told.base * told.ranks) if told.base else 1.0
 
-    # ---- sizes ----
-
     def plan(self, samples: float) -> WindowPlan:
-        """The window that begins, with a batch of so many samples."""
+        """Return the window that begins, with a batch of so many samples."""
         callback = self._callback
         strategy = self._trainer.strategy
         together = in_lockstep(strategy)
@@ -402,7 +347,7 @@ class Sizes:
             self._size = size  # else one window later, as the first rank would have it: all hear that with this one
 
     def _unit(self) -> float:
-        """Samples in one batch of each rank, where the policy counts samples."""
+        """Return the samples in one batch of each rank, where the policy counts samples."""
         return self._base * ranks_of(self._trainer.strategy) if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
@@ -423,12 +368,11 @@ class AdaptiveGradientAccumulation(Callback):
 
     :math:`g_j` is the gradient of batch :math:`j` and :math:`n_j` its samples; :math:`n_0` are those of a step without
     accumulation, for which the learning rate :math:`\eta_0` is right. Where ranks average their gradients (DDP,
-    Horovod, `Synchronous()`, windows in the background) the sums are over all of them; where replicas are asynchronous,
-    over each one's own, which step by themselves. So the last window of an epoch, which has fewer batches or a smaller
-    one, has the mean of what it has; Lightning divides it by the length of a full one.
-
-    A window begins when the last one has ended: whatever changes, no gradient is lost, counted twice, or late. All
-    that counts optimizer steps (``max_steps``, `EveryNSteps`, schedulers by step) counts windows.
+    Horovod, `Synchronous()`, windows in the background) the sums are over all of them; asynchronous replicas step by
+    themselves, with their own. The last window of an epoch, which may be smaller, has the mean of what it has;
+    Lightning divides it by the length of a full one. A window begins when the last one has ended: whatever changes, no
+    gradient is lost, counted twice, or late. All that counts optimizer steps (``max_steps``, `EveryNSteps`, schedulers
+    by step) counts windows.
 
     Args:
         accumulation_steps: batches of each rank in a window: a number, `ByEpoch`, `ByStep`, `CommunicationShare`, or a
@@ -439,8 +383,7 @@ class AdaptiveGradientAccumulation(Callback):
             ``base_batch_size`` times these ranks; what is measured is rounded to one.
         lr_scaling: :math:`f`: "linear", "sqrt", or None (default): learning rates stay as they are. Schedulers go on
             from the unscaled ones; the scaled ones exist while the optimizer steps.
-        count: what a batch counts, such as its tokens, as a number >= 0 of the batch. Default: samples, as Lightning
-            tells.
+        count: what a batch counts, such as its tokens, as a number >= 0 of the batch. Default: samples.
         split_on_oom: where there is not enough memory for a batch, train on halves from then on, or less, each by a
             `training_step` of its own. Gradients stay means over samples. Not with DDP and Horovod. Default False.
 
@@ -479,21 +422,17 @@ class AdaptiveGradientAccumulation(Callback):
         self._undo: list[Callable[[], None]] = []
         self._probe: Probe | None = None
         self._sizes: Sizes | Any = None
-        self._lent = False
-        """Windows are gathered by the strategy."""
+        self._lent = False  # windows are gathered by the strategy
         self._start_over()
 
     @property
     def compared(self) -> str:
-        """What ranks compare before they train together."""
         return repr(self)
 
     def _start_over(self) -> None:
         self._before: tuple[int, Callable[[], dict[str, Any]]] = (0, dict)
         """The state before the batch that was begun last, and its number."""
         self._shown = 0
-
-    # ---- life ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)
@@ -538,7 +477,6 @@ class AdaptiveGradientAccumulation(Callback):
 
     def _tear_down(self, original: Any) -> Any:
         def teardown() -> None:
-            """Of the Trainer, however training has ended: who saves what there was when it failed has done so."""
             self._end()
             original()
 
@@ -552,7 +490,7 @@ class AdaptiveGradientAccumulation(Callback):
         return (before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._keep())()
 
     def _keep(self) -> Callable[[], dict[str, Any]]:
-        """The state now, put together when it is asked for."""
+        """Return what puts the present state together when it is asked for."""
         assert self._windows is not None
         probe = dict if self._probe is None else self._probe.keep()
         state = {
@@ -571,8 +509,6 @@ class AdaptiveGradientAccumulation(Callback):
             self._probe.load_state_dict(state_dict["probe"])
         if self._windows.is_open or self._lent:
             self._windows.show()
-
-    # ---- training ----
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._probe is not None:
@@ -628,11 +564,9 @@ class AdaptiveGradientAccumulation(Callback):
 
     @property
     def lr_factor(self) -> float:
-        """What learning rates are multiplied by in the step that is taken now."""
         return 1.0 if self._windows is None else self._sizes.lr_factor(self._windows.samples)
 
     def _show(self, trainer: Any, pl_module: Any) -> None:
-        """In loggers and in the progress bar, where it is another one."""
         assert self._windows is not None
         self._shown = self._windows.planned.batches
         metrics = {"accumulation/batches": float(self._shown), "accumulation/lr_factor": self.lr_factor}

@@ -1,4 +1,4 @@
-"""What an optimizer step is to a strategy: whose gradients it has, and its learning rates while it is taken."""
+"""An optimizer step by strategy: whose gradients it has, and its learning rates while it is taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def ranks_of(strategy: Any) -> int:
-    """How many ranks' gradients become one before a step; of asynchronous replicas each steps by itself."""
+    """Return how many ranks' gradients become one before a step; asynchronous replicas step by themselves."""
     if _averages_models(strategy):
         served = strategy.served and not (strategy.mode == "sync" and strategy.update_on_server)
         together = isinstance(strategy.schedule, Synchronous) and not served
@@ -29,12 +29,12 @@ def ranks_of(strategy: Any) -> int:
 
 
 def in_lockstep(strategy: Any) -> bool:
-    """Whether all ranks must have equal numbers of batches in a window; replicas of our engine need not."""
+    """Return whether all ranks must have equal numbers of batches in a window; replicas of our engine need not."""
     return not _averages_models(strategy) and ranks_of(strategy) > 1
 
 
 def mean_of(strategy: Any, value: float) -> float:
-    """Over the ranks that have equal numbers of batches in a window."""
+    """Return the mean over the ranks that have equal numbers of batches in a window."""
     if not in_lockstep(strategy):
         return value
     tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
@@ -42,7 +42,7 @@ def mean_of(strategy: Any, value: float) -> float:
 
 
 def lends(strategy: Any) -> bool:
-    """Whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
+    """Return whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
     return view_of(strategy).in_windows and (strategy.world_size > 1 or is_joining(strategy))
 
 
@@ -51,8 +51,9 @@ def _averages_models(strategy: Any) -> bool:
 
 
 def told_of(strategy: Any) -> Any:
-    """What all ranks have told by the engine with the gradients of the step that is taken now, alike on all, see
-    `engine.gradients.records.Told`; None where the step is of this rank's gradients, or another's to average."""
+    """Return what all ranks have told with the gradients of the step that is taken now, see `GradientsMean`; None where
+    the step is of this rank's gradients, or another's to average.
+    """
     return getattr(_gradients(strategy), "told", None)
 
 
@@ -63,16 +64,11 @@ def ask(strategy: Any, base: float, size: float) -> None:
 
 
 def _gradients(strategy: Any) -> Any:
-    """What moves them by the engine, in a training of several ranks."""
     return view_of(strategy).gradients
 
 
 def check_arguments(callback: Any) -> AccumulationPolicy:
-    """The policy that an `AdaptiveGradientAccumulation` was given.
-
-    Raises:
-        TypeError, ValueError: an argument is of the wrong kind, or does not go with the others.
-    """
+    """Return the policy of an `AdaptiveGradientAccumulation`; raise TypeError or ValueError for bad arguments."""
     owner = type(callback).__name__
     base = callback.base_batch_size
     target = callback.target_batch_size
@@ -102,11 +98,7 @@ def check_arguments(callback: Any) -> AccumulationPolicy:
 
 
 def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
-    """Whether windows can be a callback's.
-
-    Raises:
-        ValueError: they are somebody else's already, or the module's.
-    """
+    """Raise ValueError where windows are somebody else's already, or the module's."""
     name = type(callback).__name__
     if not module.automatic_optimization:
         raise ValueError(
@@ -146,11 +138,6 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
 
 
 def _check_windows(callback: Any, strategy: Any) -> None:
-    """Whether a strategy that gathers windows by itself can be told how large they are.
-
-    Raises:
-        ValueError: it cannot, or what is to be measured is not to be seen.
-    """
     name = type(callback).__name__
     owner = type(strategy).__name__
     policy = callback.policy
@@ -209,11 +196,8 @@ def _check_servers(callback: Any, strategy: Any) -> None:
 
 
 def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool) -> None:
-    """Whether a target can be met to the sample; where ranks were lost since training ``began``, as near as can be.
-
-    Raises:
-        ValueError: it cannot.
-    """
+    """Raise ValueError where a target cannot be met to the sample; warn where ranks were lost since training
+    ``began``."""
     base = callback.base_batch_size
     unit = base * ranks
     if size % unit == 0:
@@ -234,7 +218,7 @@ def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool
 
 
 def show(trainer: Any, module: Any, metrics: dict[str, float]) -> None:
-    """In all loggers; the first one in the progress bar, too."""
+    """Show metrics in all loggers; the first one in the progress bar, too."""
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
     name = next(iter(metrics))
@@ -252,7 +236,6 @@ class TemporaryRates:
         self._before: list[tuple[dict[str, Any], Any]] = []
 
     def install(self, trainer: Any) -> list[Undo]:
-        """Patch; returns what takes it back."""
         automatic = trainer.fit_loop.epoch_loop.automatic_optimization
 
         def wrap(original: Callable[..., None]) -> Callable[..., None]:
@@ -268,7 +251,7 @@ class TemporaryRates:
 
     @torch.no_grad()
     def multiply(self, optimizer: Any, factor: float) -> None:
-        """By this, for the step that comes; groups without a learning rate stay as they are."""
+        """Multiply rates by this, for the step that comes; groups without a rate stay as they are."""
         self._put_back()
         for group in optimizer.param_groups if factor != 1.0 else ():
             lr = group.get("lr")

@@ -18,20 +18,9 @@ from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomM
 from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, pytorch, replace, take_back
 from lightning_async.trainer.strategy_view import view_of
 
-# What unequal batches cannot go together with is refused, by name.
-
-
-def steps_together(strategy: Any) -> bool:
-    """Whether each rank comes to each step after as many batches of its own as all others."""
-    return strategy.in_step if strategy.in_windows else isinstance(strategy.schedule, Synchronous)
-
 
 def check_trainer(callback: Any, trainer: Any) -> None:
-    """Whether batches may be of unequal size.
-
-    Raises:
-        ValueError: they may not; says why, and what to do.
-    """
+    """Raise ValueError, which says what to do, where batches may not be of unequal size."""
     owner = type(callback).__name__
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -57,11 +46,6 @@ def check_trainer(callback: Any, trainer: Any) -> None:
 
 
 def check_bounds(callback: Any, ranks: int, total: int) -> None:
-    """Whether there is room for the samples of a step.
-
-    Raises:
-        ValueError: there is not.
-    """
     least = callback.minimum * ranks
     most = None if callback.maximum is None else callback.maximum * ranks
     if least > total or (most is not None and most < total):
@@ -86,15 +70,13 @@ class BalancedBatchSizes(Callback):
 
     :math:`v_i` are samples per second, as measured of late; :math:`n` is what a step has over all ranks, and stays,
     whoever is slow. So a rank that is 3 times slower than three others no longer holds them up: 10 samples a step in
-    the time of 4. Each sample is trained on once an epoch, without a sampler's padding, and counts the same: where
-    ranks take their steps together, each step has the samples that it has without this callback.
+    the time of 4. Each sample is trained on once an epoch, without a sampler's padding, and counts the same.
 
     The first epoch begins with equal batches. Sizes change where all ranks are together: as an epoch begins, and within
-    it at a sync point, when a step would become at least 5% shorter; what is left of the epoch is then dealt out anew.
-    It is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, `Synchronous()` included, with one DataLoader of a
-    map-style dataset, whose sampler Lightning makes; the loader's ``batch_size`` is what the first epoch begins with.
-
-    A rank that runs out of memory trains on the batch in pieces, and has smaller ones from then on (not with manual
+    it at a sync point, when a step would become at least 5% shorter; the rest of the epoch is then dealt out anew. It
+    is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, `Synchronous()` included, with one DataLoader of a
+    map-style dataset, whose sampler Lightning makes; the loader's ``batch_size`` is what the first epoch begins with. A
+    rank that runs out of memory trains on the batch in pieces, and has smaller ones from then on (not with manual
     optimization). On GPUs the host waits for each backward pass, or it would measure nobody's speed.
 
     Args:
@@ -138,28 +120,26 @@ class BalancedBatchSizes(Callback):
         self._balancing: Balancing | None = None
         self._windows: AccumulationWindows | None = None
         self._undo: list[Callable[[], None]] = []
+        self._start_over()
+
+    def _start_over(self) -> None:
         self._since = 0
-        self._shown = dict[str, int]()
-        self._total = 0
+        self._shown: dict[str, int] = {}
+        self._total = self.global_batch_size or 0
         self._base = 0
+        # The others are called together because of memory; once, where they cannot take more either.
         self._told_namespace = False
-        """The others are called together because of memory; once, where they cannot take more either."""
-        self._sizes: dict[str, int] = {}
-        """Of a checkpoint."""
-        self._patience = 1
-        """Looks of ranks that step together come the less often the longer sizes are right."""
+        self._sizes: dict[str, int] = {}  # of a checkpoint
+        self._patience = 1  # looks of ranks that step together come the less often the longer sizes are right
 
     @property
     def compared(self) -> str:
-        """What ranks compare before they train together."""
         return repr(self)
 
     @property
     def batch_sizes(self) -> dict[str, int]:
         """Samples in a batch of each rank, by its name; empty where there is one rank."""
         return {} if self._balancing is None else dict(self._balancing.sizes)
-
-    # ---- life ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)
@@ -168,13 +148,7 @@ class BalancedBatchSizes(Callback):
         if stage != "fit":
             return
         check_trainer(self, trainer)
-        self._since = 0
-        self._shown = {}
-        self._total = self.global_batch_size or 0
-        self._base = 0
-        self._told_namespace = False
-        self._patience = 1
-        self._sizes = {}
+        self._start_over()
         self._undo.append(replace(trainer, "_teardown", self._tear_down))
         if pl_module.automatic_optimization:
             parts = 1 if trainer.strategy.in_windows else trainer.accumulate_grad_batches
@@ -187,7 +161,6 @@ class BalancedBatchSizes(Callback):
 
     def _tear_down(self, original: Any) -> Any:
         def teardown() -> None:
-            """Of the Trainer, however training has ended."""
             take_back(self._undo)
             original()
 
@@ -214,8 +187,6 @@ class BalancedBatchSizes(Callback):
                 self._balancing.sizes = self._sizes
             if self._windows is not None and state_dict["windows"] is not None:
                 self._windows.load_state_dict(state_dict["windows"])
-
-    # ---- training ----
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._balancing is not None:
@@ -255,9 +226,11 @@ class BalancedBatchSizes(Callback):
             self.call_together()
 
     def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
-        """Whether this rank comes to a sync point. Ranks that step together all do, after as many batches: so no step
-        is without one of them. Of those that drift one calls the others, where that pays."""
-        if steps_together(trainer.strategy):
+        """Return whether this rank comes to a sync point. Ranks that step together all do, after as many
+        batches: so no step is without one of them. One asynchronous replica calls the others, where that pays.
+        """
+        strategy = trainer.strategy
+        if strategy.in_step if strategy.in_windows else isinstance(strategy.schedule, Synchronous):
             return self._since >= every * self._patience or balancing.is_off
         if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_namespace:
             self._told_namespace = True
@@ -271,7 +244,7 @@ class BalancedBatchSizes(Callback):
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
     def decide(self, world: LightningCollectives) -> bool:
-        """See `CollectiveCallback`; the model stays as it is."""
+        """Decide on sizes; the model stays as it is. See `CollectiveCallback`."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
             self._since = 0
             self._told_namespace = self._told_namespace and not has_changed
@@ -284,6 +257,7 @@ class BalancedBatchSizes(Callback):
 
 
 def _wait_for(device: torch.device) -> None:
-    """The host has the time that the GPU takes: what it waits for afterwards, it waits for others."""
+    """Wait for the GPU, so that the host's time is its time: what the host waits for afterwards, it waits for
+    others."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

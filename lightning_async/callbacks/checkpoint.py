@@ -136,7 +136,6 @@ class FaultTolerantCheckpoint(Checkpoint):
         self._now: Checkpointing | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """The ranks have met, and nothing is restored yet."""
         check_object(self, trainer)
         strategy = type(trainer.strategy).__name__
         if any(kind.__name__ in _SHARDED for kind in type(trainer.strategy).__mro__):
@@ -154,46 +153,38 @@ class FaultTolerantCheckpoint(Checkpoint):
             self.call_together()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Training begins.
-
-        Raises:
-            ValueError: ranks that step together are not equal.
-        """
+        """Begin to save; raise ValueError where ranks that step together are not equal."""
         kinds = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
         if "ZeroRedundancyOptimizer" in kinds or getattr(trainer.strategy, "_model_averaging_period", None) is not None:
             raise ValueError(
                 f"`{type(self).__name__}` takes ranks that step together for equal, which they are not with "
                 "`ZeroRedundancyOptimizer` or `DDPStrategy(model_averaging_period=)`: use a strategy of this package "
-                "for replicas that drift, or an optimizer whose state is whole on each rank."
+                "for asynchronous replicas, or an optimizer whose state is whole on each rank."
             )
         if self._now is not None:
             self._now.start()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """See `Welcoming`."""
         return {} if self._now is None else self._now.for_joining_ranks()
 
     def come(self, told: dict[str, Any]) -> None:
-        """See `Welcoming`."""
         if self._now is not None and told:
             self._now.come(told)
 
     def save_together(self, world: LightningCollectives) -> None:
-        """See `Saves`: where weights are on servers."""
         if self._now is not None:
             self._now.save_together()
 
     def roll_back(self, trainer: Any) -> int | None:
-        """See `RollsBack`: to the newest good checkpoint."""
+        """Go back to the newest good checkpoint, see `RollsBack`."""
         return None if self._now is None else self._now.roll_back()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Training has ended well."""
         if self._now is not None:
             self._now.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Training has ended otherwise: a signal is one that a checkpoint was made for."""
+        """Save what was trained; a signal is one that a checkpoint was made for."""
         if self._now is not None:
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
@@ -201,13 +192,14 @@ class FaultTolerantCheckpoint(Checkpoint):
 
     @property
     def resume(self) -> Any:
-        """What follows the fit under way; None outside of one."""
+        """The position of the fit under way; None outside of one."""
         return None if self._now is None else self._now.resume
 
     @property
     def best_model_path(self) -> str:
-        """What Lightning takes for ``ckpt_path="best"``, and where it evaluates without a model: the best one
-        by the `Best` policy in ``keep``, without one the newest; ``""`` where there is none."""
+        """The path that Lightning takes for ``ckpt_path="best"``, and where it evaluates without
+        a model: the best one by the `Best` policy in ``keep``, without one the newest; ``""`` where there is none.
+        """
         best = self.settings.best
         found = candidates(CheckpointStore(self.settings.dirpath).entries(), "best" if best else "latest", best)
         return found[0].path if found else ""
@@ -218,7 +210,6 @@ class FaultTolerantCheckpoint(Checkpoint):
 
 
 def _best(keep: KeepPolicy) -> Best | None:
-    """The `Best` policy in ``keep``."""
     if isinstance(keep, Best):
         return keep
     inner = keep.policies if isinstance(keep, KeepAny) else ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
@@ -32,31 +32,20 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
 from lightning_async.trainer.loops.updates import updates_of
-from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, take_back
+from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
 
-# What is out of bounds, said to the user: in the log, to the loggers, to a function of theirs.
-
-
 class Alarm(NamedTuple):
-    """What an alert is told.
+    """A finding, for an alert."""
 
-    Args:
-        rank: that has found something.
-        step: its optimizer steps.
-        epoch: of the Trainer.
-        findings: what was out of bounds.
-        remedy: what follows.
-    """
-
-    rank: int
-    step: int
-    epoch: int
-    findings: tuple[SignalAlarm, ...]
-    remedy: Remedy
+    rank: int  # that has found something
+    step: int  # its optimizer steps
+    epoch: int  # of the Trainer
+    findings: tuple[SignalAlarm, ...]  # what was out of bounds
+    remedy: Remedy  # what follows
 
     def __str__(self) -> str:
         found = "; ".join(map(str, self.findings))
@@ -64,7 +53,6 @@ class Alarm(NamedTuple):
 
 
 def raise_alert(alarm: Alarm, trainer: Any, alert: Callable[[Alarm], None] | None) -> None:
-    """Tell the loggers, and ``alert``, whose failure ends nothing."""
     numbers = {f"divergence/{finding.signal}": finding.value for finding in alarm.findings}
     for logger in trainer.loggers:
         logger.log_metrics({**numbers, "divergence/remedy": float(alarm.remedy)}, step=alarm.step)
@@ -76,7 +64,7 @@ def raise_alert(alarm: Alarm, trainer: Any, alert: Callable[[Alarm], None] | Non
 
 
 def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDiverged:
-    """The error that ends training; ``words`` say why, where this rank knows."""
+    """Return the error that ends training; ``words`` say why, where this rank knows."""
     tried = ", ".join(f"{remedy.name.lower()} {n}x" for remedy, n in sorted(used.items()) if n) or "nothing"
     return TrainingDiverged(
         f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
@@ -86,10 +74,7 @@ def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDi
     )
 
 
-# What a remedy does to a Trainer, on one rank.
-
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")
-"""What schedulers keep in groups."""
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep in groups
 
 
 @runtime_checkable
@@ -105,20 +90,15 @@ class RollsBack(Protocol):
         ...
 
 
-def rollback_of(callbacks: Iterable[Any]) -> RollsBack | None:
-    """The first of these that can roll back."""
-    return next((callback for callback in callbacks if isinstance(callback, RollsBack)), None)
-
-
 def drop_gradients(optimizer: Any) -> None:
-    """This step moves no parameter, and no optimizer's state: it has no gradients."""
+    """Drop gradients, so that this step moves no parameter, and no optimizer's state."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
 
 
 def cut_learning_rates(trainer: Any, factor: float) -> float:
-    """Multiply all learning rates, those that schedulers begin and end with too; the first one, now."""
+    """Multiply all learning rates, those that schedulers begin and end with too; return the first one, now."""
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             for name in _RATES:
@@ -153,16 +133,12 @@ def sync_more(averager: Any) -> Callable[[], None]:
 
 
 def call_unfit(replica: Any) -> Callable[[], None]:
-    """This replica holds nothing that others may take over: at the next sync point it takes over theirs, and its
-    optimizers begin anew. Returns what takes it back."""
+    """Mark this replica as one that others take nothing from: at the next sync point it takes over theirs, and its
+    optimizers begin anew. Returns what takes it back.
+    """
     watched = replica.watched
-    round_decision = torch.tensor(math.nan)
-    replica.watched = lambda: [*watched(), round_decision]
-
-    def undo() -> None:
-        replica.watched = watched
-
-    return undo
+    nan = torch.tensor(math.nan)
+    return set_for_now(replica, "watched", lambda: [*watched(), nan])
 
 
 if TYPE_CHECKING:
@@ -171,8 +147,7 @@ else:
     Callback = pytorch("callbacks").Callback
 
 RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
-_OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}
-"""Of use only where replicas are asynchronous."""
+_OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only where replicas are asynchronous
 
 
 class DivergenceMonitor(Callback):
@@ -263,16 +238,16 @@ class DivergenceMonitor(Callback):
 
     @property
     def clean_steps(self) -> int:
-        """Batches since something was out of bounds: a state is good after some of them, at least 3. Of ranks in
-        lockstep it is the same on all; of asynchronous replicas each has its own."""
+        """Batches since something was out of bounds: a state is good after some of them, at least 3. Of
+        ranks in lockstep it is the same on all; of asynchronous replicas each has its own.
+        """
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
-
-    # ---- life ----
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)
         self.rollbacks = 0
-        self._rollback = self._given_rollback or rollback_of(trainer.callbacks)
+        able = (each for each in trainer.callbacks if isinstance(each, RollsBack))
+        self._rollback = self._given_rollback or next(able, None)
         if stage == "fit" and self._rollback is None and Remedy.ROLL_BACK in (self._remedies or ()):
             raise ValueError(
                 "`DivergenceMonitor(remedies=[..., 'roll_back'])` needs something that holds the last good state: "
@@ -287,7 +262,7 @@ class DivergenceMonitor(Callback):
         self._trainer = trainer
         asynchronous = isinstance(self._council, SyncPointAgreement)
         alone = isinstance(self._council, SingleRank)
-        windows = updates_of(trainer) is not None  # replicas meet as those that drift do, and all take every step
+        windows = updates_of(trainer) is not None  # replicas meet as asynchronous ones do, and all take every step
         self._served = view_of(trainer.strategy).served  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
         if not asynchronous or windows or self._served:
@@ -324,8 +299,6 @@ class DivergenceMonitor(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.rollbacks = int(state_dict["rollbacks"])
-
-    # ---- every batch ----
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._observer.start_batch()
@@ -369,9 +342,8 @@ class DivergenceMonitor(Callback):
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
-        kept = (
-            self._asked if isinstance(council, SyncPointAgreement) else Remedy.NONE
-        )  # until all have met: not at once, maybe
+        # What was asked stays until all have met: not at once, maybe.
+        kept = self._asked if isinstance(council, SyncPointAgreement) else Remedy.NONE
         self._asked = kept if here else max(wanted, kept)
         if self._asked is Remedy.RESET and averager is not None:
             self._fit_again()
@@ -380,15 +352,12 @@ class DivergenceMonitor(Callback):
         self._do(trainer, severest(now))
 
     def _tell(self, trainer: Any, found: list[SignalAlarm], remedy: Remedy) -> None:
-        """The user, in the log; where that was not enough, by the alert and the loggers."""
         alarm = Alarm(trainer.global_rank, trainer.global_step, trainer.current_epoch, tuple(found), remedy)
         self._words = str(alarm)
         if self._escalation.has(Remedy.LOG):
             log.warning("%s", alarm)
         if remedy >= Remedy.ALERT and self._escalation.has(Remedy.ALERT):
             raise_alert(alarm, trainer, self.alert)
-
-    # ---- what all ranks do ----
 
     def decide(self, world: LightningCollectives) -> bool:
         """Decide what all ranks do, once replicas have met and unfit ones have another's model."""
@@ -405,7 +374,6 @@ class DivergenceMonitor(Callback):
         return self._do(trainer, severest([Row(Remedy(wanted)) for wanted, _ in said]))
 
     def _do(self, trainer: Any, remedy: Remedy) -> bool:
-        """What all do at this step; whether the model is another one now."""
         if remedy is Remedy.NONE:
             return False
         self._clean_everywhere = 0

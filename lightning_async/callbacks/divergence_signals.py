@@ -1,4 +1,4 @@
-"""What one rank sees of its training: signals, step by step, and which of them are out of bounds."""
+"""The signals that one rank sees of its training, step by step, and which of them are out of bounds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,30 +16,18 @@ from lightning_async.algorithms.divergence import Absolute, History, Relative, R
 from lightning_async.engine.fingerprint import is_finite, real
 from lightning_async.trainer.checkpoint.save_timing import DelayedGather, lagged_of
 
-# How all ranks come to do the same at the same step: each says what it asks for, and the severest is done.
-#
-# Where ranks step together they say so with every step, in a gather that is read one step later, so that none
-# waits for it. Where replicas are asynchronous, the rank that needs the others calls them to a sync point.
-
 
 class Row(NamedTuple):
-    """What one rank says of one step.
+    """A rank's word on one step."""
 
-    Args:
-        wanted: what it asks for.
-        loss: of its batch; NaN where there is none.
-        every: it has time to look at gradients every so many steps.
-        clean: nothing was out of bounds.
-    """
-
-    wanted: Remedy = Remedy.NONE
-    loss: float = float("nan")
-    every: int = 1
-    clean: bool = True
+    wanted: Remedy = Remedy.NONE  # what it asks for
+    loss: float = float("nan")  # of its batch; NaN where there is none
+    every: int = 1  # it has time to look at gradients every so many steps
+    clean: bool = True  # nothing was out of bounds
 
 
 def severest(rows: Sequence[Row]) -> Remedy:
-    """What all do.
+    """Return what all do.
 
     >>> severest([Row(), Row(Remedy.CUT_LR), Row(Remedy.SYNC)]).name
     'CUT_LR'
@@ -47,25 +35,7 @@ def severest(rows: Sequence[Row]) -> Remedy:
     return max((row.wanted for row in rows), default=Remedy.NONE)
 
 
-class RemedyAgreement(Protocol):
-    """All ranks, as one of them sees them."""
-
-    def hear(self) -> list[Row]:
-        """What all ranks said, the same on all of them at this step; none where nothing was."""
-        ...
-
-    def say(self, row: Row) -> list[Row]:
-        """This rank's row; what all said, where that is known at once."""
-        ...
-
-    def close(self) -> None:
-        """Training is over."""
-        ...
-
-
 class SingleRank:
-    """There is one rank."""
-
     def hear(self) -> list[Row]:
         return []
 
@@ -76,11 +46,9 @@ class SingleRank:
 
 
 class SyncPointAgreement:
-    """Replicas run at their own pace: what is more than a word is decided at a sync point.
+    """The agreement of asynchronous replicas: what is more than a word is decided at a sync point.
 
-    Args:
-        callback: is shown the sync point, see `CollectiveCallback`.
-        strategy: has the sync points, in whose headers losses travel.
+    ``callback`` calls the others, see `CollectiveCallback`; losses travel in the headers of the strategy's sync points.
     """
 
     def __init__(self, callback: Any, strategy: Any) -> None:
@@ -88,11 +56,8 @@ class SyncPointAgreement:
         self._strategy = strategy
 
     def hear(self) -> list[Row]:
-        return (
-            [Row(loss=loss) for loss in self._strategy.sync_points.losses]
-            if self._strategy.sync_points is not None
-            else []
-        )
+        sync_points = self._strategy.sync_points
+        return [] if sync_points is None else [Row(loss=loss) for loss in sync_points.losses]
 
     def say(self, row: Row) -> list[Row]:
         if self._strategy.sync_points is not None:
@@ -105,11 +70,7 @@ class SyncPointAgreement:
 
 
 class LockstepAgreement:
-    """Ranks take every step together.
-
-    Args:
-        lagged: carries the rows; closed by `close`.
-    """
+    """The agreement of ranks that take every step together; ``lagged`` carries the rows."""
 
     def __init__(self, lagged: DelayedGather) -> None:
         self._lagged = lagged
@@ -126,8 +87,15 @@ class LockstepAgreement:
         self._lagged.close()
 
 
+RemedyAgreement = SingleRank | SyncPointAgreement | LockstepAgreement
+"""The way in which all ranks do the same at the same step: each says what it asks for, and the severest is done.
+
+`hear` returns what all ranks said, the same on all of them at this step; `say` does where that is known at once.
+"""
+
+
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
-    """The right one for this Trainer's strategy. All ranks call it together, as training begins.
+    """Return the right one for this Trainer's strategy. All ranks call it together, as training begins.
 
     Raises:
         ValueError: ranks that this package and torch.distributed know nothing of.
@@ -138,15 +106,12 @@ def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     return SingleRank() if lagged is None else LockstepAgreement(lagged)
 
 
-# The numbers of one training step, looked at without stopping a GPU; and how often there is time to look.
-
-_SAMPLE = 1024
-"""Elements of a tensor."""
+_SAMPLE = 1024  # elements of a tensor
 
 
 @torch.no_grad()
 def norm(tensors: Iterable[Tensor]) -> Tensor | None:
-    r"""The norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, where the tensors are; None of none.
+    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, where the tensors are; None of none.
 
     It is finite exactly if all elements are, short of an overflow of fp32. On a GPU nothing is waited for.
 
@@ -166,7 +131,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The memory of this rank as real numbers: of a sharded tensor its shard, of a sparse one its values."""
+    """Return the memory of this rank as real numbers: of a sharded tensor its shard, of a sparse one its values."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # type: ignore[operator]
     if tensor.layout is torch.sparse_coo:
@@ -175,13 +140,12 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
-    """What this optimizer is about to use."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def sample(optimizer: Any) -> list[Tensor]:
-    """A few elements of its gradients, to look at where there is no time for all: of the first tensor, which whatever
-    is not finite further on in a network reaches in the backward pass, and of the last."""
+    """Return a few elements of its gradients, for want of time: of the last tensor, and of the first, which whatever is
+    not finite further on in a network reaches in the backward pass."""
     groups = optimizer.param_groups
     first = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
     last = next((p.grad for group in reversed(groups) for p in reversed(group["params"]) if p.grad is not None), None)
@@ -190,12 +154,10 @@ def sample(optimizer: Any) -> list[Tensor]:
 
 
 def parameters(module: Any) -> Iterator[Tensor]:
-    """All that can be other than finite."""
     return (p for p in module.parameters() if p.is_floating_point() or p.is_complex())
 
 
 def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
-    """All tensors that optimizers keep."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
@@ -205,23 +167,22 @@ def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 class StepMetrics:
     """Numbers by name. Those on the CPU are taken at once; those on a GPU are copied over beside the training, and
-    taken one step later."""
+    taken one step later.
+    """
 
     def __init__(self) -> None:
         self._put: dict[str, Tensor] = {}
         self._coming: tuple[list[str], Tensor, Any] | None = None
 
     def put(self, name: str, value: Tensor) -> None:
-        """A number of this step's."""
         self._put[name] = value.detach()
 
     def forget(self) -> None:
-        """What was put belongs to a model that is no more."""
         self._put = {}
         self._coming = None
 
     def take(self) -> dict[str, float]:
-        """What is there: this step's numbers of the CPU, the last step's of a GPU."""
+        """Return what is there: this step's numbers of the CPU, the last step's of a GPU."""
         put = self._put
         self._put = {}
         here = {name: float(value) for name, value in put.items() if value.device.type != "cuda"}
@@ -243,13 +204,9 @@ class StepMetrics:
 
 
 class SamplingBudget:
-    r"""Every how many steps there is time for a look.
+    r"""A budget for looks: every how many steps there is time for one, where ``share`` of the time is for them.
 
     .. math:: n = \lceil t_\text{look} / (s\, t_\text{step}) \rceil
-
-    Args:
-        share: :math:`s`, of the time of training.
-        clock: seconds.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -259,7 +216,6 @@ class SamplingBudget:
         self._began: float | None = None
 
     def step(self) -> None:
-        """A batch begins."""
         now = self._clock()
         if self._began is not None:
             # The least of late: what a validation, a first step or another process took in between is no step's.
@@ -268,7 +224,6 @@ class SamplingBudget:
         self._began = now
 
     def looked(self, seconds: float) -> None:
-        """A look took so long."""
         self._look_s = 0.8 * self._look_s + 0.2 * seconds if self._look_s else seconds
 
     @property
@@ -280,23 +235,15 @@ class SamplingBudget:
 
 
 Signal = Literal["loss", "gradient_norm", "parameters", "optimizer_state", "loss_variance", "replica_spread"]
-_SHARE = 0.0025
-"""Of the time of training, for each of the two looks: at gradients, and at the model."""
+_SHARE = 0.0025  # of the time of training, for each of the two looks: at gradients, and at the model
 _SELDOM = (25, 100)
 """The model is looked at no more and no less often than every so many batches, where nothing points to it."""
-_SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
-"""What is not finite there may have reached the model."""
+_SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")  # what is not finite there may have reached the model
 
 
 class SignalTracker:
-    """The signals of one rank.
-
-    Args:
-        signals: those that are looked at.
-        thresholds: where each is out of bounds.
-        history: how much of its past counts.
-        skips: gradients that are not finite are to be dropped before they reach the model.
-    """
+    """The signals of one rank; with ``skips``, gradients that are not finite are dropped before they reach the
+    model."""
 
     def __init__(
         self, signals: Collection[Signal], thresholds: Mapping[str, Threshold], history: History, skips: bool
@@ -311,31 +258,24 @@ class SignalTracker:
         self._model = SamplingBudget(_SHARE)
         self._batch = 0
         self._every = 1
-        self._suspicious = False
-        """A loss since the last step was not finite."""
+        self._suspicious = False  # a loss since the last step was not finite
         self._losses: Sequence[float] = ()
         self._rounds = 0
-        self.dropped = False
-        """Gradients of this batch's were not finite, and are gone: no harm is done."""
-        self.loss = math.nan
-        """Of the last batch, as far as it is known."""
+        self.dropped = False  # gradients of this batch's were not finite, and are gone: no harm is done
+        self.loss = math.nan  # of the last batch, as far as it is known
         self.alone = True
         """Whether this rank may drop a step that others take. Else all look at their gradients in the same steps."""
-        self.alike = True
-        """Whether all ranks have the same gradients, so that all drop the same steps."""
+        self.alike = True  # whether all ranks have the same gradients, so that all drop the same steps
 
     @property
     def every(self) -> int:
-        """Gradients can be looked at every so many steps."""
         return self._gradients.every
 
     def forget(self) -> None:
-        """The model is another one."""
         self._readings.forget()
         self._suspicious = self.dropped = False
 
     def start_batch(self) -> None:
-        """A batch begins."""
         self._batch += 1
         self.dropped = False
         self._gradients.step()
@@ -344,7 +284,6 @@ class SignalTracker:
             self._every = self.every
 
     def before_backward(self, trainer: Any, loss: Tensor) -> None:
-        """A loss that is not finite will have gradients that are not."""
         if "gradient_norm" in self._signals:  # which say it too
             return
         if self.alone and self._skips and "loss" in self._signals and loss.device.type == "cpu":
@@ -352,7 +291,7 @@ class SignalTracker:
             self._suspicious |= known and not math.isfinite(float(loss.detach()))
 
     def before_step(self, trainer: Any, optimizer: Any) -> bool:
-        """Look at the gradients that this optimizer is about to use; whether they are to be dropped."""
+        """Look at the gradients that this optimizer is about to use; return whether they are to be dropped."""
         if _scaled(trainer):  # it skips steps that are not finite, to find its scale
             return False
         drop = self._suspicious
@@ -384,7 +323,7 @@ class SignalTracker:
         return False
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any) -> list[SignalAlarm]:
-        """What is out of bounds: on the CPU in this batch, on a GPU in the one before."""
+        """Return what is out of bounds: on the CPU in this batch, on a GPU in the one before."""
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
@@ -394,12 +333,10 @@ class SignalTracker:
         taken = self._readings.take()
         self.loss = taken.get("loss", math.nan)
         suspects = [name for name, value in taken.items() if name.startswith(_SUSPECT) and not math.isfinite(value)]
-        if self._look_due() or suspects:
+        seldom = min(max(self._model.every, _SELDOM[0]), _SELDOM[1])
+        if self._batch % seldom == 0 or suspects:
             self._look_at_model(trainer, module, taken)
         return [finding for name, value in taken.items() if (finding := self._judge(name, value)) is not None]
-
-    def _look_due(self) -> bool:
-        return self._batch % min(max(self._model.every, _SELDOM[0]), _SELDOM[1]) == 0
 
     def _look_at_model(self, trainer: Any, module: Any, taken: dict[str, float]) -> None:
         started = time.perf_counter()
@@ -429,7 +366,7 @@ class SignalTracker:
         return SignalAlarm(name, value, limit) if value > limit else None
 
     def compare(self, rows: Sequence[Row], summary: Any = None) -> list[SignalAlarm]:
-        """What all ranks' losses, and the last round, say of the replicas."""
+        """Return what all ranks' losses, and the last round, say of the replicas."""
         if rows and not self.alone:
             self._every = max(row.every for row in rows)
         found = []
@@ -448,7 +385,7 @@ def _number_of(trainer: Any, optimizer: Any) -> int:
 
 
 def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
-    """What `training_step` returned, not divided by the number of batches that are accumulated."""
+    """Return what `training_step` returned, not divided by the number of batches that are accumulated."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
@@ -457,17 +394,11 @@ def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
 
 
 def _scaled(trainer: Any) -> bool:
-    """Whether there is a scaler of gradients."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     return scaler is not None and scaler.is_enabled()
 
 
 def thresholds_by_signal(owner: str, given: Any) -> dict[str, Threshold]:
-    """A threshold for each signal.
-
-    Raises:
-        TypeError, ValueError: names the argument.
-    """
     for name in given if isinstance(given, Mapping) else ():
         check_choice(owner, "alert_threshold", name, get_args(Signal))
     thresholds: dict[str, Threshold] = {}

@@ -1,4 +1,4 @@
-"""What averaging does, as Lightning metrics: in every logger and in the progress bar."""
+"""Metrics of averaging for Lightning: in every logger and in the progress bar."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ class AveragingMonitor(Callback):
         show(trainer, summary.shown())
 
     def _is_due(self, summary: Any, every: int) -> bool:
-        """Steps that take a window of gradients, or a push, each are many: as often as Lightning logs, then."""
+        """Return whether to log. Steps that take a window of gradients, or a push, each are many: then as often as
+        Lightning."""
         number = summary.exchanges + summary.consensuses
         if number == self._logged or (summary.totals is not None and 0 < number - max(0, self._logged) < every):
             return False
@@ -58,7 +59,7 @@ class AveragingMonitor(Callback):
 
 
 def monitor_for_now(trainer: Any) -> Callable[[], None]:
-    """Give the Trainer a monitor, unless it has one; returns what takes it away again."""
+    """Give the Trainer a monitor, unless it has one; return what takes it away again."""
     if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
         return lambda: None
     monitor = AveragingMonitor()

@@ -22,18 +22,16 @@ else:
 class PeerMemory(Callback):
     r"""Keeps each rank's own state in the memory of the next one: a rank that died comes back with it, without a disk.
 
-    A rank that joins those who train takes over rank 0's state, see docs/failure-semantics.md. What was its own is
-    put over that: the optimizers' state of each parameter where replicas are asynchronous, random states, the scale of
-    fp16's gradients, buffers that are kept apart. It is that of its last copy, at step :math:`k` of its own; the
-    weights are the run's. Rank :math:`r` leaves its copies with rank :math:`(r + 1) \bmod n` of those that are there;
-    where there are several hosts, with the rank at the same place on the next host. Training stands still while the
-    state is copied into memory, no longer: a thread sends it, over TCP, with a checksum. What has not arrived whole
-    counts as not sent, and the copy before serves.
+    A rank that joins takes over rank 0's state, see docs/failure-semantics.md, and then its own, as of its last copy,
+    at step :math:`k`: the optimizers' state of each parameter where replicas are asynchronous, random states, the scale
+    of fp16's gradients, buffers that are kept apart; the weights are the run's. Rank :math:`r` leaves its copies with
+    rank :math:`(r + 1) \bmod n` of the live ranks, or with the one at the same place on the next host. Training stands
+    still while the state is copied into memory; a thread sends it, over TCP, with a checksum. What has not arrived
+    whole counts as not sent, and the copy before serves.
 
     Costs memory of the host: one copy of this rank's own state, and two of another one's; two more for each rank that
-    is lost. Where the ranks step together no optimizer state is copied: all have the same.
-
-    For a restart of all ranks use `FaultTolerantCheckpoint`, alone or beside this one.
+    is lost. Where the ranks step together no optimizer state is copied: all have the same. For a restart of all ranks
+    use `FaultTolerantCheckpoint`, alone or beside this one.
 
     Args:
         every_n_train_steps: copy whenever so many optimizer steps were taken.
@@ -90,17 +88,14 @@ class PeerMemory(Callback):
             self._now.start()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Copy this rank's own state, if that is due at this safe point."""
         if self._now is not None and not searches_lr(trainer):
             self._now.boundary(bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Tell what the copies cost."""
         if self._now is not None:
             self._now.summarise()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return nothing: each rank has its own."""
         return {}
 
     def come(self, told: dict[str, Any]) -> None:

@@ -24,18 +24,11 @@ else:
     Callback = pytorch("callbacks").Callback
 
 _RECENT = 51
-_TOLD_S = 5.0
-"""For telling the others."""
+_TOLD_S = 5.0  # for telling the others
 
 
 class _Beat(NamedTuple):
-    """Where the training thread was last seen.
-
-    Args:
-        number: of the beat.
-        place: what it does.
-        limit_s: how long that may take; None for as long as it likes.
-    """
+    """The place where the training thread was last seen; None as limit: it may take as long as it likes."""
 
     number: int = 0
     place: str = "before training"
@@ -47,11 +40,11 @@ class HangWatchdog(Callback):
 
     .. math:: \text{limit} = \max(t_\text{min}, k\, \tilde t)
 
-    :math:`\tilde t` is the median of the recent steps. A rank that takes longer for one step, its batch's way out of
-    the loader included, writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``, tells the other ranks
-    where the strategy has a way to (those of this package), and ends its process with ``exit_code``. A thread of its
-    own looks; where that cannot run either, as code in C holds the interpreter, a timer that needs none writes the
-    stacks to stderr after twice the limit, and the exit code is 1.
+    :math:`\tilde t` is the median of the recent steps. A rank that takes longer for one step, the loader's time
+    included, writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``, tells the other ranks where the
+    strategy has a way to (those of this package), and ends its process with ``exit_code``. A thread looks; where that
+    cannot run either, as code in C holds the interpreter, a timer writes the stacks to stderr after twice the limit,
+    and the exit code is 1.
 
     The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given; waiting
     at a sync point has none. Time in which the whole process was stopped does not count, but one that was stopped for
@@ -104,7 +97,7 @@ class HangWatchdog(Callback):
 
     @property
     def limit_s(self) -> float | None:
-        """How long the next step may take; None while too few were seen."""
+        """Seconds that the next step may take; None while too few were seen."""
         if len(self._steps) < self.warmup:
             return self.other_s
         return max(self.min_s, self.k * statistics.median(self._steps))
@@ -182,7 +175,6 @@ class HangWatchdog(Callback):
     # ---- on the watchdog's thread ----
 
     def _watch(self, trainer: Any, stop: threading.Event) -> None:
-        """Until training ends, or hangs."""
         seen = -1
         waited_s = 0.0
         last = time.monotonic()
@@ -221,7 +213,8 @@ class HangWatchdog(Callback):
 
 
 def _arm(limit_s: float | None, file: IO[str] | None) -> None:
-    """A timer in C writes all stacks and ends the process after twice as long, unless it is set anew before."""
+    """Set a timer in C that writes all stacks and ends the process after twice as long, unless it is set anew
+    before."""
     if limit_s is None or file is None:
         faulthandler.cancel_dump_traceback_later()
     else:
@@ -233,7 +226,7 @@ def _path(folder: str | Path, rank: int) -> Path:
 
 
 def _stderr() -> IO[str] | None:
-    """The process's stderr; None where there is no file behind it. A notebook or a test may have replaced it."""
+    """Return the process's stderr; None where there is no file behind it. A notebook or a test may have replaced it."""
     for stream in (sys.stderr, sys.__stderr__):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             if stream is not None and stream.fileno() >= 0:
@@ -249,7 +242,7 @@ def _dump(text: str, file: IO[str]) -> None:
 
 
 def _waits_at_sync_point(trainer: Any) -> bool:
-    """It waits for other ranks, which are watched themselves."""
+    """Return whether it waits for other ranks, which are watched themselves."""
     sync_points = view_of(trainer.strategy).sync_points
     live_ranks = view_of(trainer.strategy).live_ranks
     waits = live_ranks is not None and live_ranks.are_short  # for other replicas

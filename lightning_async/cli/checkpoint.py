@@ -1,4 +1,4 @@
-"""What is in a directory of checkpoints: ``lightning-async checkpoint list | verify | export | prune``."""
+"""The contents of a directory of checkpoints: ``lightning-async checkpoint list | verify | export | prune``."""
 
 from __future__ import annotations
 
@@ -201,7 +201,6 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _claimed(store: CheckpointStore, changes: bool, does: str) -> Iterator[None]:
-    """Have the directory, where something is changed in it; whoever only reads needs no claim."""
     claim = DirectoryLock(store, uuid.uuid4().hex, does)
     if changes:
         claim.take()

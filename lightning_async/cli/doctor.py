@@ -1,4 +1,4 @@
-"""What is installed, which backend runs the arithmetic and why not a better one: ``lightning-async doctor``."""
+"""A report of what is installed, and which backend runs the arithmetic: ``lightning-async doctor``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_async.ops import native
 
 
 def nccl_packages() -> list[str]:
-    """The installed packages that ship NCCL; two of them overwrite each other's files."""
+    """List the installed packages that ship NCCL; two of them overwrite each other's files."""
     names = (distribution.metadata["Name"] for distribution in importlib.metadata.distributions())
     return sorted({name for name in names if name and re.fullmatch(r"nvidia-nccl-cu\d+", name)})
 
@@ -48,7 +48,6 @@ def _driver() -> str:
 
 
 def report() -> list[str]:
-    """What the doctor says, line by line."""
     lines = [
         f"python          {platform.python_version()}, {platform.platform()}",
         f"lightning_async {_version('lightning-async')}",
@@ -72,7 +71,6 @@ def report() -> list[str]:
 
 
 def problems() -> list[str]:
-    """What must be repaired."""
     packages = nccl_packages()
     if len(packages) < 2:
         return []

@@ -1,4 +1,4 @@
-"""What the console script does where it is the first process of a container (PID 1): another process does its work.
+"""PID 1 of a container: the console script forks there, and the child does its work.
 
     PID 1 --- forks ---> the command, as anywhere else
     PID 1 <-- signals --- passed on to the command, from the first moment on: the kernel drops those to a PID 1 without
@@ -22,8 +22,7 @@ _HEARD = {*_PASSED_ON, signal.SIGCHLD}
 _LEFT_S = 10.0
 """What the command has left may take so long to end: a checkpoint that is being written, above all. With PID 1 the
 kernel kills all others of its namespace."""
-_grace: mmap.mmap | None = None
-"""What the command has told PID 1; None where there is no PID 1 of this module's."""
+_grace: mmap.mmap | None = None  # what the command has told PID 1; None where there is no PID 1 of this module's
 
 
 def allow(seconds: float) -> None:
@@ -33,7 +32,7 @@ def allow(seconds: float) -> None:
 
 
 def stand_aside() -> None:
-    """Where this process is PID 1, go on in a child of it, and end with the child's exit code; else do nothing."""
+    """Go on in a child where this process is PID 1, and end with the child's exit code; else do nothing."""
     global _grace
     if os.getpid() != 1:
         return
@@ -47,7 +46,7 @@ def stand_aside() -> None:
 
 
 def _serve(command: int, grace: mmap.mmap) -> int:
-    """Pass signals on to the command, and ask for the status of all that end; the exit code."""
+    """Pass signals on to the command, and ask for the status of all that end; return the exit code."""
     code = None
     others = True
     while code is None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lightning_async.cli.first_process import allow
-from lightning_async.launch.environment import LaunchedJob, available_cores, shown
+from lightning_async.launch.environment import LaunchedJob, shown
 from lightning_async.launch.state_machine import CANNOT_START, Policy
 from lightning_async.launch.supervisor import Supervisor
 from lightning_async.launch.warm_spare import can_stand_by
@@ -27,7 +27,6 @@ _EPILOG = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the job; its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     program = ["-m", *options.module] if options.module else options.program
@@ -45,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
     except ValueError as error:
         parser.error(str(error))
-    job = LaunchedJob.of(program, options.n, options.max_restarts, os.environ, available_cores())
+    job = LaunchedJob.of(program, options.n, options.max_restarts, os.environ, len(os.sched_getaffinity(0)))
     if options.dry_run:
         print("\n".join(shown(job, os.environ, policy.standbys if can_stand_by(job) else 0)))
         return 0

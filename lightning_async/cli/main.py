@@ -16,12 +16,10 @@ COMMANDS = {
     "status": "show what the replicas of a job do while it runs",
 }
 """Each is a module of this package with a function ``main`` that takes the other arguments."""
-_MODULES = {"build-horovod": "lightning_async.horovod.build"}
-"""The commands that are no module of this folder."""
+_MODULES = {"build-horovod": "lightning_async.horovod.build"}  # the commands that are no module of this folder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit status."""
     listed = "\n".join(f"  {name:<15} {what}" for name, what in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="lightning-async",

@@ -31,7 +31,6 @@ _EPILOG = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to end; the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -83,13 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Return host and port.
+    """Return host and port; raise ValueError where it is no place that other hosts can be told.
 
     >>> _address("10.0.0.1:29400"), _address("[fd00::1]:29400")
     (('10.0.0.1', 29400), ('fd00::1', 29400))
-
-    Raises:
-        ValueError: it is no place that other hosts can be told.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -132,7 +128,6 @@ def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
 
 
 def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:
-    """Until there is a signal, or a server that cannot go on; which."""
     watched = {os.pidfd_open(server.supervisor): number for number, server in enumerate(servers)}
     poll = select.poll()
     for descriptor in (woken, *watched):
@@ -144,7 +139,6 @@ def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:
 
 
 def _end(servers: Sequence[ServerProcess], grace_s: float) -> list[int]:
-    """Those that have not ended in order."""
     for server in servers:
         server.tell_to_end()
     return [number for number, server in enumerate(servers) if server.close(snapshot_s=grace_s)]

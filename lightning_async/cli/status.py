@@ -1,4 +1,4 @@
-"""What the replicas of a job do while it runs: ``lightning-async status [HOST:PORT]``."""
+"""The standing of a job's replicas while it runs: ``lightning-async status [HOST:PORT]``."""
 
 from __future__ import annotations
 
@@ -42,23 +42,12 @@ class StoreAddress:
 
     @classmethod
     def of(cls, address: str) -> StoreAddress:
-        """That at HOST:PORT.
-
-        Raises:
-            ValueError: that is no address.
-        """
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"{address!r} is no HOST:PORT.")
         return cls(host.strip("[]"), int(port), os.environ.get(SECRET, ""))
 
     def look(self) -> JobStatus:
-        """What its replicas say.
-
-        Raises:
-            OSError: nobody answers.
-            RuntimeError: it is no store, or does not answer.
-        """
         try:
             # The store's own client would try for long, and print stack traces.
             socket.create_connection((self.host, self.port), _TIMEOUT.total_seconds()).close()
@@ -71,7 +60,7 @@ class StoreAddress:
 
 @functools.cache
 def _client(host: str, port: int) -> Any:
-    """One is kept: each new one costs the store's server time, in which it answers nobody."""
+    """Return a client, the same each time: a new one costs the store's server time, in which it answers nobody."""
     from torch._C._distributed_c10d import TCPStore  # only now: it takes seconds
 
     return TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
@@ -119,7 +108,6 @@ def _show(jobs: Sequence[JobStatus], problems: Sequence[str], options: argparse.
 
 
 def _serve(places: Callable[[], Sequence[StoreAddress]], host: str, port: int) -> int:
-    """An endpoint for Prometheus, until a signal comes; the exit code."""
     one = threading.Lock()
 
     def look() -> list[JobStatus]:
@@ -142,7 +130,6 @@ def _serve(places: Callable[[], Sequence[StoreAddress]], host: str, port: int) -
 
 
 def _look(places: Sequence[StoreAddress]) -> tuple[list[JobStatus], list[str]]:
-    """The jobs that are there, and what is wrong."""
     jobs = []
     problems = []
     for place in places:
@@ -157,7 +144,6 @@ def _look(places: Sequence[StoreAddress]) -> tuple[list[JobStatus], list[str]]:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    """Where to listen, of [HOST:]PORT: on loopback, unless another host is named."""
     place = StoreAddress.of(text if ":" in text else f"127.0.0.1:{text}")
     return place.host, place.port
 

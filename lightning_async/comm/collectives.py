@@ -2,11 +2,9 @@
 
 A `Collectives` is one communicator, whatever moves its bytes: a fixed set of ranks with its own total order of
 operations. Every operation is asynchronous and returns a `Pending`; nothing blocks without a deadline. Where a
-transport can form its groups anew it is an `ElasticCollectives`.
-
-`Communicator` and `ElasticCommunicator` are the base of transports: names, failures that stick, and branches (forks,
-over the same ranks, and splits, over some of them). They hand out `Operation` objects, which know their own deadline,
-so that nobody needs to wait on them for a late peer to be noticed. The functions are reductions and byte views.
+transport can form its groups anew it is an `ElasticCollectives`. `Communicator` and `ElasticCommunicator` are the base
+of transports: names, failures that stick, forks, and splits. They hand out `Operation` objects, which know their own
+deadline, so that nobody needs to wait on them for a late peer to be noticed.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -36,12 +34,7 @@ _SOURCE = re.compile(r"\[[^\[\]\s]+\.(cc|cpp|h|hpp):\d+\]\s*")
 
 @dataclass(frozen=True)
 class Where:
-    """One communicator in one generation: whose keys these are, and who speaks in messages.
-
-    Args:
-        name: of the communicator.
-        generation: its members, in the order of their ranks: all that the groups have, or some.
-    """
+    """A communicator in one generation, for keys and messages."""
 
     name: str
     generation: Generation
@@ -62,15 +55,9 @@ class Where:
 class Operation(Generic[T]):
     """A `Pending` that its transport completes or fails, once, from any thread.
 
-    Args:
-        where: the communicator, for messages.
-        kind: the operation's name.
-        seq: its number within the communicator.
-        timeout: the deadline, counted from now.
-        on_expire: called once, from whichever thread notices, when the deadline passes. The transport breaks
-            the communicator off there.
-        poll: called by `done`, and while waiting: completes or fails the operation when the transport has ended
-            it. For transports without a completion callback.
+    ``on_expire`` is called once, from whichever thread notices that the deadline has passed: the transport breaks the
+    communicator off there. ``poll``, for transports without a completion callback, completes or fails the operation
+    when the transport has ended it; `done` calls it, and who waits.
     """
 
     late: type[CollectiveTimeout] = CollectiveTimeout
@@ -92,8 +79,7 @@ class Operation(Generic[T]):
         self.started = time.monotonic()
         self.poll = poll
         self.poll_s = _POLL_S
-        self.told = False
-        """The transport completes it by itself, and `poll` is for what goes wrong: no hurry."""
+        self.told = False  # the transport completes it by itself, and `poll` is for what goes wrong: no hurry
         self.sleep: Callable[[float], object] = self.ended_in
         """Waits for so many seconds at most, until there is something to `poll`."""
         self._on_expire = on_expire
@@ -109,7 +95,7 @@ class Operation(Generic[T]):
         return time.monotonic() - self.started
 
     def complete(self, value: T) -> bool:
-        """End well. Returns False where it had ended already."""
+        """End well; return False where it had ended already."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -118,7 +104,7 @@ class Operation(Generic[T]):
             return True
 
     def fail(self, error: CollectiveError) -> bool:
-        """End badly. Returns False where it had ended already."""
+        """End badly; return False where it had ended already."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -127,21 +113,16 @@ class Operation(Generic[T]):
             return True
 
     def failure(self, error: Exception) -> CollectiveError:
-        """The transport's own error, in words of this package."""
         kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
         said = _SOURCE.sub("", str(error).split("\n", 1)[0]).rstrip(".")
         return kind(f"{self} failed after {self.elapsed_s():.2f} s: {said}. {self.remedy}")
 
     def ended(self) -> bool:
-        """Like `done`, but neither polls nor looks at the deadline."""
+        """Return `done`, without polling or looking at the deadline."""
         return self._ended.is_set()
 
     def ended_in(self, seconds: float) -> bool:
-        """The same, after so many seconds at most."""
         return self._ended.wait(seconds)
-
-    def succeeded(self) -> bool:
-        return self._ended.is_set() and self._error is None
 
     def done(self) -> bool:
         if not self._ended.is_set() and self.poll is not None:
@@ -194,7 +175,7 @@ E = TypeVar("E", bound="ElasticCommunicator")
 
 
 class Communicator(abc.ABC, Generic[C]):
-    """The part of `Collectives` that moves no bytes."""
+    """A communicator without the operations that move bytes; its methods do, and raise, what `Collectives` says."""
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
         self._where = where
@@ -202,7 +183,6 @@ class Communicator(abc.ABC, Generic[C]):
         self._among: frozenset[str] | None = None  # the names a split was made for, here now or not
         self._branches: list[C] = []
         self._names: set[str] = set()
-        self._exchanged: dict[int, int] = {}
         self._seq = 0
         self._closed = False
 
@@ -224,48 +204,17 @@ class Communicator(abc.ABC, Generic[C]):
 
     @property
     def timeout(self) -> timedelta:
-        """Deadline of an operation."""
         return self._timeout
 
     def open(self) -> None:
-        """Form the group and its forks' with all members; does nothing where that is done.
-
-        Raises:
-            CollectiveTimeout: members are missing at the deadline; names them.
-            CollectiveError: closed, failed, aborted, or the store is out of reach.
-        """
         self._open()
         for branch in self._branches:
             branch.open()
 
     def fork(self, name: str, timeout: timedelta | None = None) -> C:
-        """See `Collectives`. Opens the fork at once where this communicator is open.
-
-        Raises:
-            ValueError: the name is taken.
-            CollectiveError: this communicator is closed or has failed.
-        """
         return self._branch(Where(self._take(name), self.generation), self._among, timeout)
 
-    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> C | None:
-        """See `Collectives`, and `fork`.
-
-        Raises:
-            ValueError: the name is taken, or ``ranks`` are none, or not of this communicator.
-            CollectiveError: this communicator is closed or has failed.
-        """
-        if not ranks or not all(rank in range(self.world_size) for rank in ranks):
-            raise ValueError(
-                f"{self._where}: `split(ranks={sorted(ranks)})` must name at least one rank, each in "
-                f"[0, {self.world_size})."
-            )
-        path = self._take(name)
-        among = frozenset(self.generation.name_of(rank) for rank in ranks)
-        generation = self.generation.only(among)
-        return None if generation is None else self._branch(Where(path, generation), among, timeout)
-
     def registered(self, buffer: Tensor) -> Tensor:
-        """See `Collectives`. All memory is alike."""
         return buffer
 
     @abc.abstractmethod
@@ -279,12 +228,8 @@ class Communicator(abc.ABC, Generic[C]):
     def _child(self, where: Where, timeout: timedelta) -> C:
         """Make a branch."""
 
-    def _is_open(self) -> bool:
-        """Whether branches are to be opened at once."""
-        return False
-
     def _take(self, name: str) -> str:
-        """The path of a new branch. A split takes its name on the ranks outside of it, too."""
+        """Return the path of a new branch. A split takes its name on the ranks outside of it, too."""
         self._check_usable()
         path = f"{self.name}/{name}"
         if path in self._names:
@@ -300,47 +245,20 @@ class Communicator(abc.ABC, Generic[C]):
             child.open()
         return child
 
-    def _num_collectives(self) -> int:
-        """Operations so far that all ranks took part in: equal on all of them, unlike `_seq`."""
-        return self._seq - sum(self._exchanged.values())
+    def _is_open(self) -> bool:
+        return False
 
     def _check_usable(self) -> None:
         if self._closed:
             raise CollectiveError(f"{self._where}: closed.")
 
-    def _check_peer(self, rank: int, argument: str) -> None:
+    def _check_rank(self, rank: int, argument: str) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
 
 
-class CommunicatorWrapper:
-    """What stands around another communicator, and says the same of itself."""
-
-    inner: Any
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def generation(self) -> Generation:
-        return self.inner.generation
-
-    @property
-    def timeout(self) -> timedelta:
-        return self.inner.timeout
-
-
 class ElasticCommunicator(Communicator[E]):
-    """The part of `ElasticCollectives` that moves no bytes.
+    """An `ElasticCollectives` without the operations that move bytes.
 
     After a failure every operation raises, until `reconfigure` of the root. Branches are independent of each other and
     of the root in this; `abort` and `reconfigure` take them along.
@@ -350,19 +268,24 @@ class ElasticCommunicator(Communicator[E]):
         super().__init__(where, timeout)
         self._failure: CollectiveError | None = None
 
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> E | None:
+        if not ranks or not all(rank in range(self.world_size) for rank in ranks):
+            raise ValueError(
+                f"{self._where}: `split(ranks={sorted(ranks)})` must name at least one rank, each in "
+                f"[0, {self.world_size})."
+            )
+        path = self._take(name)
+        among = frozenset(self.generation.name_of(rank) for rank in ranks)
+        generation = self.generation.only(among)
+        return None if generation is None else self._branch(Where(path, generation), among, timeout)
+
     def abort(self) -> None:
-        """See `ElasticCollectives`. Peers that wait for this rank fail too, as its connections close."""
         self._fail(CollectiveError(f"{self._where}: aborted."))
         for branch in self._branches:
             branch.abort()
 
     def reconfigure(self, generation: Generation) -> None:
-        """See `ElasticCollectives`; blocks until the members have formed the new groups.
-
-        Raises:
-            ValueError: it is another member's view of a generation, or one that is not newer.
-            CollectiveTimeout, CollectiveError: as `open`.
-        """
+        """Do as `ElasticCollectives` says; raise ValueError for another member's, or an older, generation."""
         if generation.name != self.generation.name:
             raise ValueError(f"{self._where}: {generation} is not for this member, '{self.generation.name}'.")
         if generation.number <= self.generation.number:
@@ -392,7 +315,6 @@ class ElasticCommunicator(Communicator[E]):
         assert here is not None  # a rank outside of a split has no part of it
         self._enter(Where(self.name, here))
         self._failure = None
-        self._exchanged = {}
         self._seq = 0
         for branch in self._branches:
             branch._renew(generation)
@@ -402,8 +324,6 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class ReduceOp(enum.Enum):
-    """How `all_reduce` and `reduce_scatter` combine the ranks' elements."""
-
     SUM = "sum"
     MIN = "min"
     MAX = "max"
@@ -414,7 +334,7 @@ class Pending(Protocol[T_co]):
     """An operation under way. Its tensors must not be touched until it is done."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or badly. Never blocks."""
+        """Return whether it has ended, well or badly. Never blocks."""
         ...
 
     def wait(self, timeout: timedelta) -> bool:
@@ -422,10 +342,10 @@ class Pending(Protocol[T_co]):
         ...
 
     def result(self, timeout: timedelta | None = None) -> T_co:
-        """The operation's result, waited for until the deadline (default: the communicator's own timeout).
+        """Return the operation's result; wait until the deadline (default: the communicator's own timeout).
 
         Raises:
-            CollectiveTimeout: the deadline passed; the communicator must be re-formed.
+            CollectiveTimeout: the deadline passed; the communicator must be reconfigured.
             CollectiveError: the operation failed (a peer died, the group was aborted).
         """
         ...
@@ -441,7 +361,7 @@ class Collectives(Protocol):
 
     @property
     def rank(self) -> int:
-        """Of this generation, as `world_size` is: to be asked, not kept, where groups can be formed anew."""
+        """The rank in this generation, as `world_size` is: to be asked, not kept, where groups can be formed anew."""
         ...
 
     @property
@@ -457,55 +377,52 @@ class Collectives(Protocol):
         ...
 
     def all_gather(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
-        """Every rank's ``buffer``, stacked along a new first dimension: shape ``[world_size, *buffer.shape]``.
-
-        ``out``: where to; by default a new tensor."""
-        ...
-
-    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
-        """Row ``rank`` of the reduction of ``buffer``, whose first dimension is ``world_size``."""
+        """Return every rank's ``buffer``, stacked along a new first dimension, in ``out`` or a new tensor."""
         ...
 
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
-        """Row ``i`` of ``buffer`` goes to rank ``i``; row ``j`` of the result came from rank ``j``.
+        """Send row ``i`` of ``buffer`` to rank ``i``; row ``j`` of the result came from rank ``j``.
 
-        ``out``: where to, not ``buffer``; by default a new tensor."""
+        ``out``: where to, not ``buffer``; by default a new tensor.
+        """
         ...
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
         """Overwrite ``buffer`` with rank ``src``'s."""
         ...
 
-    def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
-        """Swap with one peer, which calls it with this rank: the peer's buffer, as a new tensor."""
-        ...
-
     def barrier(self) -> Pending[None]:
-        """Done when every rank has called it."""
+        """Be done when every rank has called it."""
         ...
 
     def fork(self, name: str, timeout: timedelta | None = None) -> Collectives:
-        """A new communicator over the same ranks with an order of its own. All ranks fork in the same order."""
-        ...
+        """Make a communicator over the same ranks with an order of its own. All ranks fork in the same order.
 
-    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> Collectives | None:
-        """A new communicator over some of the ranks, numbered in the order of these; None for a rank outside of it.
+        It is opened at once where this one is open.
 
-        All ranks call it alike, those outside too, in the same order as forks; disjoint groups are splits of several
-        names. It goes on with the members that are left when groups are formed anew."""
+        Raises:
+            ValueError: the name is taken.
+            CollectiveError: this communicator is closed or has failed.
+        """
         ...
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """A copy of ``buffer`` in memory that this communicator moves best, now and in later generations, or
-        ``buffer`` itself where all memory is alike."""
+        """Return a copy of ``buffer`` in memory that this communicator moves best, now and in later
+        generations, or ``buffer`` itself where all memory is alike.
+        """
         ...
 
     def open(self) -> None:
-        """Form what the communicator and its branches need, with all ranks: now, rather than at the first operation."""
+        """Form what the communicator and its forks need, with all ranks: now, not at the first operation.
+
+        Raises:
+            CollectiveTimeout: members are missing at the deadline; names them.
+            CollectiveError: closed, failed, aborted, or the store is out of reach.
+        """
         ...
 
     def close(self) -> None:
-        """Release the communicator and its branches. Never blocks on a peer; idempotent."""
+        """Release the communicator and its forks. Never blocks on a peer; idempotent."""
         ...
 
 
@@ -515,18 +432,25 @@ class ElasticCollectives(Collectives, Protocol):
 
     @property
     def generation(self) -> Generation:
-        """Who is in it now, by name: of a communicator over some of the ranks, those."""
+        """The present members by name."""
+        ...
+
+    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> ElasticCollectives | None:
+        """Make a communicator over some of the ranks, numbered in this order; None for a rank outside of it.
+
+        All ranks call it alike, those outside too, in the same order as forks. It goes on with the members that are
+        left when groups are formed anew. Raises as `fork` does, and ValueError for no ranks, or such that are not here.
+        """
         ...
 
     def reconfigure(self, generation: Generation) -> None:
-        """Abort what is pending here and in all branches, and form the groups of ``generation``; of the root only.
-
-        Forks have all its members, splits those of theirs that are in it, joining ranks none. Numbers are the new
-        ones."""
+        """Abort what is pending here and in all forks, and form the groups of ``generation``; of the
+        root only. Blocks until the members have; raises as `open` does.
+        """
         ...
 
     def abort(self) -> None:
-        """Fail everything pending, here and in all branches, at once, on this rank; peers notice by themselves."""
+        """Fail everything pending, here and in all forks, at once, on this rank; peers notice by themselves."""
         ...
 
 
@@ -555,11 +479,8 @@ def check_rows(buffer: Tensor, world_size: int) -> None:
 
 
 def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
-    """``out``, or a new tensor: one row per rank, each like ``row``.
-
-    Raises:
-        ValueError: ``out`` is another tensor than that.
-    """
+    """Return ``out``, or a new tensor, with one row like ``row`` per rank; raise ValueError where ``out`` is unlike
+    that."""
     shape = (world_size, *row.shape)
     if out is None:
         return row.new_empty(shape)
@@ -572,14 +493,14 @@ def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A flat uint8 view of the same memory, for operations that only move."""
+    """Return a flat uint8 view of the same memory, for operations that only move."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def reducible(
     buffer: Tensor, op: ReduceOp, native: frozenset[torch.dtype] = NATIVE
 ) -> tuple[Tensor, ReduceOp, Callable[[Tensor], None]]:
-    """What to reduce in place of ``buffer``: ``(wire, op, narrow)``; ``narrow(wire)`` writes the result back.
+    """Return what to reduce in place of ``buffer``: ``(wire, op, narrow)``; ``narrow(wire)`` writes the result back.
 
     Bools are reduced as bytes (SUM and MAX are "any", MIN is "all"), complex numbers as pairs of reals, types that
     are not ``native`` to the backend as fp32 or int64.

@@ -4,40 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_async.comm.collectives import (
-    CommunicatorWrapper,
-    ElasticCollectives,
-    Pending,
-    ReduceOp,
-    check_buffer,
-    check_rows,
-    room_for,
-)
+from lightning_async.comm.collectives import ElasticCollectives, Pending, ReduceOp, check_buffer, check_rows, room_for
 from lightning_async.membership.generation import Generation
 
 T = TypeVar("T")
 
 
-class StagedCollectives(CommunicatorWrapper):
-    """Moves a device's tensors through pinned memory of the host; implements `ElasticCollectives`.
+class StagedCollectives:
+    """Moves a device's tensors through pinned memory of the host; an `ElasticCollectives`.
 
     The GPU's copy engines do the copies, in the order of the stream that is current: a thread with a stream of its own
     disturbs no other. Submitting an operation waits until its tensor is in the host's memory; the way back is queued
-    when its result is taken.
-
-    Args:
-        inner: the transport; used by nobody else.
-        device: where the tensors are.
+    when its result is taken. ``inner`` is the transport; nobody else uses it.
     """
 
     def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
-        self.inner = inner
+        self.inner: Any = inner
         self.device = device
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def generation(self) -> Generation:
+        return self.inner.generation
+
+    @property
+    def timeout(self) -> timedelta:
+        return self.inner.timeout
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._in_place(buffer, lambda host: self.inner.all_reduce(host, op))
@@ -49,16 +57,10 @@ class StagedCollectives(CommunicatorWrapper):
         out = room_for(buffer, self.world_size, out)
         return self._anew(buffer, lambda host: self.inner.all_gather(host, self._host_namespace(out)), out)
 
-    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
-        return self._anew(buffer, lambda host: self.inner.reduce_scatter(host, op))
-
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
         check_rows(buffer, self.world_size)
         out = room_for(buffer[0], self.world_size, out)
         return self._anew(buffer, lambda host: self.inner.all_to_all(host, self._host_namespace(out)), out)
-
-    def exchange(self, buffer: Tensor, peer: int) -> Pending[Tensor]:
-        return self._anew(buffer, lambda host: self.inner.exchange(host, peer))
 
     def barrier(self) -> Pending[None]:
         return self.inner.barrier()
@@ -71,7 +73,6 @@ class StagedCollectives(CommunicatorWrapper):
         return None if inner is None else StagedCollectives(inner, self.device)
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """See `Collectives`. No transport sees the device's memory."""
         return buffer
 
     def open(self) -> None:
@@ -86,18 +87,11 @@ class StagedCollectives(CommunicatorWrapper):
     def close(self) -> None:
         self.inner.close()
 
-    # ------------------------------------------------------------------ the machinery
-
     def _in_place(self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]]) -> Pending[Tensor]:
         return _Landing(operation(self._to_host(buffer)), lambda host: _back(buffer, host))
 
-    def _anew(
-        self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]], out: Tensor | None = None
-    ) -> Pending[Tensor]:
-        pending = operation(self._to_host(buffer))
-        return _Landing(
-            pending, lambda host: _back(torch.empty_like(host, device=self.device) if out is None else out, host)
-        )
+    def _anew(self, buffer: Tensor, operation: Callable[[Tensor], Pending[Tensor]], out: Tensor) -> Pending[Tensor]:
+        return _Landing(operation(self._to_host(buffer)), lambda host: _back(out, host))
 
     def _to_host(self, buffer: Tensor) -> Tensor:
         check_buffer(buffer)

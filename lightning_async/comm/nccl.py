@@ -1,4 +1,4 @@
-"""What only NCCL needs: how its communicators connect, and memory that they know."""
+"""Settings that only NCCL needs: how its communicators connect, and memory that they know."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _VARIABLES = {
 
 
 def set_variables() -> None:
-    """What NCCL and torch are to read before the first communicator of this process, unless the user has set it."""
+    """Set what NCCL and torch read before the first communicator of this process, unless the user has set it."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
 def connect(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
-    """Torch's process group object, connected where ``device`` is given; takes at most ``max_ctas`` of its blocks."""
+    """Return torch's process group object, connected where ``device`` is given."""
     set_variables()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -61,12 +61,7 @@ class RegisteredMemory:
         self._pool: Any = None
 
     def copy(self, pg: Any, buffer: Tensor) -> Tensor:
-        """A copy of ``buffer`` in registered memory, or ``buffer`` itself where there can be none.
-
-        Args:
-            pg: torch's process group object, connected.
-            buffer: on the group's device.
-        """
+        """Return a copy of ``buffer`` in memory registered with ``pg``, or itself where there can be none."""
         try:
             pool = self._pool or torch.cuda.MemPool(pg.mem_allocator)
             with torch.cuda.use_mem_pool(pool, buffer.device):

@@ -4,15 +4,10 @@
     fills `outgoing`, `send`     --- header, bytes ---> `receive`, reads `incoming`
     `receive`, reads `incoming`  <--- header, bytes --- fills `outgoing`, `send`
 
-`PeerChannel` is one end, whatever carries it; `Dial` is the way to a peer. The turns are the back-pressure: there is
-one message on its way at most, in memory that is there from the start, so a peer that reads slowly costs nobody but
-itself. Who has the turn has both memories; the other side touches neither. Who dials has the first turn. A channel that
-has missed a deadline is broken: it is closed, and dialled again.
-
-The memory of `ShmChannel` is an anonymous file that who dials has made, and hands over with its first message: it has
-no name that could be left behind, it is there for a peer that has been started again, and it cannot shrink while
-somebody reads it. The socket has a name that is in no folder. The kernel closes it with its process, so a death is
-heard at once.
+`PeerChannel` is one end, whatever carries it; `Dial` is the way to a peer, and has the first turn. Who has the turn has
+both memories. A channel that has missed a deadline is closed, and dialled again. `ShmChannel`'s memory is an anonymous
+file that is handed over: no name of it is left behind, and it cannot shrink while somebody reads it. The kernel closes
+the socket with its process, so a death is noticed at once.
 """
 
 from __future__ import annotations
@@ -37,17 +32,16 @@ from torch import Tensor
 from lightning_async.comm.peer_storage import unshared
 from lightning_async.errors import ChannelTimeout, PeerLost
 
-LONGEST = 1 << 15
-"""Bytes of a header."""
+LONGEST = 1 << 15  # bytes of a header
 
 
 @runtime_checkable
 class PeerChannel(Protocol):
-    """One end. All but `break_off` is called by one thread at a time."""
+    """One end of a channel. All but `break_off` is called by one thread at a time."""
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for messages."""
+        """The other end's name, for messages."""
         ...
 
     @property
@@ -66,44 +60,36 @@ class PeerChannel(Protocol):
         ...
 
     def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
-        """A header, and ``size`` bytes of `outgoing`; it is the peer's turn then, and does not wait for it.
+        """Send a header, and ``size`` bytes of `outgoing`; it is the peer's turn then. Does not wait for it.
 
-        Args:
-            header: an ``at`` in it says where these bytes begin, here and in the peer's `incoming`; else at 0.
-            timeout_s: for the peer to take it; the channel is broken then.
+        An ``at`` in the header says where these bytes begin, here and in the peer's `incoming`; else at 0.
 
         Raises:
             ValueError: the header is too long, or there is less memory.
-            PeerLost, ChannelTimeout: the peer is known to be gone, or has no room; else `receive` says so.
+            PeerLost, ChannelTimeout: the peer is known to be gone, or has no room in time; else `receive` says so.
         """
         ...
 
     def receive(self, timeout_s: float | None = 60.0) -> tuple[dict[str, Any], int]:
-        """The peer's header, and how many bytes have come to `incoming`.
-
-        Args:
-            timeout_s: None to wait for as long as the peer lives.
+        """Return the peer's header, and how many bytes have come to `incoming`.
 
         Raises:
-            ChannelTimeout: nothing has come in time; the channel is broken.
+            ChannelTimeout: nothing has come in time (None: as long as the peer lives); the channel is broken.
             PeerLost: the peer is gone, or has said what is none of this job's.
         """
         ...
 
     def break_off(self) -> None:
-        """From any thread: what waits in this channel, here and at the peer, fails now."""
+        """Fail what waits in this channel, here and at the peer; any thread may call it."""
         ...
 
     def close(self) -> None:
-        """Give the connection back, and the memory that is the channel's own; idempotent.
-
-        What was sent and not received is lost, over some transports.
-        """
+        """Give back the connection and the channel's own memory; idempotent. What was not received may be lost."""
         ...
 
 
 class Dial(Protocol):
-    """Where a peer is, and the memory for talking to it, which outlives any one channel.
+    """The place of a peer, and the memory for talking to it, which outlives any one channel.
 
     What lies in `outgoing` is there until it is written to: after a peer's death it is sent again to the next one.
     """
@@ -115,11 +101,7 @@ class Dial(Protocol):
     def incoming(self) -> Tensor: ...
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """A new channel with this memory; the one before it is closed by whoever has it.
-
-        Raises:
-            PeerLost: nobody is there, or not in time.
-        """
+        """Return a new channel with this memory, as the one before is closed; raise PeerLost where nobody is there."""
         ...
 
     def close(self) -> None:
@@ -128,12 +110,7 @@ class Dial(Protocol):
 
 
 class CheckedDial:
-    """A dial that knows why nobody will be there any more.
-
-    Args:
-        dial: this one's from now on.
-        check: called with the error where nobody is there; raises where nobody will be.
-    """
+    """A dial that calls ``check`` with the error where nobody is there; that raises where nobody will be any more."""
 
     def __init__(self, dial: Dial, check: Callable[[PeerLost], None]) -> None:
         self._dial = dial
@@ -148,7 +125,6 @@ class CheckedDial:
         return self._dial.incoming
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """Connect; raise what ``check`` raises, too."""
         try:
             return self._dial.connect(timeout_s)
         except PeerLost as error:
@@ -160,18 +136,15 @@ class CheckedDial:
 
 
 def nobody_listens(error: BaseException) -> bool:
-    """Whether a dial has failed because nothing listens there any more: it was not late, nor out of reach."""
+    """Return whether a dial has failed because nothing listens there any more: not late, nor out of reach."""
     return isinstance(error.__cause__, ConnectionRefusedError)
 
 
 def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
-    """A header as it travels, with the number of bytes that go along.
+    """Return a header as it travels, with the number of bytes that go along; ValueError where they are too many.
 
     >>> unpacked(packed({"version": 3}, 8, room=8), "a", room=8)
     ({'version': 3}, 8)
-
-    Raises:
-        ValueError: it is too long, or there is no room for so many bytes.
     """
     at = header.get("at", 0)
     if not (at >= 0 and 0 <= size <= room - at):
@@ -183,11 +156,7 @@ def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
 
 
 def unpacked(data: bytes, peer: str, room: int) -> tuple[dict[str, Any], int]:
-    """What `packed` was given.
-
-    Raises:
-        PeerLost: it is none of this job's.
-    """
+    """Return what `packed` was given; raise `PeerLost` where that is none of this job's."""
     try:
         size, header = json.loads(data)
     except (ValueError, TypeError, RecursionError):
@@ -213,13 +182,7 @@ _USER = struct.Struct("3i")
 class Memory:
     """An anonymous file, mapped: all of it is there before it is first written to.
 
-    Args:
-        size: in bytes; None to take what the file has.
-        descriptor: of an open file; the memory's from now on. Default: a new one.
-        name: shown by the system's tools.
-
-    Raises:
-        OSError: there is no such memory.
+    By default the file is new; ``size`` None takes what the file has. ``name`` is shown by the system's tools.
     """
 
     def __init__(self, size: int | None, descriptor: int = -1, name: str = "lightning_async") -> None:
@@ -236,7 +199,7 @@ class Memory:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)  # holds the mapping as long as it lives
 
     def seal(self) -> None:
-        """From now on nobody can change the size: a read cannot end in a signal."""
+        """Let nobody change the size from now on: a read cannot end in a signal."""
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     @property
@@ -244,7 +207,6 @@ class Memory:
         return fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
     def close(self) -> None:
-        """Close the file; the mapping goes with the last tensor over it. Idempotent."""
         descriptor = self.descriptor
         self.descriptor = -1
         self.bytes = self.bytes[:0].clone()
@@ -256,13 +218,9 @@ _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4) |
 
 
 class ShmChannel:
-    """One end of a channel through shared memory; see `Channel`.
+    """One end of a channel through shared memory; a `PeerChannel`.
 
-    Args:
-        sock: connected; the channel's from now on.
-        peer: who is at the other end.
-        outgoing, incoming: the memory of each direction.
-        asks: whether this end is answered at once: it looks for so long as an answer takes that is worth no sleep.
+    With ``asks`` this end is answered at once: it polls for so long as an answer takes that is worth no sleep.
     """
 
     shares_memory = True
@@ -326,15 +284,8 @@ class ShmChannel:
 
 
 class ShmDial:
-    """Where a peer of this host listens, and the memory for talking to it; see `Dial`.
-
-    Args:
-        name: that it listens under, see `listen`.
-        outgoing_bytes, incoming_bytes: of each direction.
-
-    Raises:
-        OSError: there is no such memory, or the system has no anonymous files.
-    """
+    """The place where a peer of this host listens, and the memory for talking to it; a `Dial`. OSError for no
+    memory."""
 
     def __init__(self, name: str, outgoing_bytes: int, incoming_bytes: int) -> None:
         self.name = name
@@ -363,11 +314,8 @@ class ShmDial:
 
 
 def listen(name: str | None = None) -> tuple[socket.socket, str]:
-    """A socket for `answer`, and the name to dial; the name is gone with the last process that has the socket open.
-
-    Raises:
-        OSError: the name is taken.
-    """
+    """Return a socket for `answer`, and the name to dial, which is gone with the last process that has the socket
+    open."""
     name = name or f"lightning_async-{secrets.token_hex(8)}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -380,14 +328,9 @@ def listen(name: str | None = None) -> tuple[socket.socket, str]:
 
 
 def answer(sock: socket.socket, peer: str) -> ShmChannel:
-    """The channel that somebody has dialled, over a socket that a listening one has accepted.
+    """Return the channel that somebody has dialled, over a socket that a listening one has accepted.
 
-    Args:
-        sock: accepted; the channel's from now on.
-        peer: what it is to be called in messages.
-
-    Raises:
-        PeerLost: it is of another user, or has handed over no memory within ten seconds.
+    Raises PeerLost where it is of another user, or has handed over no memory within ten seconds.
     """
     descriptors: list[int] = []
     try:
@@ -425,7 +368,7 @@ def _halves(memory: Memory, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _whole_pages(size: int) -> int:
-    """Each direction begins at a page of its own, and has one where it has no bytes: nothing cannot be mapped."""
+    """Round up to pages, one at least: each direction begins at a page, and nothing cannot be mapped."""
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 

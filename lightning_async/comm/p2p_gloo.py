@@ -4,13 +4,9 @@
                                     <----------  has memory ready for bytes and for a head, before it is asked to
     bytes, head: at once, in order  ---------->  a head: what it is, and how many bytes there are; these are there then
 
-Gloo moves what is sent when the peer is ready to receive, so that it is: nobody waits for a word about that. Both hear
-within milliseconds of the other one's death. What torch does not do is to hear of that with half a message there, see
-`groups`: so it is the head behind the bytes that is waited for. Parts of a message have their head in front, as it says
-where they belong: large ones are waited for on a thread, and the connection is looked at.
-
-Read `PairChannel` first, then `PairDial` and `answer_pair`, which make one. `dial` and the functions behind it are the
-way to a server: shared memory on its own host, Gloo from others.
+Both notice within milliseconds the other one's death; but torch does not with half a message there, see
+`torch_groups`: so the head behind the bytes is waited for. Parts of a message have their head in front: large ones are
+waited for on a thread. `dial` is the way to a server: shared memory on its own host, else Gloo.
 """
 
 from __future__ import annotations
@@ -57,14 +53,7 @@ _PARTS = 5040
 
 
 class PairChannel:
-    """One end of a channel over Gloo; see `PeerChannel`.
-
-    Args:
-        group: formed; the channel's from now on.
-        rank: in it.
-        peer: who is at the other end.
-        outgoing, incoming: the memory of each direction.
-    """
+    """One end of a channel over Gloo; a `PeerChannel`. ``rank`` is its rank in the group."""
 
     shares_memory = False
 
@@ -168,7 +157,7 @@ class PairChannel:
             ) from error
 
     def _settle(self) -> None:
-        """What was sent has arrived: torch has done with its memory."""
+        """Wait until what was sent has arrived: torch has done with its memory."""
         for work in self._sent:
             with contextlib.suppress(RuntimeError):
                 work.wait(_SETTLE)
@@ -184,11 +173,7 @@ class PairChannel:
 
 
 class OrphanedWait:
-    """A thread that waits in torch for what is half there, in place of who may not wait for ever.
-
-    Args:
-        group: the channel's.
-    """
+    """A thread that waits in torch for what is half there, in place of who may not wait for ever."""
 
     def __init__(self, group: TorchGroup) -> None:
         self._group = group
@@ -197,12 +182,7 @@ class OrphanedWait:
         self._thread: threading.Thread | None = None
 
     def wait(self, work: Any, timeout_s: float) -> None:
-        """Until it is done.
-
-        Raises:
-            RuntimeError: it never will be.
-            TimeoutError: not in time.
-        """
+        """Wait until it is done; raise RuntimeError where it never will be, TimeoutError where not in time."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightning_async arrivals", daemon=True)
             self._thread.start()
@@ -245,7 +225,7 @@ _FORMING_S = 10.0
 
 
 class PairDial:
-    """Where a peer of any host listens, and the memory for talking to it; see `Dial`.
+    """The place where a peer of any host listens, and the memory for talking to it; a `Dial`.
 
     The two processes come to have a channel over one connection, made for that:
 
@@ -256,13 +236,8 @@ class PairDial:
     both form a group of two: what torch would have a store for goes over this connection, which then ends
 
     All but the nonce is sealed with it. So a stranger gets no further than this; where one of the two dies in between,
-    the other hears of it; and who has been started again answers the calls that have come meanwhile.
-
-    Args:
-        host, port: that it listens at.
-        name: that it answers under; None for whoever listens there.
-        outgoing_bytes, incoming_bytes: of each direction.
-        seal: as it has it. Default: without a secret.
+    the other notices; and who has been started again answers the calls that have come meanwhile. ``name`` is the
+    peer's, or None for whoever listens there.
     """
 
     def __init__(
@@ -288,29 +263,19 @@ class PairDial:
 
 
 def ask(host: str, port: int, seal: Seal | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
-    """What a peer that listens there says of itself, see `answer_pair`.
+    """Return what a peer that listens there says of itself, see `answer_pair`.
 
-    Raises:
-        PeerLost, ChannelTimeout: nobody is there, not in time, or one who has another secret.
+    Raises PeerLost or ChannelTimeout where nobody is there, not in time, or one who has another secret.
     """
     with _called(host, port, seal or Seal(), timeout_s, name=None) as (_, _, told):
         return told
 
 
 def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, Any]) -> PairChannel | None:
-    """The channel that somebody has dialled, over a socket that a listening one has accepted.
+    """Return the channel that somebody has dialled over an accepted socket; None for one who has only asked.
 
-    Args:
-        sock: accepted; closed at the end.
-        peer: what it is to be called in messages.
-        seal: of whoever dials.
-        told: what is said to whoever calls: ``name``, by which a dial knows this peer; of JSON's terms.
-
-    Returns:
-        None for one who has only asked.
-
-    Raises:
-        PeerLost: it is none of this job's, looks for another one, or is gone.
+    ``told`` is said to whoever calls: JSON values, ``name`` among them, by which a dial knows this peer. Raises
+    PeerLost where it is none of this job's, looks for another one, or is gone.
     """
     try:
         line = PeerStoreConnection(sock, _scoped(seal))
@@ -350,7 +315,7 @@ def _memory(sizes: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) -> Any:
-    """A line that was taken up, this host's address on it, and what was told."""
+    """Yield a line that was taken up, this host's address on it, and what was told."""
     try:
         line = PeerStoreConnection(socket.create_connection((host, port), timeout_s), _scoped(seal), timeout_s)
         try:
@@ -384,8 +349,6 @@ def _formed(line: PeerStoreConnection, host: str, rank: int, timeout_s: float) -
 
 
 class _LineStore(Store):
-    """What two that form a group have to say to each other, over one line, as torch's store has it."""
-
     def __init__(self, line: PeerStoreConnection) -> None:
         super().__init__()
         self._line = line
@@ -394,11 +357,7 @@ class _LineStore(Store):
         self._ended = ""  # why; not the error, which holds on to all that is under way
 
     def still_there(self) -> None:
-        """Whether more may come of the other one.
-
-        Raises:
-            PeerLost: it may not.
-        """
+        """Raise `PeerLost` where nothing more can come of the other one."""
         if self._ended:
             why = f"the connection by which a channel was to be made has ended ({self._ended})"
             raise PeerLost(f"{why}.")
@@ -416,7 +375,6 @@ class _LineStore(Store):
         return self._values[key]
 
     def add(self, key: str, value: int) -> int:  # pyright: ignore
-        """Of this side alone."""
         self._counts[key] = self._counts.get(key, 0) + value
         return self._counts[key]
 
@@ -440,7 +398,6 @@ def _scoped(seal: Seal) -> Seal:
 
 
 def _own_address(sock: socket.socket) -> str:
-    """By which the peer can reach this host: it has, or has been."""
     return sock.getsockname()[0]
 
 
@@ -457,7 +414,7 @@ _ANSWERS_S = 10.0
 
 
 def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, via: str | None = None) -> Dial:
-    """The way to a server, with memory for talking to it.
+    """Return the way to a server, with memory for talking to it.
 
     Args:
         address: of the server; see `address_of` and `look_up`.
@@ -488,7 +445,6 @@ def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, v
 
 
 def answers(address: Mapping[str, Any]) -> bool:
-    """Whether somebody still is at the address of a server of this host."""
     if address["machine"] != machine_name():
         return False
     called = ShmDial(address["name"], 0, 0)
@@ -502,24 +458,16 @@ def answers(address: Mapping[str, Any]) -> bool:
 
 
 def look_up(host: str, port: int, timeout_s: float = 10.0) -> dict[str, Any]:
-    """The address of a server that was started on its own and listens there, and what else it says of itself.
-
-    Raises:
-        PeerLost, ChannelTimeout: nobody is there, not in time, or one who has another secret.
-    """
+    """Return the address of a server that was started on its own, and what else it says of itself; raise as `ask`
+    does."""
     return {**ask(host, port, seal_of_servers(), timeout_s), "host": host, "port": port}
 
 
 def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
-    """The addresses of servers that were started on their own, see `look_up`; in the order of their numbers.
+    """Return the addresses of servers that were started on their own, in the order of their numbers.
 
-    Args:
-        places: ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints it.
-        timeout_s: for each.
-
-    Raises:
-        ValueError: it is no such list, or a server is not the one whose place it has.
-        PeerLost, ChannelTimeout: see `look_up`.
+    ``places`` is ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints it. Raises ValueError where it is no
+    such list, or a server is not the one whose place it has; and as `ask` does.
     """
     found = []
     for number, (host, port) in enumerate(places_of(places)):
@@ -531,10 +479,7 @@ def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
 
 
 def places_of(places: str) -> list[tuple[str, int]]:
-    """Hosts and ports of ``"HOST:PORT,HOST:PORT"``.
-
-    Raises:
-        ValueError: it is no such list.
+    """Return hosts and ports of ``"HOST:PORT,HOST:PORT"``; raise ValueError where it is no such list.
 
     >>> places_of("here:4000, [::1]:4001")
     [('here', 4000), ('::1', 4001)]
@@ -549,22 +494,18 @@ def places_of(places: str) -> list[tuple[str, int]]:
 
 
 def address_of(name: str, host: str | None = None, port: int | None = None) -> dict[str, Any]:
-    """The address of a server of this host.
-
-    Args:
-        name: that it listens under, see `shm.listen`.
-        host, port: at which others reach it. Default: they do not.
-    """
+    """Return the address of a server of this host that listens under this name, and for other hosts at host and
+    port."""
     return {"machine": machine_name(), "name": name, "host": host, "port": port}
 
 
 def seal_of_servers() -> Seal:
-    """With the secret that the environment holds, if any; the same for all attempts at a job, and several jobs."""
+    """Return a seal with the secret of the environment, if any; the same for all attempts, and several jobs."""
     return Seal(os.environ.get(SECRET), "servers")
 
 
 def machine_name() -> str:
-    """Equal for processes that reach each other's names of sockets, and may."""
+    """Return a name that is equal for processes that reach each other's names of sockets, and may."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # names of hosts need not differ
         return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"

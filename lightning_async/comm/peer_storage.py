@@ -33,8 +33,7 @@ from lightning_async.membership.signing import Seal
 log = logging.getLogger(__name__)
 
 
-SILENCE_S = 10.0
-"""Seconds without a byte after which a connection is given up."""
+SILENCE_S = 10.0  # seconds without a byte after which a connection is given up
 _PIECE = 4 << 20
 _LONGEST = 1 << 16  # bytes of a message
 _LENGTH = struct.Struct("!I")
@@ -44,7 +43,7 @@ _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a fork, such as a DataLoader's worker: or the other side would not see the rank's death while that lives."""
+    """Close all in a fork, such as a DataLoader's worker: else the other side would not see the rank's death."""
     for each in list(_sockets):
         each.close()
 
@@ -54,24 +53,17 @@ os.register_at_fork(after_in_child=_let_go)
 
 @dataclass(frozen=True)
 class Address:
-    """Where a keeper is.
-
-    Args:
-        host, port: that it listens at.
-        token: which one it is, of all that have ever listened there.
-    """
+    """The address of a keeper; ``token`` says which one it is, of all that have ever listened there."""
 
     host: str
     port: int
     token: str
 
     def note(self) -> dict[str, Any]:
-        """For the store."""
         return asdict(self)
 
     @classmethod
     def of(cls, note: Mapping[str, Any]) -> Address | None:
-        """What `note` has said; None where that says nothing."""
         host = note.get("host")
         port = note.get("port")
         token = note.get("token")
@@ -81,13 +73,7 @@ class Address:
 
 
 class PeerStoreConnection:
-    """One connection: sealed messages, and bytes with their sum. What goes wrong on it is an `OSError`.
-
-    Args:
-        sock: connected; this line's from now on.
-        seal: of the job.
-        silence_s: after which it is given up. Default: ten seconds.
-    """
+    """One connection: sealed messages, and bytes with their sum. Its errors are `OSError`."""
 
     def __init__(self, sock: socket.socket, seal: Seal, silence_s: float = SILENCE_S) -> None:
         self.socket = unshared(sock)
@@ -98,13 +84,11 @@ class PeerStoreConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def greet(self) -> None:
-        """On the keeper's side: what is said to another connection is worth nothing here."""
         nonce = secrets.token_bytes(_NONCE)
         self._nonce = nonce.hex()
         self.socket.sendall(nonce)
 
     def hear_greeting(self) -> None:
-        """On the client's side."""
         self._nonce = bytes(self.receive(_NONCE)).hex()
 
     def say(self, message: Mapping[str, Any]) -> None:
@@ -125,7 +109,6 @@ class PeerStoreConnection:
         return message
 
     def send(self, data: memoryview) -> None:
-        """All of it, and its sum."""
         total = 0
         for at in range(0, len(data), _PIECE):
             piece = data[at : at + _PIECE]
@@ -134,7 +117,7 @@ class PeerStoreConnection:
         self.say({"crc32": total})
 
     def receive_into(self, data: memoryview) -> None:
-        """The same; what has arrived is right when this returns."""
+        """Receive what `send` sends; it has arrived right when this returns."""
         total = 0
         at = 0
         while at < len(data):
@@ -155,7 +138,7 @@ class PeerStoreConnection:
         return data
 
     def break_off(self) -> None:
-        """From any thread: what waits on this line ends now."""
+        """End what waits on this line now; any thread may call it."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -164,7 +147,7 @@ class PeerStoreConnection:
 
 
 def unshared(sock: socket.socket) -> socket.socket:
-    """One that forks of this process do not hold open."""
+    """Return the socket, which forks of this process do not hold open from now on."""
     _sockets.add(sock)
     return sock
 
@@ -189,16 +172,8 @@ def deposit(
 ) -> None:  # fmt: skip
     """Leave bytes with a keeper, in place of those that it has of this owner; these stay until all have arrived.
 
-    Args:
-        address: of the keeper.
-        seal: of the job.
-        owner: whose they are.
-        label: what is said of them to whoever fetches them; of JSON's terms.
-        data: the bytes, which stay as they are meanwhile.
-        opened: called with the connection, to break it off. Default: nobody does.
-
-    Raises:
-        OSError: it is gone, says nothing for ten seconds, or does not take them.
+    ``label``, of JSON values, is told to whoever fetches them. ``data`` stays as it is meanwhile. ``opened`` is called
+    with the connection, to break it off. Raises OSError where the keeper is gone, silent for ten seconds, or refuses.
     """
     with _errand(address, seal, opened, errand="deposit", owner=owner, label=dict(label), size=len(data)) as line:
         if (why := line.hear().get("refused")) is not None:
@@ -208,11 +183,7 @@ def deposit(
 
 
 def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], bytearray] | None:
-    """What a keeper has of an owner, with its label; None where it has nothing.
-
-    Raises:
-        OSError: see `deposit`.
-    """
+    """Return what a keeper has of an owner, with its label; None where it has nothing. Raise as `deposit` does."""
     with _errand(address, seal, errand="fetch", owner=owner) as line:
         found = line.hear()
         if type(size := found.get("size")) is not int or not isinstance(label := found.get("label"), dict):
@@ -223,11 +194,7 @@ def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], byt
 
 
 def forget(address: Address, seal: Seal, owner: str) -> None:
-    """Have a keeper forget what it has of an owner.
-
-    Raises:
-        OSError: see `deposit`.
-    """
+    """Have a keeper forget what it has of an owner. Raise as `deposit` does."""
     with _errand(address, seal, errand="forget", owner=owner) as line:
         line.hear()
 
@@ -244,18 +211,10 @@ class _Parcel:
 
 
 class PeerStore:
-    """What keeps bytes for other ranks in this rank's memory, where they outlive their owners; ended by `close`.
+    """A keeper of other ranks' bytes in this rank's memory, where they outlive their owners; ended by `close`.
 
-    It listens at a free port, and has a thread for each errand.
-
-    Of each owner it has the bytes that came last, whole, and memory for the next ones to arrive in.
-
-    Args:
-        host: an address of this host's, that the others reach.
-        seal: of the job.
-
-    Raises:
-        OSError: it cannot listen there.
+    It listens at a free port of ``host``, and has a thread for each errand. Of each owner it has the bytes that came
+    last, whole, and memory for the next ones to arrive in.
     """
 
     def __init__(self, host: str, seal: Seal) -> None:
@@ -274,14 +233,12 @@ class PeerStore:
 
     @property
     def size(self) -> int:
-        """Bytes of memory that it has for others."""
         with self._lock:
             kept = [len(parcel.data) for parcel in self._kept.values()]
             return sum(kept) + sum(map(len, self._spare.values()))
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Of whom it has something."""
         with self._lock:
             return tuple(sorted(self._kept))
 
@@ -383,11 +340,7 @@ class PeerStore:
 
 
 def facing(host: str, port: int) -> str:
-    """The address of this host's that another one is reached from; ``facing("127.0.0.1", 1)`` is ``"127.0.0.1"``.
-
-    Raises:
-        OSError: it cannot be reached.
-    """
+    """Return this host's address that another one is reached from; OSError where that cannot be reached."""
     kind, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(kind[0], socket.SOCK_DGRAM) as sock:
         sock.connect(kind[4])  # nothing is sent
@@ -395,9 +348,10 @@ def facing(host: str, port: int) -> str:
 
 
 def next_to(mine: int, left: Sequence[int], hosts: Mapping[int, str]) -> int | None:
-    """Who is to keep what a rank leaves: on the next host the one at the same place, on one host the next rank.
+    """Return who keeps what a rank leaves: at the same place on the next host; on one host the next rank.
 
     So a host takes nobody's copy with it, and nobody has more than others, where hosts have equal numbers of ranks.
+    ``left`` are all ranks that are there, this one among them.
 
     >>> two = {0: "a", 1: "a", 2: "b", 3: "b"}
     >>> [next_to(rank, [0, 1, 2, 3], two) for rank in range(4)]
@@ -406,11 +360,6 @@ def next_to(mine: int, left: Sequence[int], hosts: Mapping[int, str]) -> int | N
     ([2, 0, 0], [3, 2])
     >>> next_to(3, [3], two) is None
     True
-
-    Args:
-        mine: this rank.
-        left: all that are there, this one among them.
-        hosts: where each of them is.
     """
     by_host: dict[str, list[int]] = {}
     for rank in left:

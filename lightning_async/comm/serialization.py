@@ -47,7 +47,7 @@ _Path = tuple[Any, ...]
 def flatten(
     value: object, *, exact: bool = False, dump: Callable[[object], bytes] | None = None
 ) -> tuple[Any, list[Tensor]]:
-    """``value`` in JSON's terms, and its tensors, by reference: ``unflatten(*flatten(value))`` equals it.
+    """Return ``value`` in JSON's terms, and its tensors, by reference: ``unflatten(*flatten(value))`` equals it.
 
     A tensor that occurs twice, or another one over just the same memory, is listed once and comes back as one.
 
@@ -74,12 +74,9 @@ def flatten(
 
 
 def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] | None = None) -> Any:
-    """The value that `flatten` took apart; its tensors are these very ones.
+    """Return the value that `flatten` took apart; its tensors are these very ones.
 
-    Args:
-        plain: in JSON's terms.
-        tensors: that `flatten` has listed.
-        load: makes an object of the bytes that ``dump`` made of it. Default: such objects are refused.
+    ``load`` makes an object of the bytes that ``dump`` made of it. Default: such objects are refused.
 
     Raises:
         CheckpointError: ``load`` has raised it.
@@ -94,10 +91,9 @@ def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any
 
 
 def encode(value: object) -> Tensor:
-    """One flat uint8 tensor that `decode` turns back into ``value``: what `flatten` takes, of exactly these types.
+    """Return a flat uint8 tensor that `decode` turns back into ``value``: what `flatten` takes, of exactly these types.
 
-    Raises:
-        TypeError: there is something else in it; names its type and where it is.
+    Raises TypeError where there is something else in it; names its type and where it is.
 
     >>> decode(encode({"steps": (3, None), "x": torch.tensor([1.5])}))
     {'steps': (3, None), 'x': tensor([1.5000])}
@@ -110,11 +106,7 @@ def encode(value: object) -> Tensor:
 
 
 def decode(data: Tensor) -> Any:
-    """The value that `encode` was given.
-
-    Raises:
-        ValueError: these bytes are not what `encode` makes.
-    """
+    """Return the value that `encode` was given; raise ValueError where these bytes are not what `encode` makes."""
     try:
         length = int(data[:_LENGTH].clone().view(torch.int64))
         at = _LENGTH + length
@@ -137,10 +129,7 @@ def decode(data: Tensor) -> Any:
 
 
 def take_apart(value: object) -> tuple[str, list[Tensor]]:
-    """``value`` as a text and its tensors, by reference: what `encode` takes.
-
-    Raises:
-        TypeError: there is something else in it; names its type and where it is.
+    """Return ``value`` as a text and its tensors, by reference; takes, and raises, what `encode` does.
 
     >>> take_apart({"x": torch.tensor([1.5])})
     ('[{"dict": [["x", {"tensor": 0}]]}, [["float32", [1]]]]', [tensor([1.5000])])
@@ -150,10 +139,9 @@ def take_apart(value: object) -> tuple[str, list[Tensor]]:
 
 
 def make_room(text: str) -> tuple[Any, list[Tensor]]:
-    """For the tensors that go with a text of `take_apart`: once these are filled, `unflatten` makes the value of both.
+    """Return a value without tensors, and room for them: `unflatten` makes the value of both, once that is filled.
 
-    Raises:
-        ValueError: this is no such text.
+    Raises ValueError where ``text`` is none of `take_apart`.
 
     >>> plain, tensors = make_room(take_apart({"x": torch.tensor([1.5])})[0])
     >>> _ = tensors[0].fill_(2.0)
@@ -168,12 +156,12 @@ def make_room(text: str) -> tuple[Any, list[Tensor]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Its name in `DTYPES`: ``dtype_name(torch.bfloat16)`` is ``"bfloat16"``."""
+    """Return its name in `DTYPES`: ``dtype_name(torch.bfloat16)`` is ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 class _Flattening:
-    """One value on its way into JSON's terms; its tensors are listed beside it."""
+    """A value on its way into JSON's terms; its tensors are listed beside it."""
 
     def __init__(self, exact: bool, dump: Callable[[object], bytes] | None) -> None:
         self.tensors: list[Tensor] = []
@@ -255,7 +243,6 @@ class _Flattening:
         )
 
     def _of_object(self, value: object, path: _Path, dump: Callable[[object], bytes]) -> int:
-        """The number of a tensor that holds an object's bytes."""
         try:
             data = dump(value)
         except Exception as error:  # of the object's class
@@ -272,12 +259,10 @@ class _Flattening:
 
 
 def _is_flat(dtype: Any) -> bool:
-    """Whether this dtype of numpy is bytes that its short name says all about."""
     return not dtype.hasobject and dtype.names is None and dtype.subdtype is None and dtype.itemsize > 0
 
 
 def _shown(path: _Path) -> str:
-    """As one would write it: ``callbacks['EarlyStopping'][0]``."""
     if not path:
         return "the value"
     above, key = path

@@ -1,10 +1,8 @@
 """Collectives through torch.distributed: Gloo, NCCL, and MPI where torch was built with it.
 
 `TorchCollectives` is one communicator. `Flights` holds its operations under way, and ends all of them as soon as one
-fails. An operation's tensors change hands twice. From the start on they are the group's, which keeps them until torch
-lets go: that may be later than the operation has ended, where it was broken off. Its result is the caller's when it is
-complete. A generation ends by `Flights.land`: the group is disposed of, and its operations, which have failed, are
-forgotten.
+fails. An operation's tensors are the group's until torch lets go, which may be later than the operation has ended,
+where it was broken off. A generation ends by `Flights.land`: the group is disposed of, its operations forgotten.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ from lightning_async.comm.collectives import (
     check_rows,
     reducible,
     room_for,
-    sum_rows,
 )
 from lightning_async.comm.nccl import RegisteredMemory
 from lightning_async.comm.torch_groups import TorchGroup
@@ -44,10 +41,9 @@ Finish = Callable[[], T]
 
 
 class Flights:
-    """What is under way over one group; used by the thread that calls, and by torch's when operations end.
+    """The operations under way over one group; used by the thread that calls, and by torch's when operations end.
 
-    Args:
-        fail: called with the error and the operation that failed first; it is to `break_off`.
+    ``fail`` is called with the error and the operation that failed first; it is to `break_off`.
     """
 
     def __init__(self, fail: Callable[[CollectiveError, Operation[Any]], None]) -> None:
@@ -61,7 +57,6 @@ class Flights:
         return sum(not operation.done() for operation in list(self._pending.values()))
 
     def over(self, group: TorchGroup) -> None:
-        """From now on, operations go over this group."""
         with self._lock:
             self.group = group
 
@@ -74,14 +69,10 @@ class Flights:
         tensors: tuple[Tensor, ...],
         backstop: timedelta,
     ) -> None:
-        """Have torch begin; `over` was called before.
+        """Have torch begin; `over` was called before, and since then another thread may have had ``group`` `land`.
 
-        Args:
-            group: what operations went over when this one was called. Another thread may have had it `land` since.
-            start: makes torch's work of its group.
-            finish: makes the result when that has ended.
-            tensors: what torch reads or writes.
-            backstop: torch's own deadline.
+        ``start`` makes torch's work of its group, ``finish`` the result when that has ended; ``tensors`` are what torch
+        reads or writes, ``backstop`` its own deadline.
         """
         with self._lock:
             landed = self.group is not group
@@ -102,7 +93,7 @@ class Flights:
             operation.fail(CollectiveError(f"{operation} was broken off: {self._broken}"))
 
     def break_off(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
-        """``first`` fails with the error, everything else because of it; any thread may call it."""
+        """Fail ``first`` with the error, and everything else because of it; any thread may call it."""
         with self._lock:
             if self._broken is None:
                 self._broken = error
@@ -150,7 +141,7 @@ def _landed(operation: Operation[Any]) -> CollectiveError:
 _BACKENDS = ("gloo", "nccl", "mpi")
 # From so many bytes on, sends and receives are quicker than what Gloo makes of a gather, see `torch_groups.swap`.
 _LARGE_BYTES = 1 << 16
-_LARGE_TAGS = 1 << 30  # those of `exchange` are below
+_MOST_TAGS = 1 << 30
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
@@ -159,23 +150,18 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     The constructor does no I/O: `open`, or else the first operation, forms the group together with all
     members, within ``form_timeout``. Forks made before are opened with it, forks made later open at once.
-
     An operation that fails or passes its deadline breaks its communicator off: its sockets are shut down, so
     that peers waiting in it fail as well, and every later operation raises at once; see `ElasticCommunicator`.
 
     Args:
-        store: reachable by all members; keys lie below ``lightning_async/``. It may be used by other threads too, as
-            long as none blocks in it.
+        store: reachable by all members; other threads may use it too, as long as none blocks in it.
         rank, world_size: of this member at the start; those of later generations come with `reconfigure`.
         backend: "gloo" (CPU tensors), "nccl" (CUDA tensors) or "mpi".
         name: differs between communicators that share a store.
-        timeout: deadline of each operation.
-        form_timeout: deadline of forming a group.
-        member: the name of a joining rank, of rank 0 in a world of 1, which is to be reconfigured into the others' next
-            generation; by default ranks are named by their numbers.
+        timeout, form_timeout: deadlines of each operation, and of forming a group.
         device: where NCCL's barrier lives and connects; the current CUDA device by default.
         max_ctas: how many blocks of the GPU NCCL may take from the training beside it.
-        terms: on which members meet.
+        meeting_options: on which members meet.
 
     Raises:
         ValueError: an argument is out of range, or torch was built without the backend.
@@ -191,13 +177,12 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         name: str = "world",
         timeout: timedelta = timedelta(minutes=5),
         form_timeout: timedelta = timedelta(minutes=5),
-        member: str | None = None,
         device: torch.device | None = None,
         max_ctas: int = 4,
         meeting_options: MeetingOptions | None = None,
     ) -> None:
         _check_arguments(backend, timeout, form_timeout)
-        super().__init__(Where(name, at_start("TorchCollectives", rank, world_size, member)), timeout)
+        super().__init__(Where(name, at_start("TorchCollectives", rank, world_size, None)), timeout)
         self._store = store
         self._backend = backend
         self._device = device
@@ -209,7 +194,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._made: dict[Any, Any] = {}
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`. Types that Gloo cannot reduce are widened for the way."""
+        """Reduce; types that Gloo cannot reduce are widened for the way."""
         check_buffer(buffer)
         wire, torch_op, narrow = reducible(buffer, op)
 
@@ -240,43 +225,30 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
         return self._submit("all_gather", start, lambda: gathered, (buffer, gathered))
 
-    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
-        # Gloo's own reduce_scatter has no future to wait on.
-        check_rows(buffer, self.world_size)
-        return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
-
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
-        return self._all_to_all(buffer, "all_to_all", lambda rows: rows, out)
+        received = room_for(buffer[0], self.world_size, out)
+        mine = as_bytes(buffer)
+        theirs = as_bytes(received)
+        large = self._large_tag(mine)
+
+        def start(pg: Any) -> Any:
+            if large is not None:
+                sent, rows = (dict(enumerate(each.chunk(self.world_size))) for each in (mine, theirs))
+                return torch_groups.swap(pg, self.rank, sent, rows, large)
+            return pg.alltoall_base(theirs, mine, [], [], self._options(dist.AllToAllOptions))
+
+        return self._submit("all_to_all", start, lambda: received, (buffer, received))
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)
-        self._check_peer(src, "src")
+        self._check_rank(src, "src")
         data = as_bytes(buffer)
 
         def start(pg: Any) -> Any:
             return pg.broadcast([data], self._options(dist.BroadcastOptions, rootRank=src, rootTensor=0))
 
         return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
-
-    def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
-        """See `Collectives`. Ranks that exchange with nobody need not call it."""
-        check_buffer(buffer)
-        self._check_peer(peer, "peer")
-        out = torch.empty_like(buffer)
-        mine = as_bytes(buffer)
-        theirs = as_bytes(out)
-        kind = f"exchange(peer={peer})"
-        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
-        if peer == self.rank:
-            out.copy_(buffer)
-            return self._submit(kind, None, lambda: out, (buffer, out))
-
-        def start(pg: Any) -> Any:
-            return torch_groups.swap(pg, self.rank, {peer: mine}, {peer: theirs}, tag, self._backend == "nccl")
-
-        return self._submit(kind, start, lambda: out, (buffer, out))
 
     def barrier(self) -> Operation[None]:
         token = torch.zeros(1, device=self._token_device())
@@ -297,7 +269,6 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return super().split(ranks, name, timeout)
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """See `Collectives`: NCCL registers memory; Gloo and MPI do not."""
         if self._backend != "nccl":
             return buffer
         return self._memory.copy(self._open().pg, buffer)
@@ -310,41 +281,20 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             self._fail(CollectiveError(f"{self._where}: closed with operations under way."))
         self._flights.land()
 
-    # ------------------------------------------------------------------ the machinery
-
     def _large_tag(self, data: Tensor) -> int | None:
-        """The tag of this gather or all-to-all, if it is to go by sends and receives."""
+        """Return the tag of this gather or all-to-all, if it is to go by sends and receives."""
         if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
             return None
-        return _LARGE_TAGS + self._num_collectives() % _LARGE_TAGS
-
-    def _all_to_all(
-        self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T], out: Tensor | None = None
-    ) -> Operation[T]:
-        received = room_for(buffer[0], self.world_size, out)
-        mine = as_bytes(buffer)
-        theirs = as_bytes(received)
-        large = self._large_tag(mine)
-
-        def start(pg: Any) -> Any:
-            if large is not None:
-                sent, rows = (dict(enumerate(each.chunk(self.world_size))) for each in (mine, theirs))
-                return torch_groups.swap(pg, self.rank, sent, rows, large)
-            return pg.alltoall_base(theirs, mine, [], [], self._options(dist.AllToAllOptions))
-
-        return self._submit(kind, start, lambda: finish(received), (buffer, received))
+        return self._seq % _MOST_TAGS
 
     def _submit(
-        self, kind: str, start: Callable[[Any], Any] | None, finish: Callable[[], T], tensors: tuple[Tensor, ...]
+        self, kind: str, start: Callable[[Any], Any], finish: Finish[T], tensors: tuple[Tensor, ...]
     ) -> Operation[T]:
         self._check_usable()
         group = self._open()
         self._seq += 1
         operation: Operation[T] = Operation(self._where, kind, self._seq, self._timeout, self._fail)
-        if start is None:
-            operation.complete(finish())
-        else:
-            self._flights.start(group, operation, start, finish, tensors, self._backstop())
+        self._flights.start(group, operation, start, finish, tensors, self._backstop())
         return operation
 
     def _fail(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:

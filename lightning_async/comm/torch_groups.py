@@ -53,7 +53,7 @@ class TorchGroup:
         self._sockets = sockets
         self._broken = False
         self._lost_at: float | None = None
-        self._lets_go_at = 0.0
+        self.lets_go_at = 0.0
         self._pid = os.getpid()
         _open.add(self)
 
@@ -64,17 +64,12 @@ class TorchGroup:
 
     @property
     def connected(self) -> bool:
-        """Whether its connections are open on this side, as they are while the peers live."""
         return all(is_open(fd, inode) for fd, inode in self._sockets.items())
 
     def watch(
         self, operation: Operation[Any], works: Any, ended: Callable[[Exception | None], None], backstop: timedelta
     ) -> None:
-        """Have ``ended`` called, with the error or None, when the transport has ended the work.
-
-        Args:
-            works: torch's object; of sends and receives that are one operation a tuple of them.
-        """
+        """Have ``ended`` called, with the error or None, when torch has ended the work, or all of a tuple of works."""
         all_: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
 
         def let_go(error: Exception | None) -> None:
@@ -86,7 +81,7 @@ class TorchGroup:
             self.in_flight[operation.seq] = tensors, all_
             operation.poll = lambda: _poll(all_, let_go)
             return
-        self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop.total_seconds())
+        self.lets_go_at = max(self.lets_go_at, time.monotonic() + backstop.total_seconds())
         operation.poll_s = _LOOK_S
         operation.told = True
         if isinstance(works, tuple):
@@ -114,11 +109,10 @@ class TorchGroup:
         self.helpers.discard(threading.current_thread())
 
     def _works(self, operation: Operation[Any]) -> tuple[Any, ...] | None:
-        """What torch does for it, here alone: who keeps an operation shall keep no group."""
+        """Return torch's works of it, kept here alone: who keeps an operation shall keep no group."""
         return self.in_flight.get(operation.seq, (None, None))[1]
 
     def _sleep(self, operation: Operation[Any], seconds: float) -> None:
-        """Until the operation's work has ended, for so long at most."""
         if (works := self._works(operation)) is None:
             operation.ended_in(seconds)
             return
@@ -137,9 +131,9 @@ class TorchGroup:
             ended(RuntimeError("the connection to a peer was lost"))
 
     def helped_by(self, helper: threading.Thread, backstop_s: float) -> None:
-        """A thread waits in torch, for so long at most, and discards itself from `helpers` then."""
+        """Count a thread that waits in torch, for so long at most, and discards itself from `helpers` then."""
         self.helpers.add(helper)
-        self._lets_go_at = max(self._lets_go_at, time.monotonic() + backstop_s)
+        self.lets_go_at = max(self.lets_go_at, time.monotonic() + backstop_s)
 
     def break_off(self) -> None:
         """Make everything pending fail soon, here and at the peers; any thread may call it.
@@ -170,21 +164,15 @@ class TorchGroup:
             self.free()
 
     def busy(self) -> bool:
-        """Whether torch still works in, or waits with, this group's tensors."""
         works = [works for _, works in list(self.in_flight.values())]
         return self.waits and (bool(self.helpers) or any(each is None or not _completed(each) for each in works))
 
     def free(self) -> None:
-        """Let go of torch's objects."""
         self.pg = None
         self.in_flight.clear()
 
-    def lets_go_in_s(self) -> float:
-        return self._lets_go_at - time.monotonic()
-
 
 def sweep() -> None:
-    """Let go of groups in which torch works no more."""
     for group in [group for group in _undead if not group.busy() and not group.inherited]:
         _undead.remove(group)
         group.free()
@@ -203,7 +191,6 @@ def _completed(works: tuple[Any, ...]) -> bool:
 
 
 def _poll(works: tuple[Any, ...] | None, ended: Callable[[Exception | None], None]) -> bool:
-    """Whether they have ended."""
     if works is None or not _completed(works):
         return False
     # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises what went
@@ -213,28 +200,17 @@ def _poll(works: tuple[Any, ...] | None, ended: Callable[[Exception | None], Non
     return True
 
 
-def swap(
-    pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor], tag: int, coalesce: bool = False
-) -> Any:
-    """Send to peers and receive from them, all at once; what goes to ``rank`` itself is copied.
-
-    Args:
-        coalesce: as one work, for NCCL: one by one, both sides would send first, and grouped, their own works would be
-            complete at once.
-    """
-    if rank in mine:
-        theirs[rank].copy_(mine[rank])
+def swap(pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor], tag: int) -> tuple[Any, ...]:
+    """Send to peers and receive from them, all at once; copy what goes to ``rank`` itself."""
+    theirs[rank].copy_(mine[rank])
     peers = [peer for peer in mine if peer != rank]
-    if coalesce:
-        pg._start_coalescing()
     # Receives first: Gloo then tells the peer that it may send, and behind our own data it would hear of that too late.
-    works = [pg.recv([theirs[peer]], peer, tag) for peer in peers]
-    works += [pg.send([mine[peer]], peer, tag) for peer in peers]
-    return pg._end_coalescing() if coalesce else tuple(works)
+    receives = [pg.recv([theirs[peer]], peer, tag) for peer in peers]
+    return (*receives, *[pg.send([mine[peer]], peer, tag) for peer in peers])
 
 
 def keep_for_good(thing: object) -> None:
-    """Never to be destroyed, as that would wait: for hours, or for a thread that a fork does not have."""
+    """Let it never be destroyed, as that would wait: for hours, or for a thread that a fork does not have."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
@@ -247,7 +223,7 @@ def _dispose_all() -> None:
         _open.discard(group)
         _undead[:] = [each for each in _undead if each is not group]
     # A thread of torch's that comes back while the interpreter shuts down aborts the process.
-    while any(group.busy() and group.lets_go_in_s() < _EXIT_S for group in _undead):
+    while any(group.busy() and group.lets_go_at - time.monotonic() < _EXIT_S for group in _undead):
         time.sleep(0.01)
     sweep()
     for group in _undead:

@@ -31,23 +31,14 @@ _device = threading.Lock()
 Ports = list[int]
 
 
-def _nothing() -> None:
-    return None
-
-
 @dataclass
 class MeetingOptions:
-    """On what terms members meet; one object for a communicator and all its forks.
+    """The terms on which members meet; one object for a communicator and all its forks."""
 
-    Args:
-        seal: of what they tell each other in the store.
-        check: raises where waiting is in vain, as a member is lost; may be set later than the communicator is made.
-        host: where Gloo listens; by default where this host's name leads to, or ``GLOO_SOCKET_IFNAME``.
-    """
-
-    seal: Seal = field(default_factory=Seal)
-    check: Callable[[], None] = _nothing
-    host: str | None = None
+    seal: Seal = field(default_factory=Seal)  # of what they tell each other in the store
+    # Raises where waiting is in vain, as a member is lost; may be set later than the communicator is made.
+    check: Callable[[], None] = lambda: None
+    host: str | None = None  # where Gloo listens; by default where this host's name leads to, or ``GLOO_SOCKET_IFNAME``
 
 
 def form(
@@ -60,10 +51,7 @@ def form(
     cancelled: Callable[[], bool],
     meeting_options: MeetingOptions,
 ) -> TorchGroup:
-    """Form the group ``where`` names: wait for every member to come, then connect.
-
-    Args:
-        store: never blocked in, so that any number of threads may share it.
+    """Form the group ``where`` names: wait for every member to come, then connect. Never blocks in the store.
 
     Raises:
         PeerLost, GenerationChanged: what ``meeting_options.check`` raised.
@@ -116,7 +104,6 @@ class _GroupRendezvous:
         return timedelta(seconds=max(self._started + self._timeout_s - time.monotonic(), 1.0))
 
     def check(self) -> None:
-        """Raise when it is time to give up."""
         if self._cancelled():
             raise CollectiveError(f"{self.where}: forming the group was aborted.")
         self._meeting_options.check()
@@ -129,14 +116,12 @@ class _GroupRendezvous:
             )
 
     def view(self, prefix: str = "") -> PollingStore:
-        """The store, as torch may see it."""
         return PollingStore(self.store, prefix, self.check, self._meeting_options.seal)
 
     def say(self, phase: str, ports: Ports | None) -> None:
         self.view().set(f"{self.base}/{phase}/{self.where.rank}", json.dumps({"ports": ports}).encode())
 
     def meet(self, phase: str, ports: Ports) -> list[Ports | None]:
-        """Wait until every member has said something; returns what they said."""
         self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
         self.say(phase, ports)
         said = self.view().read(self._keys, _parse)
@@ -144,7 +129,6 @@ class _GroupRendezvous:
 
 
 def _parse(value: bytes) -> dict[str, Ports | None] | None:
-    """What a member said; None where that was none."""
     try:
         said = json.loads(value)
         ports = said["ports"]

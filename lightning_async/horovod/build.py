@@ -26,11 +26,11 @@ from pathlib import Path
 
 
 class BuildError(RuntimeError):
-    """What stands in the way of a build, and what to do about it."""
+    """An obstacle to a build, and what to do about it."""
 
 
 def kept(cache: Path, pattern: str) -> Path | None:
-    """The wheel that was kept, if it is what was kept.
+    """Return the wheel that was kept, if it is what was kept.
 
     Raises:
         BuildError: other users may write into the folder, so that they could have it installed.
@@ -69,8 +69,7 @@ def checksum(path: Path) -> str:
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PATCHES = 1
-"""To be raised with every change of `patch`: kept wheels are told apart by it."""
+PATCHES = 1  # to be raised with every change of `patch`: kept wheels are told apart by it
 TOOLS = ("setuptools==84.2.1", "wheel==0.48.0")
 CMAKE = "cmake==4.4.4"
 RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
@@ -78,33 +77,22 @@ RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """What the wheel is for.
+    """The features of a wheel."""
 
-    Args:
-        torch: torch's version, ``"2.13.0+cpu"``.
-        cxx: the C++ standard of torch's headers.
-        mpi: with MPI beside Gloo; needs ``mpicxx``.
-        nccl: with NCCL; needs a CUDA build of torch, and a toolkit in ``cuda_home``.
-        cuda_home: the CUDA toolkit.
-        cuda_arch: compute capabilities without a dot, ``"80,90"``.
-    """
-
-    torch: str
-    cxx: int
-    mpi: bool = False
-    nccl: bool = False
-    cuda_home: Path | None = None
-    cuda_arch: str = "80,90"
+    torch: str  # torch's version, ``"2.13.0+cpu"``
+    cxx: int  # the C++ standard of torch's headers
+    mpi: bool = False  # with MPI beside Gloo; needs ``mpicxx``
+    nccl: bool = False  # with NCCL; needs a CUDA build of torch, and a toolkit in ``cuda_home``
+    cuda_home: Path | None = None  # the CUDA toolkit
+    cuda_arch: str = "80,90"  # compute capabilities without a dot, ``"80,90"``
 
     @property
     def local_version(self) -> str:
-        """Tells wheels apart: torch's version, what moves the bytes, and what was patched."""
         parts = ["torch" + self.torch.replace("+", "."), "gloo"]
         parts += [name for name in ("mpi", "nccl") if getattr(self, name)]
         return ".".join([*parts, f"p{PATCHES}"])
 
     def environment(self, nccl_home: Path | None, jobs: int) -> dict[str, str]:
-        """What Horovod's setup.py reads."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
         own = {
             "HOROVOD_LOCAL_VERSION": self.local_version,
@@ -129,13 +117,12 @@ class Build:
 
 
 def cxx_standard(torch_folder: Path) -> int:
-    """The C++ standard that torch's headers ask for."""
     found = re.search(r"C\+\+(\d+) or later", (torch_folder / "include/ATen/ATen.h").read_text())
     return int(found.group(1)) if found else 17
 
 
 def nccl_package() -> str:
-    """The package with NCCL that the installed torch depends on.
+    """Return the package with NCCL that the installed torch depends on.
 
     Raises:
         BuildError: torch depends on none, or the other one is installed too: they overwrite each other's files.
@@ -161,7 +148,6 @@ def nccl_package() -> str:
 
 
 def prepare_nccl(folder: Path) -> Path:
-    """A folder with NCCL's headers and library, under the name that linkers look for."""
     distribution = importlib.metadata.distribution(nccl_package())
     home = Path(str(distribution.locate_file("nvidia/nccl")))
     library = next(home.glob("lib/libnccl.so.*"), None)
@@ -174,8 +160,6 @@ def prepare_nccl(folder: Path) -> Path:
 
 
 def patch(source: Path, cxx: int) -> None:
-    """What Horovod does not build without, or not load, or not find its peers."""
-
     def edit(name: str, old: str, new: str) -> None:
         path = source / name
         text = path.read_text()
@@ -200,7 +184,6 @@ def patch(source: Path, cxx: int) -> None:
 
 
 def pip(*arguments: str, env: dict[str, str] | None = None) -> None:
-    """Run pip of this Python."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
     print("$", shlex.join(command), flush=True)
     if subprocess.run(command, env=env).returncode != 0:
@@ -208,7 +191,6 @@ def pip(*arguments: str, env: dict[str, str] | None = None) -> None:
 
 
 def download(folder: Path) -> Path:
-    """Horovod's sources, unpacked; pip compares the checksum."""
     wanted = folder / "requirements.txt"
     wanted.write_text(f"horovod=={VERSION} --hash=sha256:{SHA256}\n")
     pip("download", "--quiet", "--no-deps", "--no-binary=horovod", "--no-build-isolation", "--require-hashes",
@@ -222,7 +204,6 @@ def download(folder: Path) -> Path:
 
 
 def build(spec: Build, cache: Path, jobs: int) -> Path:
-    """The wheel, from ``cache`` where it is there."""
     tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
     pattern = f"horovod-{VERSION}+{spec.local_version}-{tag}-*.whl"
     if found := kept(cache, pattern):
@@ -246,13 +227,12 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
 
 
 def _finds_mpi_headers() -> bool:
-    """Some packages have the compiler's wrapper without the headers."""
+    """Return whether they are there: some packages have the compiler's wrapper without the headers."""
     command = ["mpicxx", "-E", "-x", "c++", "-include", "mpi.h", os.devnull]
     return shutil.which("mpicxx") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
 
 def specify(options: argparse.Namespace) -> Build:
-    """What to build, from the command line and the installed torch."""
     found = importlib.util.find_spec("torch")
     if found is None or not found.submodule_search_locations:
         raise BuildError("torch is not installed; Horovod is compiled for the torch it will run with.")
@@ -273,7 +253,6 @@ def specify(options: argparse.Namespace) -> Build:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
     about = "Build Horovod for the installed torch."
     parser = argparse.ArgumentParser(prog="lightning-async build-horovod", description=about)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_async/wheels"
@@ -292,7 +271,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Build, install, and load once."""
     options = parse(arguments)
     try:
         spec = specify(options)

@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -32,7 +32,6 @@ from lightning_async.comm.collectives import (
     check_rows,
     reducible,
     room_for,
-    sum_rows,
 )
 from lightning_async.errors import CollectiveError, CollectiveTimeout, PeerLost
 from lightning_async.membership.generation import Generation
@@ -43,11 +42,7 @@ _current: HorovodWorld | None = None
 
 
 def load() -> ModuleType:
-    """``horovod.torch``.
-
-    Raises:
-        ModuleNotFoundError: it is not installed; says how to get it.
-    """
+    """Import ``horovod.torch``; raise ModuleNotFoundError, which says how to get it, where it is not installed."""
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -58,14 +53,9 @@ def load() -> ModuleType:
 
 
 class HorovodWorld:
-    """What this process has of Horovod, from one ``hvd.init()`` to the next.
+    """The Horovod of this process, from one ``hvd.init()`` to the next."""
 
-    Args:
-        hvd: the module.
-        process_sets: Horovod's, by their ranks in ascending order.
-    """
-
-    def __init__(self, hvd: ModuleType, process_sets: Mapping[tuple[int, ...], Any]) -> None:
+    def __init__(self, hvd: ModuleType) -> None:
         self.hvd: Any = hvd
         self.rank = int(hvd.rank())
         self.size = int(hvd.size())
@@ -74,47 +64,24 @@ class HorovodWorld:
         self.another_follows = False
         """What fails here goes on in another world: this process, and what it holds, stays until that is formed."""
         self.failure: CollectiveError | None = None
-        self.num_runs = 0
-        """Runs of strategies so far, which names their operations apart; equal on all ranks."""
-        self.store: Any = None
-        """Of all ranks, for what is no collective; made by whoever needs it first."""
+        self.num_runs = 0  # runs of strategies so far, which names their operations apart; equal on all ranks
+        self.store: Any = None  # of all ranks, for what is no collective; made by whoever needs it first
         self.life = hvd.mpi_ops._handle_map  # a new one comes with every init
-        self._process_sets = dict(process_sets)
         self.flights: set[Flight] = set()
         internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
 
-        class HorovodFailed(CollectiveError, internal_error):
-            """For Horovod Elastic, too: it goes on after a `HorovodInternalError`, and after no other."""
-
-        class HorovodTimeout(CollectiveTimeout, internal_error):
-            """See `HorovodFailed`."""
-
-        class HorovodPeerLost(PeerLost, internal_error):
-            """See `HorovodFailed`."""
-
-        self.failed_type = HorovodFailed
-        self.timeout_type = HorovodTimeout
-        self.lost_type = HorovodPeerLost
+        # For Horovod Elastic, which goes on after a `HorovodInternalError`, and after no other.
+        self.failed_type: Any = type("HorovodFailed", (CollectiveError, internal_error), {})
+        self.timeout_type: Any = type("HorovodTimeout", (CollectiveTimeout, internal_error), {})
+        self.lost_type: Any = type("HorovodPeerLost", (PeerLost, internal_error), {})
 
     @classmethod
-    def join(
-        cls,
-        size: int | None = None,
-        gloo_timeout: timedelta | None = None,
-        process_sets: Sequence[Collection[int]] = (),
-    ) -> HorovodWorld:
-        """Initialise Horovod where that is not done.
+    def join(cls, size: int | None = None, gloo_timeout: timedelta | None = None) -> HorovodWorld:
+        """Initialise Horovod where that is not done; ``size``, which the launcher started, is compared.
 
-        Args:
-            size: what the launcher started; compared with Horovod's own number.
-            gloo_timeout: after which Gloo inside Horovod gives up on a silent peer, unless
-                ``HOROVOD_GLOO_TIMEOUT_SECONDS`` says so. Read by Horovod at its start only.
-            process_sets: the ranks of every `HorovodCollectives.split` to come, and every two that will
-                `HorovodCollectives.exchange` in worlds of more than two. Read by Horovod at its start only.
-
-        Raises:
-            ModuleNotFoundError: Horovod is not installed.
-            RuntimeError: Horovod sees another number of ranks.
+        After ``gloo_timeout`` Gloo inside Horovod gives up on a silent peer, unless ``HOROVOD_GLOO_TIMEOUT_SECONDS``
+        says so. Raises ModuleNotFoundError where Horovod is not installed, RuntimeError where it sees another number of
+        ranks.
         """
         global _current
         hvd: Any = load()
@@ -125,11 +92,10 @@ class HorovodWorld:
             os.environ.setdefault("HOROVOD_STALL_CHECK_DISABLE", "1")
             # What is worth fusing is fused before it comes here: Horovod's own buffer would cost two copies more.
             os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
-            sets = {tuple(sorted(ranks)): hvd.ProcessSet(sorted(ranks)) for ranks in process_sets}
-            hvd.init(process_sets=list(sets.values()))
-            _current = cls(hvd, sets)
+            hvd.init()
+            _current = cls(hvd)
         elif _current is None or _current.life is not hvd.mpi_ops._handle_map:
-            _current = cls(hvd, {})  # the user has initialised it
+            _current = cls(hvd)  # the user has initialised it
         if size is not None and _current.size != size:
             raise RuntimeError(
                 f"Horovod sees {_current.size} rank(s), but the launcher started {size}: each would train alone. This "
@@ -139,7 +105,7 @@ class HorovodWorld:
 
     @staticmethod
     def current(size: int | None = None) -> HorovodWorld | None:
-        """The world, where Horovod is initialised; ``size`` is what `join` compares."""
+        """Return the world, where Horovod is initialised; ``size`` is what `join` compares."""
         hvd: Any = sys.modules.get("horovod.torch")
         return HorovodWorld.join(size) if hvd is not None and hvd.is_initialized() else None
 
@@ -148,32 +114,17 @@ class HorovodWorld:
         """Shut Horovod down; with a rank that stands still this blocks until Gloo's timeout."""
         load().shutdown()
 
-    def process_set(self, ranks: Sequence[int]) -> Any:
-        """The process set of these ranks, in ascending order; None where there is none."""
-        if len(ranks) == self.size:
-            return self.hvd.global_process_set
-        return self._process_sets.get(tuple(ranks))
-
-    def add_process_set(self, ranks: Sequence[int]) -> Any:
-        """The same, made now where Horovod was started with ``HOROVOD_DYNAMIC_PROCESS_SETS=1``; all ranks call it."""
-        found = self.process_set(ranks)
-        if found is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
-            found = self._process_sets[tuple(ranks)] = self.hvd.add_process_set(list(ranks))
-        return found
-
     def poison(self, error: Exception) -> CollectiveError:
-        """Fail what is under way, and all that is to come."""
         if self.failure is None:
             late = isinstance(error, CollectiveTimeout)
-            self.failure = (self.timeout_type if late else self.failed_type)(str(error))
+            kind: type[CollectiveError] = self.timeout_type if late else self.failed_type
+            self.failure = kind(str(error))
             for flight in list(self.flights):
                 flight.operation.fail(self.failure)
         return self.failure
 
 
 class HorovodOperation(Operation[T]):
-    """An operation that belongs to a world of Horovod."""
-
     remedy = (
         "Horovod cannot cancel: this process takes part in no collective any more. Start again from the last "
         "checkpoint, or run under Horovod Elastic."
@@ -223,21 +174,12 @@ _NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 class HorovodCollectives(Communicator["HorovodCollectives"]):
-    """One communicator over Horovod's ranks, or over a process set: a prefix of names, with an order of its own.
+    """One communicator over Horovod's ranks: a prefix of names, with an order of its own.
 
     Large buffers travel in pieces, one at a time, so that a small operation of another fork passes between them.
     Byte-moving operations see uint8; bools, small integers and half types are reduced as int64 or fp32, and rounded
-    once.
-
-    Args:
-        world: from `HorovodWorld.join`.
-        name: differs between communicators of one world.
-        timeout: deadline of each operation.
-        piece_bytes: size of the pieces. Default 4 MiB.
-        poll_s: longest pause between two looks at an operation that is waited for.
-        native: types that are reduced as they are.
-        recurring: operations of one kind follow each other, under one name. Horovod remembers what it has negotiated
-            for a name; with numbered names, that do not recur, it negotiates every operation anew.
+    once, but for ``native`` ones. ``recurring`` operations of one kind follow each other under one name: Horovod
+    remembers what it has negotiated for a name, and negotiates numbered operations anew.
     """
 
     def __init__(
@@ -257,14 +199,13 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             raise ValueError(f"`HorovodCollectives(piece_bytes={piece_bytes})` must be at least 8.")
         super().__init__(Where(name, Generation.first(world.rank, world.size)), timeout)
         self.horovod = world
-        self._process_set: Any = world.hvd.global_process_set
         self._piece_bytes = piece_bytes
         self._poll_s = poll_s
         self._native = native
         self._recurring = recurring
 
     def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
-        """A fork for what the training thread waits for, step by step: in one piece, fp16 reduced as it is."""
+        """Return a fork for what the training thread waits for, step by step: in one piece, fp16 as it is."""
         fork = self.fork("gradients", timeout)
         fork._piece_bytes = max(piece_bytes, PIECE_BYTES)
         fork._poll_s = 0.001
@@ -272,29 +213,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         fork._recurring = True
         return fork
 
-    def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> HorovodCollectives | None:
-        """See `Collectives`.
-
-        Raises:
-            ValueError: Horovod was not told at its start that these ranks will be by themselves.
-        """
-        child = super().split(ranks, name, timeout)
-        world_ranks = [self._world_rank(rank) for rank in sorted(set(ranks))]
-        # Making one is an operation of the whole world.
-        whole = self.world_size == self.horovod.size
-        process_set = (self.horovod.add_process_set if whole else self.horovod.process_set)(world_ranks)
-        if process_set is None:
-            raise ValueError(
-                f"{self._where}: `split(ranks={sorted(ranks)})`: Horovod knows some of its ranks by themselves only "
-                f"where it was told so at its start: `HorovodWorld.join(process_sets=[{world_ranks}])`, or by "
-                "HOROVOD_DYNAMIC_PROCESS_SETS=1."
-            )
-        if child is not None:
-            child._process_set = process_set
-        return child
-
     def check_adasum(self) -> None:
-        """Raise ValueError where Horovod has no Adasum for this world."""
         hvd = self.horovod.hvd
         if not (hvd.mpi_built() and hvd.mpi_enabled()):
             raise ValueError(
@@ -323,65 +242,34 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             data = (outputs[0] if outputs else mine).view(buffer.dtype).view(self.world_size, *buffer.shape)
             return data if given is None else given.copy_(data)
 
-        starts = (
-            [lambda name: hvd.allgather_async(mine, name=name, process_set=self._process_set)] if mine.numel() else []
-        )
+        starts = [lambda name: hvd.allgather_async(mine, name=name)] if mine.numel() else []
         return self._submit("all_gather", starts, finish)
-
-    def reduce_scatter(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """See `Collectives`. Rows are exchanged, then combined in the order of ranks, half types in fp32."""
-        check_rows(buffer, self.world_size)
-        return self._all_to_all(buffer, f"reduce_scatter({op.value})", lambda rows: sum_rows(rows, op))
 
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Operation[Tensor]:
         check_rows(buffer, self.world_size)
+        hvd = self.horovod.hvd
         given = None if out is None else room_for(buffer[0], self.world_size, out)
-        return self._all_to_all(buffer, "all_to_all", lambda rows: rows if given is None else given.copy_(rows))
+        # One row for each rank, whose length no splits have to name: those are 32-bit.
+        mine = as_bytes(buffer).view(self.world_size, -1)
+
+        def finish(outputs: list[Any]) -> Tensor:
+            received = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
+            rows = received.view(-1).view(buffer.dtype).view(buffer.shape)
+            return rows if given is None else given.copy_(rows)
+
+        return self._submit("all_to_all", [lambda name: hvd.alltoall_async(mine, name=name)], finish)
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Operation[Tensor]:
         check_buffer(buffer)
-        self._check_peer(src, "src")
+        self._check_rank(src, "src")
         hvd = self.horovod.hvd
-        root = self._world_rank(src)
         return self._submit(
             f"broadcast(src={src})",
             [
-                lambda name, piece=piece: hvd.broadcast_async_(piece, root, name=name, process_set=self._process_set)
+                lambda name, piece=piece: hvd.broadcast_async_(piece, src, name=name)
                 for piece in self._pieces(as_bytes(buffer))
             ],
             lambda _: buffer,
-        )
-
-    def exchange(self, buffer: Tensor, peer: int) -> Operation[Tensor]:
-        """See `Collectives`. Ranks that exchange with nobody need not call it.
-
-        Raises:
-            ValueError: the two were not among the ``process_sets`` of `HorovodWorld.join`, in a world of more than two.
-        """
-        check_buffer(buffer)
-        self._check_peer(peer, "peer")
-        if peer == self.rank:
-            return self._submit("exchange", [], lambda _: buffer.clone(), name="self")
-        hvd = self.horovod.hvd
-        mine = as_bytes(buffer)
-        two = sorted((self._world_rank(self.rank), self._world_rank(peer)))
-        pair = self.horovod.process_set(two)
-        if pair is None:
-            raise ValueError(
-                f"{self._where}: `peer={peer}`: Horovod moves bytes between two ranks only where it was told so at its "
-                f"start: `HorovodWorld.join(process_sets=[{two}])`."
-            )
-        tag = self._exchanged[peer] = self._exchanged.get(peer, 0) + 1
-        other = int(peer > self.rank)
-
-        def finish(outputs: list[Any]) -> Tensor:
-            return outputs[0].view(2, -1)[other].contiguous().view(buffer.dtype).view(buffer.shape)
-
-        return self._submit(
-            f"exchange(peer={peer})",
-            [lambda name: hvd.allgather_async(mine, name=name, process_set=pair)],
-            finish,
-            name=f"exchange{min(self.rank, peer)}-{max(self.rank, peer)}.{tag}",
         )
 
     def barrier(self) -> Operation[None]:
@@ -389,7 +277,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         hvd = self.horovod.hvd
         return self._submit(
             "barrier",
-            [lambda name: hvd.allreduce_async_(token, name=name, op=hvd.Sum, process_set=self._process_set)],
+            [lambda name: hvd.allreduce_async_(token, name=name, op=hvd.Sum)],
             lambda _: None,
         )
 
@@ -400,12 +288,6 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         # What is under way cannot be called back: the world keeps its buffers.
         for flight in [each for each in self.horovod.flights if each.operation.where is self._where]:
             flight.operation.fail(CollectiveError(f"{self._where}: closed with operations under way."))
-
-    # ------------------------------------------------------------------ the machinery
-
-    def _world_rank(self, rank: int) -> int:
-        """Horovod's own number of a rank."""
-        return int(self.generation.name_of(rank))  # of the first and only generation
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         return list(flat.split(max(1, self._piece_bytes // flat.element_size())))
@@ -425,42 +307,17 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         return self._submit(
             kind,
             [
-                lambda name, piece=piece: hvd.allreduce_async_(
-                    piece, name=name, op=horovod_op, process_set=self._process_set
-                )
+                lambda name, piece=piece: hvd.allreduce_async_(piece, name=name, op=horovod_op)
                 for piece in (self._pieces(wire) if in_pieces else [wire])
             ],
             finish,
         )
 
-    def _all_to_all(self, buffer: Tensor, kind: str, finish: Callable[[Tensor], T]) -> Operation[T]:
-        hvd = self.horovod.hvd
-        # One row for each rank, whose length no splits have to name: those are 32-bit.
-        mine = as_bytes(buffer).view(self.world_size, -1)
-
-        def end(outputs: list[Any]) -> T:
-            received = outputs[0][0] if isinstance(outputs[0], tuple) else outputs[0]
-            return finish(received.view(-1).view(buffer.dtype).view(buffer.shape))
-
-        return self._submit(
-            kind, [lambda name: hvd.alltoall_async(mine, name=name, process_set=self._process_set)], end
-        )
-
-    def _submit(
-        self, kind: str, starts: Sequence[Start], finish: Callable[[list[Any]], T], name: str | None = None
-    ) -> Operation[T]:
-        """Start an operation.
-
-        Args:
-            kind: for messages, and part of the name.
-            starts: each submits one piece.
-            finish: makes the result of what Horovod returned for each piece.
-            name: where not all ranks call it; else the sequence number and the kind.
-        """
+    def _submit(self, kind: str, starts: Sequence[Start], finish: Callable[[list[Any]], T]) -> Operation[T]:
+        """Start an operation: each of ``starts`` submits one piece, ``finish`` makes a result of all."""
         self._check_usable()
-        if name is None:
-            self._seq += 1
-            name = kind if self._recurring else f"{self._seq}:{kind}"
+        self._seq += 1
+        name = kind if self._recurring else f"{self._seq}:{kind}"
         operation: HorovodOperation[T] = HorovodOperation(
             self._where, kind, self._seq, self._timeout, self._fail, poll=lambda: flight.advance(finish)
         )
@@ -481,7 +338,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self.horovod.poison(error)
 
     def _open(self) -> None:
-        """Horovod has formed its groups."""
+        """Do nothing: Horovod has formed its groups."""
 
     def _child(self, where: Where, timeout: timedelta) -> HorovodCollectives:
         child = HorovodCollectives(
@@ -489,7 +346,6 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             native=self._native, recurring=self._recurring,
         )  # fmt: skip
         child._where = where
-        child._process_set = self._process_set
         return child
 
 
@@ -497,11 +353,7 @@ C = TypeVar("C")
 
 
 class Committed(Generic[C]):
-    """What all ranks go back to when ranks are lost, and what ranks that join begin with.
-
-    Attributes:
-        value: what was committed last; to be left as it is.
-    """
+    """The state that all ranks go back to when ranks are lost, and that ranks that join begin with."""
 
     def __init__(self, value: C) -> None:
         self.value = value
@@ -522,11 +374,8 @@ def run_elastic(
 ) -> T:
     """Call ``train`` until it returns; after a lost rank, and with every change of hosts, in a new world.
 
-    Args:
-        train: sees to it that all ranks go on from one commit; must leave Horovod's errors alone.
-        committed: what it goes on from.
-        broadcast: rank 0's object to all ranks.
-        gloo_timeout: see `HorovodWorld.join`.
+    ``train`` sees to it that all ranks go on from one commit, and leaves Horovod's errors alone; ``broadcast`` sends
+    rank 0's object to all ranks.
     """
     elastic: Any = importlib.import_module("horovod.common.elastic")
     HorovodWorld.join(gloo_timeout=gloo_timeout)
@@ -538,13 +387,13 @@ def run_elastic(
             super().__init__(bcast_object=broadcast, get_rank=lambda: HorovodWorld.join().rank)
 
         def save(self) -> None:
-            """Done by `Committed.commit`."""
+            """Do nothing: `Committed.commit` does."""
 
         def restore(self) -> None:
-            """The committed value is what it was."""
+            """Do nothing: the committed value is what it was."""
 
         def reset(self) -> None:
-            """Nothing here belongs to the old world."""
+            """Do nothing: nothing here belongs to the old world."""
 
         def sync(self) -> None:
             """``train`` begins with that, where hosts were only lost as well."""

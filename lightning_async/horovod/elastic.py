@@ -33,10 +33,6 @@ from lightning_async.trainer.loops.loggers import places, take_places
 from lightning_async.trainer.namespace import Undo, pytorch, replace, searches_lr, set_for_now, take_back
 
 if TYPE_CHECKING:
-    from lightning.pytorch import LightningModule, Trainer
-
-
-if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
 else:
     Callback = pytorch("callbacks").Callback
@@ -47,33 +43,21 @@ _OF_PLACES = ("taken", "made", "drawn", "share", "ended")
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """One moment of training, as one rank saw it.
+    """A moment of training, as one rank saw it."""
 
-    Args:
-        number: counts commits; that of one moment is equal on all ranks.
-        dealt: ``(rank, world_size)`` then.
-        checkpoint: Lightning's, of this rank; None before training.
-        resume: what `Resume` goes on from; None before the first batch.
-        places: of all ranks, where their loaders stood.
-        weight: of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`.
-        logs: where rank 0's loggers write, see `loggers.places`; those of each world's Trainer are others.
-    """
-
-    number: int = 0
-    dealt: tuple[int, int] = (0, 0)
-    checkpoint: dict[str, Any] | None = None
-    resume: dict[str, Any] | None = None
-    places: list[Any] = field(default_factory=list)
-    weight: float = 1.0
+    number: int = 0  # counts commits; that of one moment is equal on all ranks
+    dealt: tuple[int, int] = (0, 0)  # ``(rank, world_size)`` then
+    checkpoint: dict[str, Any] | None = None  # Lightning's, of this rank; None before training
+    resume: dict[str, Any] | None = None  # what `Resume` goes on from; None before the first batch
+    places: list[Any] = field(default_factory=list)  # of all ranks, where their loaders stood
+    weight: float = 1.0  # of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`
+    # Where rank 0's loggers write, see `loggers.places`; those of each world's Trainer are others.
     logs: list[dict[str, Any]] = field(default_factory=list)
 
 
 def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Commit, bool]:
-    """The commit that this rank goes on from, of those that the ranks of a new world hold; and whether each of them is
-    who it was then. A rank that holds another commit than rank 0 takes rank 0's, as if it were new.
-
-    Raises:
-        SettingsMismatch: this rank trains otherwise than rank 0. The others go on without it.
+    """Return the commit that this rank goes on from, and whether each rank is who it was then; raise SettingsMismatch
+    where this rank trains otherwise than rank 0. Who holds another commit than that takes rank 0's, as if it were new.
     """
     told = world.gather_objects([mine.number, *mine.dealt, settings])
     if settings != told[0][3]:
@@ -92,7 +76,6 @@ def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Com
 
 
 def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
-    """Rank 0's commit, with other random numbers."""
     if first.resume is None:
         return first
     random = of_another(first.resume["random"], rank)
@@ -102,12 +85,8 @@ def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
 class Commits(Callback):
     """Puts a fit where the last commit was made, and commits: every so many steps, and at the end of each epoch.
 
-    Ranks that step together commit after the same step. Replicas that drift come to a sync point for it.
-
-    Args:
-        committed: what is replaced.
-        every: so many steps.
-        exact: each rank is who it was when that was committed.
+    Ranks that step together commit after the same step. Asynchronous replicas come to a sync point for it. ``exact``:
+    each rank is who it was when that was committed.
     """
 
     def __init__(self, committed: Committed[Commit], every: int, exact: bool) -> None:
@@ -115,18 +94,17 @@ class Commits(Callback):
         self._every = every
         self._exact = exact
         self.call_together: Callable[[], None] | None = None
-        """Set while replicas drift, see `CollectiveCallback`."""
+        """Set while replicas are asynchronous, see `CollectiveCallback`."""
         self._trainer: Any = None
         self._resume: Resume | None = None
         self._undo: list[Undo] = []
-        self._step = 0
-        """Of the last commit."""
+        self._step = 0  # of the last commit
         self._epoch = -1
         self._weight = 1.0
         """The epoch that was gone on with, and what its last batch counts."""
 
     def read_by(self, strategy: Any) -> str | None:
-        """Have a strategy read the commit; under which path. None: there is none."""
+        """Have a strategy read the commit; return under which path, None where there is no commit."""
         checkpoint = self._committed.value.checkpoint
         if checkpoint is None:
             return None
@@ -136,10 +114,7 @@ class Commits(Callback):
         return IN_MEMORY
 
     def close(self) -> None:
-        """The fit is over, however it has ended."""
         take_back(self._undo)
-
-    # ---- before training ----
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._trainer = trainer
@@ -148,7 +123,7 @@ class Commits(Callback):
             self._undo += self._resume.install()
 
     def _beside(self) -> FaultTolerantCheckpoint | None:
-        """It follows the fit, too: once is enough."""
+        """Return a `FaultTolerantCheckpoint`, which follows the fit, too: once is enough."""
         return next((each for each in self._trainer.callbacks if isinstance(each, FaultTolerantCheckpoint)), None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,8 +160,6 @@ class Commits(Callback):
         if self._committed.value.checkpoint is None:
             self._commit(LastSafeState(None, None), "start")
 
-    # ---- in training ----
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy: Any = trainer.strategy
         if isinstance(strategy, HorovodStrategy):
@@ -199,12 +172,12 @@ class Commits(Callback):
             resume = self._resume
             trainer = self._trainer
             assert resume is not None
-            drifts = self.call_together is not None and trainer.strategy.sync_points is not None
+            asynchronous = self.call_together is not None and trainer.strategy.sync_points is not None
             if resume.where == "epoch":
-                if not drifts or not trainer.strategy.world.asynchronous:
+                if not asynchronous or not trainer.strategy.world.asynchronous:
                     self._commit(LastSafeState(resume.capture(), None), "epoch")
-            elif resume.where == "batch" and self._is_due(drifts):
-                if drifts:
+            elif resume.where == "batch" and self._is_due(asynchronous):
+                if asynchronous:
                     assert self.call_together is not None
                     self.call_together()
                 else:
@@ -212,16 +185,16 @@ class Commits(Callback):
 
         return on_boundary
 
-    def _is_due(self, drifts: bool) -> bool:
+    def _is_due(self, asynchronous: bool) -> bool:
         step = self._trainer.global_step
         loop = self._trainer.fit_loop.epoch_loop
-        if drifts:
+        if asynchronous:
             return step >= self._step + self._every
         # The end of an epoch is committed as such.
         return step > self._step and step % self._every == 0 and not loop.batch_progress.is_last_batch
 
     def decide(self, world: LightningCollectives) -> bool:
-        """See `CollectiveCallback`: all replicas are here, and hold one model."""
+        """Commit: all replicas are here, and hold one model. See `CollectiveCallback`."""
         assert self._resume is not None
         with self._resume.as_it_was() as state:
             if all(world.gather_objects(state.resume is not None)):
@@ -255,7 +228,7 @@ class Commits(Callback):
 
     @contextmanager
     def _leaving_together(self) -> Iterator[None]:
-        """Hosts have come, or are to go: all ranks leave this world here, and none of them has failed."""
+        """Let all ranks leave this world together, where hosts have come, or are to go: none has failed."""
         try:
             yield
         except RuntimeError as error:
@@ -265,12 +238,10 @@ class Commits(Callback):
 
 
 def _place(position: dict[str, Any], where: str) -> dict[str, Any]:
-    """What others must know of a loader's position."""
     return {"ended": True} if where == "epoch" else {key: position[key] for key in _OF_PLACES if key in position}
 
 
 def _to_memory(value: Any) -> Any:
-    """A copy that shares nothing, its tensors on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -346,11 +317,7 @@ def fit_elastic(
 
 
 def check_carried(strategy: Any) -> None:
-    """Whether ranks that come and go can train with it.
-
-    Raises:
-        ValueError: they cannot; says why.
-    """
+    """Raise ValueError, which says why, where ranks that come and go cannot train with this strategy."""
     if not isinstance(strategy, HorovodStrategy | AsyncStrategy) or not isinstance(
         strategy.transport, HorovodTransport
     ):
@@ -368,14 +335,12 @@ def check_carried(strategy: Any) -> None:
 
 
 def _broadcast(obj: Any) -> Any:
-    """Rank 0's object, between two fits or within one."""
     with _one_world() as world:
         return world.broadcast(obj)
 
 
 @contextmanager
 def _one_world() -> Iterator[LightningCollectives]:
-    """Collectives of all ranks that there are, between two fits or within one."""
     horovod = HorovodWorld.join()
     horovod.num_runs += 1
     collectives = HorovodCollectives(horovod, name=f"run{horovod.num_runs}")

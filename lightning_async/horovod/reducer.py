@@ -1,9 +1,8 @@
 """Synchronous gradients without an engine: averaged over all replicas while the backward pass still runs.
 
-What a backward pass makes, and when a part of it is whole, is `Backward`'s, as for gradients through the engine. What
-moves them is not: no header, and no commit. Horovod negotiates each operation by itself, in whichever order ranks are
-ready, and can call none back; so ranks are the same from the first step to the last one, all of them take every step,
-and one that fails ends training on all.
+`Backward` says when a part of a backward pass is whole, as for gradients through the engine. There is no header and no
+commit: Horovod negotiates each operation by itself, and can call none back; so all ranks take every step, from the
+first to the last one, and one that fails ends training on all.
 """
 
 from __future__ import annotations
@@ -25,23 +24,14 @@ AllReduce = Callable[[Collectives, Tensor], Pending[Tensor]]
 
 @dataclass
 class _Bucket:
-    """Gradients that travel together.
+    """Gradients that travel together."""
 
-    Args:
-        params: neighbours.
-        places: their numbers.
-        flat: what travels.
-        views: each gradient's place in it.
-        collectives: a fork of the bucket's own: ranks need not be ready with their buckets at the same time.
-        pending: the operation under way.
-    """
-
-    params: list[nn.Parameter]
-    places: range
-    flat: Tensor
-    views: list[Tensor]
-    collectives: Collectives
-    pending: Pending[Tensor] | None = None
+    params: list[nn.Parameter]  # neighbours
+    places: range  # their numbers
+    flat: Tensor  # what travels
+    views: list[Tensor]  # each gradient's place in it
+    collectives: Collectives  # a fork of the bucket's own: ranks need not be ready with their buckets at the same time
+    pending: Pending[Tensor] | None = None  # the operation under way
 
     def wait(self) -> None:
         assert self.pending is not None
@@ -58,8 +48,7 @@ class GradientReducer:
     the rest of the backward pass runs. `finish` waits for all; until then its parameters have no gradients, so that
     their memory serves the rest of the pass. What a second pass makes of them is added to the mean, and averaged with
     it once more. A parameter that no replica used keeps ``None``; one that some used counts as zero on the others.
-    A mean that is not finite is dropped, on all replicas alike: no parameter has a gradient then. What travels is the
-    mean already, so that nobody can repeat it without the replica that has spoilt it.
+    A mean that is not finite is dropped, on all replicas alike: no parameter has a gradient then.
 
     Args:
         params: what is trained, in the order of the forward pass.
@@ -100,7 +89,7 @@ class GradientReducer:
 
     @property
     def enabled(self) -> bool:
-        """False while gradients are accumulated: they stay where they are."""
+        """Whether gradients travel; False while they are accumulated: they stay where they are."""
         return self._backward.under_way
 
     @enabled.setter
@@ -122,17 +111,13 @@ class GradientReducer:
 
     @property
     def begun(self) -> bool:
-        """Whether there are gradients that `finish` has yet to average."""
         return self._backward.begun
 
     def finish(self, absent: float = 0.0) -> None:
-        """The backward pass is over: wait for the gradients, and give them to the parameters.
+        """Wait for the gradients, as the backward pass is over, and give them to the parameters.
 
-        Args:
-            absent: what this replica would have counted in the mean, where it has had no pass: the others count for it.
-
-        Raises:
-            CollectiveError: an operation failed or was late.
+        ``absent`` is what this replica would have counted in the mean, where it has had no pass: the others count for
+        it. Raises CollectiveError where an operation failed or was late.
         """
         if not self.enabled:
             return
@@ -164,7 +149,6 @@ class GradientReducer:
         self._backward.begin()
 
     def _take(self, whole: Sequence[LayoutSpan]) -> None:
-        """Buckets that are whole leave."""
         first = self._backward.filled - len(whole)
         for bucket in self._buckets[first : self._backward.filled]:
             for i, (place, param) in enumerate(zip(bucket.places, bucket.params, strict=True)):
@@ -176,7 +160,7 @@ class GradientReducer:
             bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
 
     def _average_again(self, buckets: Sequence[_Bucket]) -> None:
-        """What came after these had left, on any replica, is added to the mean."""
+        """Add to the mean what came after these had left, on any replica."""
         for bucket in buckets:
             bucket.flat.mul_(self._scale)  # equal on all ranks, it comes out again as it is now (by Adasum, too)
             for i, param in enumerate(bucket.params):

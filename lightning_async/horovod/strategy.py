@@ -87,15 +87,13 @@ class HorovodStrategy(ReplicatedStrategy):
         """What this rank's next backward pass counts in the mean over ranks, where their batches are unequal."""
         self.dropped_gradients = 0
         """Means of gradients that were not finite, with which no rank has stepped."""
-        self._reduced = False
-        """Gradients were averaged in the closure under way."""
+        self._reduced = False  # gradients were averaged in the closure under way
         self._reducer: GradientReducer | None = None
         self._averaged: set[int] = set()
         self._undo: list[Callable[[], None]] = []
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """One name: Horovod's launchers start the ranks."""
         refuse_elsewhere(cls, [cls.strategy_name])
         strategy_registry.register(cls.strategy_name, cls, description=cls.__name__, override=True)
 
@@ -127,7 +125,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._undo += ShortEpochs(trainer).install()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Parameters that were unfrozen since, on all ranks alike, are averaged from now on."""
+        """Average parameters that were unfrozen since, on all ranks alike, from now on."""
         if self._reducer is None or self._reducer.begun:
             return
         if any(param.requires_grad and id(param) not in self._averaged for param in self.module.parameters()):
@@ -169,21 +167,17 @@ class HorovodStrategy(ReplicatedStrategy):
             )
 
     def on_train_start(self) -> None:
-        """The optimizers begin alike: after a resume, with rank 0's state."""
+        """Let the optimizers begin alike: after a resume, with rank 0's state."""
         if self.world is None:
             return
-        states = (
-            [optimizer.state_dict() for optimizer in self.optimizers]
-            if any(optimizer.state for optimizer in self.optimizers)
-            else None
-        )
-        states = self.world.broadcast(states)
+        has_state = any(optimizer.state for optimizer in self.optimizers)
+        states = self.world.broadcast([each.state_dict() for each in self.optimizers] if has_state else None)
         if states is not None and self.global_rank != 0:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
     def on_validation_start(self) -> None:
-        """All validate with rank 0's buffers, which checkpoints hold: BatchNorm's are each rank's own in training."""
+        """Take over rank 0's buffers, which checkpoints hold: BatchNorm's are each rank's own in training."""
         if self.world is None:
             return
         buffers = dict(self.module.named_buffers())
@@ -194,7 +188,6 @@ class HorovodStrategy(ReplicatedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """While gradients are accumulated, nothing travels."""
         if self._reducer is None:
             yield
             return
@@ -205,7 +198,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reducer.enabled = True
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
-        """What goes on with the weights, beside what Lightning saves: nothing. ``origin`` says which commit this is."""
+        """Add nothing to what Lightning saves; ``origin`` says which commit this is."""
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss if self.weight == 1.0 else closure_loss * self.weight, *args, **kwargs)
@@ -216,7 +209,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reduced = True
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """The others wait for this rank, too, where `training_step` has returned None."""
+        """Take part in the step, for which the others wait, where `training_step` has returned None, too."""
         reducer = self._reducer
 
         def with_all() -> Any:

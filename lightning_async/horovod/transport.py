@@ -47,7 +47,7 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @property
     def launched(self) -> int | None:
-        """How many ranks the launcher started; None under Horovod Elastic, where they come and go."""
+        """Number of ranks that the launcher started; None under Horovod Elastic, where they come and go."""
         return None if "HOROVOD_ELASTIC" in os.environ else self._size
 
     @property
@@ -69,7 +69,6 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether horovodrun has started this process."""
         return started_by_horovodrun()
 
     def world_size(self) -> int:
@@ -77,14 +76,14 @@ class HorovodEnvironment(ClusterEnvironment):
         return self._size if world is None else world.size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher has decided."""
 
     def global_rank(self) -> int:
         world = HorovodWorld.current()
         return self._rank if world is None else world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher has decided."""
 
     def local_rank(self) -> int:
         world = HorovodWorld.current()
@@ -94,7 +93,7 @@ class HorovodEnvironment(ClusterEnvironment):
         return self.global_rank() // max(1, self._local_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Nothing: the launcher has decided."""
+        """Do nothing: the launcher has decided."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +125,7 @@ class HorovodTransport(Transport):
         return None
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
-        """One device for each rank, whatever ``Trainer(devices=)`` says: by the local rank."""
+        """Return one device for each rank, whatever ``Trainer(devices=)`` says: by the local rank."""
         kind = devices[0].type
         return devices[0] if kind == "cpu" else torch.device(kind, local_rank)
 
@@ -134,13 +133,13 @@ class HorovodTransport(Transport):
         return "horovod"
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """On the GPU where Horovod was built with NCCL, else in the host's memory."""
+        """Return the GPU where Horovod was built with NCCL, else the host's memory."""
         return root_device if root_device.type == "cuda" and load().nccl_built() else torch.device("cpu")
 
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
-        """See `Transport`. Names are counted by Horovod's world, as ranks may join it that have run nothing yet."""
+        """Connect; names are counted by Horovod's world, as ranks may join it that have run nothing yet."""
         world = HorovodWorld.join(environment.launched, self.gloo_timeout)
         root = _collectives(world)
         membership = None
@@ -156,7 +155,7 @@ class HorovodTransport(Transport):
 
 
 class _Membership(Membership):
-    """Heartbeats beside Horovod: who is lost takes Horovod's world along."""
+    """Heartbeats beside Horovod: a lost rank takes Horovod's world along."""
 
     def __init__(self, world: HorovodWorld, store: Any, name: str, dead_after: timedelta) -> None:
         # The store is no older than Horovod's world.
@@ -178,7 +177,7 @@ def _collectives(world: HorovodWorld) -> HorovodCollectives:
 
 
 def _store(world: HorovodWorld, root: HorovodCollectives) -> Any:
-    """Horovod's world has one store, on rank 0; its address goes round by Horovod itself."""
+    """Return the one store of Horovod's world, on rank 0; its address goes round by Horovod itself."""
     if world.store is None:
         timeout = timedelta(minutes=1)
         patience = WaitWithLog(root.rank, timeout, check=lambda: None)

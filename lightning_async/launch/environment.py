@@ -1,4 +1,4 @@
-"""What a rank is started with: its command line and its environment variables, those of ``torchrun``.
+"""The command line and the environment of a rank; the variables are those of ``torchrun``.
 
 Lightning, torch and scripts read these, so that what runs under torchrun runs here as it is.
 """
@@ -15,38 +15,24 @@ from lightning_async.launch.process import ERROR_FILE
 from lightning_async.membership.launcher_channel import REJOIN
 from lightning_async.membership.signing import SECRET, new_secret
 
-ADDRESS = "127.0.0.1"
-"""Where the store listens."""
-
-
-def available_cores() -> int:
-    """That this process may run on."""
-    return len(os.sched_getaffinity(0))
+ADDRESS = "127.0.0.1"  # where the store listens
 
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """What to run, the same on all ranks.
+    """A program to run, the same on all ranks."""
 
-    Args:
-        program: of Python: a script, or ``-m`` and a module, then arguments.
-        ranks: how many there are.
-        max_restarts: as the ranks are told.
-        base: the environment of all ranks.
-        name: of the job, unique on this host.
-    """
-
-    program: Sequence[str]
-    ranks: int
-    max_restarts: int
-    base: Mapping[str, str]
-    name: str
+    program: Sequence[str]  # of Python: a script, or ``-m`` and a module, then arguments
+    ranks: int  # how many there are
+    max_restarts: int  # as the ranks are told
+    base: Mapping[str, str]  # the environment of all ranks
+    name: str  # of the job, unique on this host
 
     @classmethod
     def of(
         cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int
     ) -> LaunchedJob:
-        """A job with the environment of this shell; what it lacks is added: a secret, threads of compute."""
+        """Make a job with the environment of this shell; add what it lacks: a secret, threads of compute."""
         base = {name: value for name, value in shell.items() if name != REJOIN}
         base.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
         if not base.get(SECRET):
@@ -54,11 +40,10 @@ class LaunchedJob:
         return cls(tuple(program), ranks, max_restarts, base, f"launch-{os.getpid()}")
 
     def command(self) -> list[str]:
-        """Unbuffered, so that what a rank writes is seen, and is not lost when it is killed."""
+        """Return the command line, unbuffered: what a rank writes is seen, and not lost when it is killed."""
         return [sys.executable, "-u", *self.program]
 
     def variables(self, rank: int, port: int | str, restarts: int) -> dict[str, str]:
-        """What is this rank's, or this start's."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -79,13 +64,13 @@ class LaunchedJob:
         }
 
     def environment(self, rank: int, port: int, restarts: int, rejoins: int = 0) -> dict[str, str]:
-        """All of a rank's variables; ``rejoins``: so often it was started alone, to join the others."""
+        """Return all variables of a rank that was started alone ``rejoins`` times, to join the others."""
         alone = {REJOIN: str(rejoins)} if rejoins else {}
         return {**self.base, **self.variables(rank, port, restarts), **alone}
 
 
 def shown(job: LaunchedJob, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
-    """What would be started, a command of a shell for each rank; of the secret only that there is one."""
+    """Return a shell command for each rank; of the secret it shows only that there is one."""
     added = {name: value for name, value in job.base.items() if shell.get(name) != value}
     if SECRET in added:
         added[SECRET] = "..."

@@ -18,18 +18,14 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class EventLoop:
-    """What can happen, and what is called then."""
-
     def __init__(self) -> None:
         self._selector = selectors.PollSelector()
         self._dues: dict[Hashable, tuple[float, Callable[[], object]]] = {}
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
-        """Call this each time that there is something to read."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def forget(self, fd: int) -> None:
-        """Before it is closed."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
@@ -38,11 +34,10 @@ class EventLoop:
         self._dues[key] = time.monotonic() + seconds, call
 
     def cancel(self, key: Hashable) -> None:
-        """What was to be called is not."""
         self._dues.pop(key, None)
 
     def step(self, outputs: Outputs) -> None:
-        """Wait for the next thing to happen, and do what follows; meanwhile what ranks write is passed on."""
+        """Wait for the next thing to happen, and do what follows; meanwhile pass on what ranks write."""
         outputs.watch(self._selector)
         dues = [due for due, _ in self._dues.values()]
         for key, _ in self._selector.select(max(0.0, min(dues) - time.monotonic()) if dues else None):

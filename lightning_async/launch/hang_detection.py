@@ -1,4 +1,4 @@
-"""Whether any rank takes steps, as they tell it in the store; for the process that keeps it."""
+"""A watch over the steps that ranks report in the store; for the process that keeps it."""
 
 from __future__ import annotations
 
@@ -10,31 +10,23 @@ _LONGEST_LOOK_S = 10.0
 
 
 class Watched:
-    """Seconds in which somebody looks: those in which all stood still, as in a job that is suspended, are none.
-
-    Args:
-        since: monotonic seconds.
-    """
+    """A clock of the seconds in which somebody looks: a job that is suspended ages by none."""
 
     def __init__(self, since: float) -> None:
         self._last = since
         self.now = 0.0
 
     def tick(self, now: float) -> float:
-        """Somebody has looked."""
         self.now += min(now - self._last, _LONGEST_LOOK_S)
         self._last = now
         return self.now
 
 
 class ReportedProgress:
-    """What all ranks of one start have told.
+    """The steps that all ranks of one start have reported.
 
-    Args:
-        limits: so many seconds without a step, of any of them, are a hang: before the first step of a training, while
-            programs import, compile and read their data; and after it.
-        world_size: how many there are.
-        now: seconds, of which clock ever.
+    ``limits`` are the seconds without a step, of any rank, that are a hang: before the first step of a training, while
+    programs import, compile and read their data; and after it.
     """
 
     def __init__(self, limits: Sequence[float], world_size: int, now: float) -> None:
@@ -43,18 +35,12 @@ class ReportedProgress:
         self._since = now
         self._first: dict[tuple[str, int, int], int] = {}
         """The step at which each training of each process was first heard of."""
-        self._begun: dict[tuple[str, int], int] = {}
-        """The newest step of each process that has taken one."""
+        self._begun: dict[tuple[str, int], int] = {}  # the newest step of each process that has taken one
         self._reached: dict[tuple[str, int], tuple[int, bool]] = {}
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self, standings: Sequence[StatusRecord], now: float) -> str | None:
-        """Where each rank stands, in words, where that is a hang, from which on it counts anew; None where it is none.
-
-        Args:
-            standings: of all processes, in the order in which they came.
-            now: seconds.
-        """
+        """Return where each rank stands, in words, where that is a hang, and count anew from there; else None."""
         reached = {(s.name, s.process): (s.step, s.state in (ENDED, FAILED)) for s in standings}
         for each in standings:
             key = (each.name, each.process)

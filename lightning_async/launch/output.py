@@ -1,4 +1,4 @@
-r"""What ranks write: whole lines with the rank before them, to the terminal and to a file for each rank.
+r"""The output of ranks: whole lines with the rank before them, to the terminal and to a file for each rank.
 
     a rank's pipe ---> Stream: whole lines ---> Sink: what the terminal takes without making anybody wait
                                            \--> the rank's file, without prefixes
@@ -28,13 +28,6 @@ _CURSOR = re.compile(rb"\x1b\[\d*(?:;\d*)?[A-HJKSTf]")
 
 
 class Sink:
-    """The launcher's stdout or stderr.
-
-    Args:
-        fd: of it.
-        now: monotonic seconds, for tests.
-    """
-
     def __init__(self, fd: int, now: Callable[[], float] = time.monotonic) -> None:
         self.fd = fd
         self._now = now
@@ -46,16 +39,14 @@ class Sink:
 
     @property
     def waits(self) -> bool:
-        """Whether there is something to write."""
         return bool(self._pending)
 
     @property
     def full(self) -> bool:
-        """Whether nothing more is to be read for it."""
         return len(self._pending) >= _FULL
 
     def lines(self, text: bytes, drawn: bool = False) -> None:
-        """Whole lines; ``drawn``: the first of them is what `progress` has shown."""
+        """Add whole lines; ``drawn``: the first of them is what `progress` has shown."""
         if self._gone:
             return
         if self._progress:
@@ -64,7 +55,7 @@ class Sink:
         self._pending += text
 
     def progress(self, text: bytes) -> None:
-        """A line that will be overwritten: in place on a terminal, elsewhere now and then a line of its own."""
+        """Show a line that will be overwritten: in place on a terminal, elsewhere now and then as a line of its own."""
         if self._gone:
             return
         if self._is_terminal:
@@ -75,13 +66,11 @@ class Sink:
             self._pending += text + b"\n"
 
     def settle(self) -> None:
-        """What will be overwritten no more stays as a line of its own."""
         if self._progress:
             self._pending += b"\n"
             self._progress = b""
 
     def write(self) -> None:
-        """Write some of it, when the descriptor is ready."""
         try:
             del self._pending[: os.write(self.fd, self._pending[:_PIECE])]
         except BlockingIOError:
@@ -91,7 +80,6 @@ class Sink:
             self._pending.clear()
 
     def flush(self, timeout: float) -> None:
-        """Write all of it, within so many seconds."""
         poll = select.poll()
         until = self._now() + timeout
         poll.register(self.fd, select.POLLOUT)
@@ -107,29 +95,20 @@ class Sink:
 
 
 class Stream:
-    """What one rank writes to one of its pipes.
-
-    Args:
-        fd: to read from.
-        prefix: of every line.
-        sink: for the lines.
-        log: a file for the lines without prefix; None for none.
-    """
+    """One of a rank's two output pipes; ``log`` is a file for its lines without the prefix."""
 
     def __init__(self, fd: int, prefix: bytes, sink: Sink, log: int | None = None) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.sink = sink
-        self.tail: deque[bytes] = deque(maxlen=_TAIL)
-        """The last lines."""
-        self.open = True
-        """Whether anybody may still write to it."""
+        self.tail: deque[bytes] = deque(maxlen=_TAIL)  # the last lines
+        self.open = True  # whether anybody may still write to it
         self._prefix = prefix
         self._log = log
         self._rest = b""
 
     def read(self) -> int:
-        """Take what is there, at most a pipe full; how much that was."""
+        """Take what is there, at most a pipe full; return how much that was."""
         try:
             data = os.read(self.fd, 1 << 16)
         except BlockingIOError:
@@ -139,7 +118,7 @@ class Stream:
         return len(data)
 
     def drain(self) -> None:
-        """Take all that is there; what has no end of line gets one. For a rank that has ended."""
+        """Take all that is there, for a rank that has ended; what has no end of line gets one."""
         for _ in range(64):  # something that it has left behind may write without end
             if not self.read():
                 break
@@ -148,7 +127,6 @@ class Stream:
         self._rest = b""
 
     def note(self, text: str) -> None:
-        """A line of the launcher's in the rank's file."""
         self._write_log(f"{text}\n".encode())
 
     def _feed(self, data: bytes) -> None:
@@ -182,7 +160,7 @@ class Stream:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """What is seen of a line that was drawn over itself."""
+    """Return what is seen of a line that was drawn over itself."""
     drawn = [part for part in line.split(b"\r") if part]
     return _CURSOR.sub(b"", drawn[-1]) if drawn else b""
 
@@ -190,50 +168,31 @@ def _last_drawn(line: bytes) -> bytes:
 class Outputs:
     """The pipes of all ranks, and where what they write goes.
 
-    Args:
-        readers: two descriptors for each rank, of what it writes to stdout and to stderr.
-        logs: a directory for a file for each rank; None for none.
-        stdout, stderr: of the launcher. Default: 1 and 2.
-
-    Raises:
-        OSError: a file cannot be written.
+    ``readers`` are two descriptors for each rank, of its stdout and stderr; ``logs`` a directory for a file for each
+    rank.
     """
 
-    def __init__(
-        self,
-        readers: Sequence[int],
-        logs: Path | None = None,
-        *,
-        stdout: int = 1,
-        stderr: int = 2,
-    ) -> None:
+    def __init__(self, readers: Sequence[int], logs: Path | None = None, *, stdout: int = 1, stderr: int = 2) -> None:
         ranks = len(readers) // 2
         out = Sink(stdout)
         # Lines on their way to one terminal must not be cut by each other.
         err = out if os.path.sameopenfile(stdout, stderr) else Sink(stderr)
         self.sinks = (out, err)
         width = len(str(max(0, ranks - 1)))
-        self.streams: list[tuple[Stream, Stream]] = []
-        """Of each rank, stdout and stderr."""
+        self.streams: list[tuple[Stream, Stream]] = []  # of each rank, stdout and stderr
         self._logs: list[int] = []
         for rank in range(ranks):
             log = None if logs is None else _log_file(logs, rank)
             self._logs += [] if log is None else [log]
             prefix = f"[{rank:>{width}}] ".encode()
-            self.streams.append(
-                (
-                    Stream(readers[2 * rank], prefix, out, log),
-                    Stream(readers[2 * rank + 1], prefix, err, log),
-                )
-            )
+            pair = Stream(readers[2 * rank], prefix, out, log), Stream(readers[2 * rank + 1], prefix, err, log)
+            self.streams.append(pair)
 
     def say(self, text: str) -> None:
-        """Words of the launcher itself."""
         self.sinks[1].lines("".join(f"[launch] {line}\n" for line in text.splitlines()).encode())
 
     @property
     def descriptors(self) -> set[int]:
-        """Of all pipes, and those of the launcher that it writes to."""
         return {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
 
     def watch(self, selector: selectors.BaseSelector) -> None:
@@ -253,13 +212,12 @@ class Outputs:
                 selector.register(fd, *wanted[fd])
 
     def flush(self, timeout: float = 5.0) -> None:
-        """At the end: write what waits, unless nobody takes it."""
+        """Write what waits, at the end, unless nobody takes it."""
         for sink in dict.fromkeys(self.sinks):
             sink.settle()
             sink.flush(timeout)
 
     def close(self) -> None:
-        """The ranks' files."""
         for log in self._logs:
             os.close(log)
 

@@ -1,12 +1,9 @@
-"""One process of a rank: started in a session of its own, told, noticed to have ended, and ended with what it started.
+"""One process of a rank: started in a session of its own, and ended together with what it has started.
 
-Read `Process` first. Signals go to the rank alone: its DataLoader workers would die of a SIGTERM, and the rank of that,
-before it has saved. When it has ended, what is left in its process group is killed. What shall outlive it needs a
-session of its own, as the process that writes checkpoints has.
-
-`ErrorFiles` are where each rank of this host writes what it has died of, as torch.distributed.elastic has it: programs
-under torch's ``@record`` write them, and the Trainers of this package's strategies. `report` says in words who has died
-of what.
+Signals go to the rank alone: its DataLoader workers would die of a SIGTERM, and the rank of that, before it has
+saved. When it has ended, what is left in its process group is killed. What shall outlive it needs a session of its
+own, as the process that writes checkpoints has. `ErrorFiles` are where ranks write what they have died of, as
+torch.distributed.elastic has it, and `report` says in words who has died of what.
 """
 
 from __future__ import annotations
@@ -30,27 +27,17 @@ from typing import Any
 from lightning_async.launch.state_machine import TRY_AGAIN
 from lightning_async.membership.launcher_channel import LONGEST, Death, named, news
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""The environment variable of a rank that names its file."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the environment variable of a rank that names its file
 _LONGEST = 300
 _MOST_BYTES = 1 << 22
 _PR_SET_PDEATHSIG = 1
 _MESSAGES = 512  # more than a socket keeps
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
-HUNG = 70
-"""The exit code of `HangWatchdog`."""
+HUNG = 70  # the exit code of `HangWatchdog`
 
 
 class Process:
-    """A running process.
-
-    Args:
-        command, environment: of the process.
-        stdout, stderr: descriptors that it writes to.
-
-    Raises:
-        OSError: the system does not let it start.
-    """
+    """A running process; `OSError` where the system does not let it start."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> None:
         launcher = os.getpid()
@@ -74,16 +61,10 @@ class Process:
                 start_new_session=True, preexec_fn=die_with_the_launcher,
             )  # fmt: skip
         self.pid = self._popen.pid
-        self.pidfd = watched(self._popen)
-        """Becomes readable when it ends."""
+        self.pidfd = watched(self._popen)  # becomes readable when it ends
 
     def become(self, environment: Mapping[str, str], stdout: int, stderr: int) -> bool:
-        """Have a process that stands by be a rank from now on; False where it has died. See `standby`.
-
-        Args:
-            environment: variables that it has not been started with.
-            stdout, stderr: descriptors that it writes to from now on.
-        """
+        """Make a process that stands by a rank; return False where it has died. See `warm_spare`."""
         self.started = time.monotonic()
         try:
             socket.send_fds(self.channel, [json.dumps({**environment, **self._name}).encode()], [stdout, stderr])
@@ -92,7 +73,6 @@ class Process:
         return not self.wait(0.0)
 
     def signal(self, number: int) -> None:
-        """Send a signal to it, if it lives; SIGKILL to its whole group."""
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.pid, number)
@@ -100,7 +80,7 @@ class Process:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def messages(self) -> list[bytes]:
-        """What it has told, or others by its channel; see `heard`."""
+        """Return what it has told, or others by its channel; see `heard`."""
         self._unread, unread = [], [*self._unread, *self._read()]
         return unread
 
@@ -112,20 +92,18 @@ class Process:
                 return
 
     def tell(self, death: Death) -> None:
-        """Another rank has died. It does not wait: who has read nothing for long hears of it by silence.
+        """Tell it that another rank has died, without waiting: who has read nothing for long notices the silence.
 
-        What is sent to one who is gone takes what that one has told along: it is read before, and is among `messages`.
+        What is sent to a process that is gone takes its unread messages along: they are read before, for `messages`.
         """
         self._unread += self._read()
         with contextlib.suppress(OSError):
             self.channel.send(news(death, self.pid))
 
     def wait(self, timeout: float) -> bool:
-        """Whether it ends within so many seconds."""
         return bool(select.select([self.pidfd], [], [], timeout)[0])
 
     def end(self) -> int:
-        """It has ended: kill what it leaves behind; its exit status, or minus the signal that has killed it."""
         self.signal(signal.SIGKILL)  # before anybody asks for its status: until then its number is nobody else's
         status = self._popen.wait()
         os.close(self.pidfd)
@@ -134,11 +112,7 @@ class Process:
 
 
 def watched(popen: subprocess.Popen[bytes]) -> int:
-    """A descriptor of a process, which becomes readable when it ends.
-
-    Raises:
-        OSError: there is none left; then the process is killed.
-    """
+    """Return a descriptor that becomes readable when a process ends; kill the process where there is none left."""
     try:
         return os.pidfd_open(popen.pid)
     except OSError:
@@ -148,28 +122,20 @@ def watched(popen: subprocess.Popen[bytes]) -> int:
 
 
 class ErrorFiles:
-    """A file for each rank, which is there once the rank has failed.
-
-    Args:
-        logs: where they are, and stay; None for a directory that goes with the launcher.
-    """
+    """A file for each rank, which is there once the rank has failed: in ``logs``, or where the launcher removes it."""
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs
         self._own: str | None = None
 
     def begin(self, rank: int) -> dict[str, str]:
-        """A rank is about to start: what an earlier start has left goes; the variable that it gets.
-
-        Raises:
-            OSError: the directory cannot be made.
-        """
+        """Delete what an earlier start of a rank has left; return the variable that names its file."""
         path = self._path(rank)
         path.unlink(missing_ok=True)
         return {ERROR_FILE: str(path)}
 
     def read(self, rank: int) -> str:
-        """What a rank that has ended has written, in one line; "" where that is nothing."""
+        """Return what a rank that has ended has written, in one line; "" where that is nothing."""
         try:
             with self._path(rank).open("rb") as file:
                 said = json.loads(file.read(_MOST_BYTES))
@@ -180,7 +146,6 @@ class ErrorFiles:
         return line if len(line) <= _LONGEST else f"{line[:_LONGEST]}..."
 
     def close(self) -> None:
-        """Those that were not asked for."""
         if self._own is not None:
             shutil.rmtree(self._own, ignore_errors=True)
 
@@ -193,7 +158,7 @@ class ErrorFiles:
 
 
 def _message(said: Any) -> str:
-    """Of either form: {"message": {"message": ...}}, {"message": ...}."""
+    """Read either form: {"message": {"message": ...}}, {"message": ...}."""
     for _ in range(2):
         with contextlib.suppress(TypeError, KeyError):
             said = said["message"]
@@ -202,33 +167,18 @@ def _message(said: Any) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """What became of one rank.
-
-    Args:
-        rank, pid: which one; 0 for a process that was never there.
-        status: its exit status, or minus the signal that has killed it.
-        seconds: that it lived.
-        told: the signal by which the launcher has told it to end; None where it has not.
-        tail: the last lines of its stderr.
-        error: the exception that it has written down, see `ErrorFiles`.
-    """
+    """The end of one rank."""
 
     rank: int
-    pid: int
-    status: int
-    seconds: float
-    told: int | None = None
-    tail: Sequence[bytes] = ()
-    error: str = ""
-
-    @property
-    def process(self) -> str:
-        """Its number in brackets; nothing where it has not been started."""
-        return f" (process {self.pid})" if self.pid else ""
+    pid: int  # 0 for a process that was never there
+    status: int  # its exit status, or minus the signal that has killed it
+    seconds: float  # that it lived
+    told: int | None = None  # the signal by which the launcher has told it to end; None where it has not
+    tail: Sequence[bytes] = ()  # the last lines of its stderr
+    error: str = ""  # the exception that it has written down, see `ErrorFiles`
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -236,7 +186,6 @@ def signal_name(number: int) -> str:
 
 
 def how(ending: Ending) -> str:
-    """One rank's end, as the rest of a sentence."""
     if ending.status == 0:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
@@ -257,26 +206,19 @@ def how(ending: Ending) -> str:
     return text
 
 
-def goes_on(lost: Sequence[Ending], left: int, ranks: int) -> str:
-    """These have died, and so many of all train without them."""
-    return f"{report(lost, None, None)}: training goes on with {left} of {ranks} ranks."
-
-
 def report(endings: Sequence[Ending], first: int | None, code: int | None, lost: Collection[int] = frozenset()) -> str:
-    """All ranks in the order of their ends, and the last lines of those that died by themselves.
+    """List all ranks in the order of their ends, and the last lines of those that died by themselves.
 
-    Args:
-        endings: in this order.
-        first: the rank that died first, of those that are not lost.
-        code: the launcher's exit code; None where the ranks are started again.
-        lost: the ranks without which training went on.
+    ``first`` is the rank that died first, of those that are not ``lost``, without which training went on; ``code`` the
+    launcher's exit code, None where the ranks are started again.
     """
     last = {ending.rank: ending for ending in endings}
     lines = []
     for ending in endings:
         lives = "; it was started again" if last[ending.rank] is not ending else ""
         without = "; training went on without it" if not lives and ending.rank in lost else ""
-        lines.append(f"rank {ending.rank}{ending.process} {how(ending)}{lives}{without}")
+        process = f" (process {ending.pid})" if ending.pid else ""
+        lines.append(f"rank {ending.rank}{process} {how(ending)}{lives}{without}")
     for ending in last.values():
         died = ending.rank in (first, *lost) and ending.told is None and ending.status != TRY_AGAIN
         if died and ending.tail:

@@ -1,6 +1,6 @@
-"""The ranks: started, told, heard, and ended, as the supervisor decides, which hears of them.
+"""The ranks: started, told and ended as the supervisor decides, which is told of what happens to them.
 
-A rank's end is heard by a descriptor of its process, what it tells by a socket, and what it writes by its pipes.
+A rank's end shows on a descriptor of its process, its messages on a socket, and its output on its pipes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lightning_async.launch.environment import LaunchedJob
 from lightning_async.launch.event_loop import EventLoop
 from lightning_async.launch.output import Outputs
 from lightning_async.launch.process import Ending, ErrorFiles, Process
-from lightning_async.launch.state_machine import CANNOT_START, Policy
+from lightning_async.launch.state_machine import Policy
 from lightning_async.launch.store import LaunchStore
 from lightning_async.launch.warm_spare import WarmSpares
 from lightning_async.membership.launcher_channel import Death, heard, program
@@ -31,19 +31,6 @@ _SOON_S = 1.0
 
 
 class Ranks:
-    """The ranks of a job, and the process that keeps their store.
-
-    Args:
-        job: what to run.
-        policy: what is asked of the launcher.
-        logs: a directory for a file for each rank; None for none.
-        loop: that waits for what happens.
-        supervisor: is told of it.
-
-    Raises:
-        OSError: there are no descriptors left, or a file cannot be written.
-    """
-
     def __init__(
         self, job: LaunchedJob, policy: Policy, logs: Path | None, loop: EventLoop, supervisor: Supervisor
     ) -> None:
@@ -61,20 +48,15 @@ class Ranks:
                 self._pipes.append(os.pipe())
             self.outputs = Outputs([reader for reader, _ in self._pipes], logs)
         except OSError:
-            self._close_pipes()
+            self.close()
             raise
         self._standbys = WarmSpares(job, policy.standbys, self.outputs.say)
 
     def open_store(self) -> int:
-        """A store in place of the one before; its port."""
         return self._kept().open()
 
     def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
-        """Start one rank, with the store at this port; see `LaunchedJob.environment`.
-
-        Raises:
-            OSError: the system does not let it start.
-        """
+        """Start one rank, with the store at this port; see `LaunchedJob.environment`."""
         keeper = self._kept()
         streams = self.outputs.streams[rank]
         pipes = self._pipes[2 * rank : 2 * rank + 2]
@@ -93,23 +75,19 @@ class Ranks:
         self._supervisor.started(rank, process.pid)
 
     def send(self, number: int, ranks: Collection[int]) -> None:
-        """Send a signal to those of these ranks that live."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].signal(number)
 
     def tell(self, death: Death, ranks: Collection[int]) -> None:
-        """Tell those of these ranks that live of another one's death."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].tell(death)
             # What was read meanwhile is told, but not from within what tells of a death.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
     def prepare(self, wanted: int) -> None:
-        """Have so many processes at most stand by: all ranks train."""
         self._standbys.prepare(wanted)
 
     def leave(self) -> None:
-        """No process stays that can be killed, nor anything open."""
         self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
@@ -120,10 +98,6 @@ class Ranks:
         self.outputs.close()
         if self._keeper is not None:
             self._keeper.close()
-
-    def close(self) -> None:
-        """The last. Without `leave` before it, ranks and the process that keeps the store live on for a while."""
-        self._close_pipes()
 
     def _kept(self) -> LaunchStore:
         if self._keeper is None:
@@ -137,7 +111,7 @@ class Ranks:
         return self._keeper
 
     def _lose(self, keeper: LaunchStore) -> None:
-        """Another one takes its place at once: should the launcher be killed, these ranks are to save and to end."""
+        """Start another store process at once: should the launcher be killed, these ranks are to save and to end."""
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
         self._keeper = None
@@ -180,12 +154,8 @@ class Ranks:
             if (told := heard(message, process.pid)) is not None:
                 self._supervisor.told(rank, *told)
 
-    def _close_pipes(self) -> None:
+    def close(self) -> None:
+        """Close the pipes, last. Without `leave` before it, the ranks and their store live on for a while."""
         for fd in (fd for pipe in self._pipes for fd in pipe):
             os.close(fd)
         self._pipes.clear()
-
-
-def cannot_start(rank: int, error: OSError) -> Ending:
-    """What becomes of a rank that the system does not let start."""
-    return Ending(rank, 0, CANNOT_START, 0.0, tail=(str(error).encode(),))

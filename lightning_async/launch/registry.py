@@ -1,4 +1,4 @@
-"""Which jobs of this user run on this host, so that ``lightning-async status`` finds their stores.
+"""A registry of this user's jobs on this host, so that ``lightning-async status`` finds their stores.
 
 A launcher keeps one file, which only its user can read: it holds the job's secret, as the ranks' environments do. The
 folder is in ``XDG_RUNTIME_DIR``, or, where there is none, beside other temporary files.
@@ -16,30 +16,17 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """A job that runs.
+    """A job that runs."""
 
-    Args:
-        launcher: the process number of its launcher.
-        started: when that began, in ticks of the system: another process may get its number.
-        port: of the store, which listens on loopback.
-        secret: of the job.
-        program: what it runs.
-    """
-
-    launcher: int
-    started: int
-    port: int
-    secret: str
-    program: tuple[str, ...]
+    launcher: int  # the process number of its launcher
+    started: int  # when that began, in ticks of the system: another process may get its number
+    port: int  # of the store, which listens on loopback
+    secret: str  # of the job
+    program: tuple[str, ...]  # what it runs
 
 
 class Registry:
-    """The entry of this launcher; where the system does not let it be written there is none, and nothing is lost.
-
-    Args:
-        secret: of the job.
-        program: what it runs.
-    """
+    """The entry of this launcher; where the system does not let it be written there is none, and nothing is lost."""
 
     def __init__(self, secret: str, program: tuple[str, ...]) -> None:
         self._secret = secret
@@ -47,7 +34,6 @@ class Registry:
         self._path = _folder() / f"{os.getpid()}.json"
 
     def write(self, port: int) -> None:
-        """The store is there."""
         entry = JobEntry(
             launcher=os.getpid(), started=_started(os.getpid()) or 0, port=port, secret=self._secret,
             program=self._program,
@@ -64,13 +50,12 @@ class Registry:
             part.rename(self._path)
 
     def remove(self) -> None:
-        """The job has ended."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
 def running() -> list[JobEntry]:
-    """The jobs of this user on this host, in the order in which they began; what dead launchers left is deleted."""
+    """List the jobs of this user on this host, oldest first; delete what dead launchers have left."""
     found = []
     folder = _folder()
     if not _is_ours(folder):
@@ -97,7 +82,7 @@ def _folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Whether nobody else can write into it: others may make folders beside temporary files."""
+    """Return whether nobody else can write into it: others may make folders beside temporary files."""
     try:
         found = folder.lstat()
     except OSError:
@@ -106,7 +91,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _started(process: int) -> int | None:
-    """When a process began, in ticks since the system did; None where it is gone."""
+    """Return when a process began, in ticks since the system did; None where it is gone."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""What is to be done when something happens: pure functions from a state and an event to a state and what to do.
+"""Decisions of the launcher: pure functions from a state and an event to a state and what to do.
 
     RUNNING ----- a rank dies ------------------------------> REGROUPING
     REGROUPING -- all who live tell that they go on --------> RUNNING, the rank is lost, and started again after a pause
@@ -11,9 +11,6 @@
 A death before anybody has told a generation ends the others at once. What becomes of a rank that is lost and started
 again changes nothing for those who train, until it has joined them; where they have ended, it is told to end. So is a
 rank that is left behind: the others went on without it, and its process lives (it is stopped, or cut off).
-
-There are no clocks, processes or signals in here. The values come first: `Policy` is what is asked of the launcher,
-`LaunchState` what it knows of a job, `Event` what can happen, `Action` what can be done. `decide` has what follows.
 """
 
 from __future__ import annotations
@@ -25,12 +22,9 @@ from enum import Enum
 
 from lightning_async._checks import check_int, check_real
 
-TRY_AGAIN = 75
-"""EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again."""
-STORE_LOST = 69
-"""EX_UNAVAILABLE: the store, in which ranks meet, has died."""
-CANNOT_START = 71
-"""EX_OSERR: the system did not let a rank or the store start, or a file be written."""
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again
+STORE_LOST = 69  # EX_UNAVAILABLE: the store, in which ranks meet, has died
+CANNOT_START = 71  # EX_OSERR: the system did not let a rank or the store start, or a file be written
 
 _LONGEST_PAUSE_S = 60.0
 _LONGEST_START_S = 1800.0
@@ -39,33 +33,17 @@ _LONGEST_START_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is asked of the launcher.
-
-    Args:
-        ranks: how many there are.
-        max_restarts: how often ranks are started again after one has died, all of them, or that one where the others
-            go on. Default: 0.
-        grace_s: seconds that ranks have to save and to end when the job is told to end. Default: 30.
-        patience_s: seconds that they have when one of them has died, to go on without it, and then to end. Default: 5.
-        first_pause_s: before the first restart of all ranks; each further pause is twice as long, up to a minute.
-            Default: 1.
-        standbys: processes that have imported what the program does, and are to be the next ranks that are started
-            again. Default: 0.
-        hang_after_s: without a step of any rank for so long all are killed, as if each had died. Default: None, never.
-        hang_after_start_s: the same, before the first step of a training. Default: half an hour, or ``hang_after_s``
-            where that is longer.
-
-    Raises:
-        TypeError, ValueError: an argument is out of range.
-    """
+    """The settings of the launcher; one that is out of range raises TypeError or ValueError."""
 
     ranks: int
-    max_restarts: int = 0
-    grace_s: float = 30.0
-    patience_s: float = 5.0
-    first_pause_s: float = 1.0
-    standbys: int = 0
+    max_restarts: int = 0  # of all ranks, or of one rank where the others go on
+    grace_s: float = 30.0  # that ranks have to save and to end when the job is told to end
+    patience_s: float = 5.0  # that they have when one of them has died, to go on without it, and then to end
+    first_pause_s: float = 1.0  # before the first restart of all ranks; it doubles each time, up to a minute
+    standbys: int = 0  # processes that have imported what the program does, and are the next ranks to be started again
+    # Without a step of any rank for so long all are killed, as if each had died. None: never.
     hang_after_s: float | None = None
+    # The same, before the first step of a training. None: half an hour, or `hang_after_s` where that is longer.
     hang_after_start_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -96,17 +74,15 @@ class Policy:
         return self.hang_after_start_s or max(_LONGEST_START_S, self.hang_after_s), self.hang_after_s
 
     def pause_s(self, before: int) -> float:
-        """Before all ranks are started again, when they have been so often before."""
+        """Return the pause before all ranks are started again, when they have been so often before."""
         return min(self.first_pause_s * 2.0 ** min(before, 60), _LONGEST_PAUSE_S)
 
     def pause_alone_s(self, in_vain: int) -> float:
-        """Before a rank is started again alone, when it has been so often since it last trained with the others."""
+        """Return the pause before a rank starts again alone, by its starts since it last trained with others."""
         return self.pause_s(in_vain - 1) if in_vain else self.first_pause_s / 10.0
 
 
 class Phase(Enum):
-    """Where the job stands."""
-
     RUNNING = "running"
     REGROUPING = "regrouping"
     STOPPING = "stopping"
@@ -154,7 +130,7 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Due:
-    """What the last `Wait` waited for has not happened in time; of a rank: its pause is over."""
+    """The last `Wait` is over, and what it waited for has not happened; of a rank: its pause is over."""
 
     rank: int | None = None
 
@@ -213,44 +189,30 @@ Action = StartRanks | Rejoin | Send | Announce | Wait | Finish
 
 @dataclass(frozen=True)
 class LaunchState:
-    """What is known.
+    """The launcher's knowledge."""
 
-    Args:
-        phase: where the job stands.
-        living: ranks whose processes live.
-        statuses: of the ranks of this start that have ended, in this order.
-        told: the last generation that each rank has told, in its present life.
-        lost: ranks that have died, and without which training goes on. Those of them that live have been started again,
-            and have not joined yet; or they were left behind by others, who have ended or are told to end.
-        rejoins: how often each rank was to be started again alone, in this start.
-        in_vain: the same, since it last trained with the others.
-        pausing: ranks that will be.
-        store_lost: the store has died first.
-        asked: the signal by which the job was told to end, if it was.
-        asked_at: when that was.
-        killed: those that live have been sent SIGKILL.
-        restarts: so far, of all ranks and of single ones.
-        anew: those of all ranks.
-    """
-
-    phase: Phase = Phase.RUNNING
-    living: frozenset[int] = frozenset()
+    phase: Phase = Phase.RUNNING  # where the job stands
+    living: frozenset[int] = frozenset()  # ranks whose processes live
+    # Of the ranks of this start that have ended, in this order.
     statuses: Mapping[int, int] = field(default_factory=dict)
+    # The last generation that each rank has told, in its present life.
     told: Mapping[int, LaunchGeneration] = field(default_factory=dict)
+    # Ranks that have died, and without which training goes on. Those of them that live have been started again, and
+    # have not joined yet; or they were left behind by others, who have ended or are told to end.
     lost: frozenset[int] = frozenset()
+    # How often each rank was to be started again alone, in this start.
     rejoins: Mapping[int, int] = field(default_factory=dict)
-    in_vain: Mapping[int, int] = field(default_factory=dict)
-    pausing: frozenset[int] = frozenset()
-    store_lost: bool = False
-    asked: int | None = None
-    asked_at: float = 0.0
-    killed: bool = False
-    restarts: int = 0
-    anew: int = 0
+    in_vain: Mapping[int, int] = field(default_factory=dict)  # the same, since it last trained with the others
+    pausing: frozenset[int] = frozenset()  # ranks that will be
+    store_lost: bool = False  # the store has died first
+    asked: int | None = None  # the signal by which the job was told to end, if it was
+    asked_at: float = 0.0  # when that was
+    killed: bool = False  # those that live have been sent SIGKILL
+    restarts: int = 0  # so far, of all ranks and of single ones
+    anew: int = 0  # those of all ranks
 
     @property
     def trains(self) -> bool:
-        """Whether nobody has been told to end."""
         return self.phase in (Phase.RUNNING, Phase.REGROUPING)
 
     @property
@@ -295,8 +257,7 @@ class LaunchState:
 
 _SAME_S = 0.2
 """Launchers send a signal to a process and to its group: what comes so soon after the first is no second one."""
-_KILLED_S = 10.0
-"""What lives so long after SIGKILL is left alone."""
+_KILLED_S = 10.0  # what lives so long after SIGKILL is left alone
 _STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
 """Signals that end the job, and what the ranks get of them."""
 
@@ -304,12 +265,10 @@ Decision = tuple[LaunchState, list[Action]]
 
 
 def begin(policy: Policy) -> Decision:
-    """The first start."""
     return LaunchState(living=policy.all), [StartRanks(policy.all)]
 
 
 def decide(policy: Policy, state: LaunchState, event: Event) -> Decision:
-    """What follows from an event."""
     if state.phase is Phase.FINISHED:
         return state, []
     if isinstance(event, Ended):
@@ -355,7 +314,7 @@ def _told(policy: Policy, state: LaunchState, event: RankReported) -> Decision:
 
 
 def _without_the_lost(state: LaunchState) -> LaunchState:
-    """Who has died is lost, once the others go on; too late when they have been told to end because of it."""
+    """Count the dead as lost once the others go on; too late when they were told to end because of it."""
     agreed = state.agreed if state.trains or state.asked is not None else None
     if agreed is None:
         return state
@@ -369,7 +328,6 @@ def _without_the_lost(state: LaunchState) -> LaunchState:
 
 
 def _bring_back(policy: Policy, state: LaunchState) -> Decision:
-    """Those that are lost are started again, each after a pause of its own."""
     actions: list[Action] = []
     for rank in sorted(state.lost - state.living - state.pausing):
         ended = state.statuses[rank] in (0, TRY_AGAIN)  # it had nothing to join, or was told to go
@@ -433,7 +391,6 @@ def _all_ended(policy: Policy, state: LaunchState) -> Decision:
 
 
 def _exit_code(state: LaunchState) -> int:
-    """Of the launcher, when all ranks have ended."""
     if state.store_lost and state.asked is None:
         return STORE_LOST
     statuses = {status for rank, status in state.statuses.items() if rank not in state.lost}

@@ -24,24 +24,10 @@ _LONGEST_WORDS = 1 << 16
 
 
 class LaunchStore:
-    """The process that keeps the store.
-
-    Args:
-        readers: of the ranks' pipes, which it reads when the launcher is killed.
-        logs: the directory of the ranks' files, if there is one.
-        grace_s: that ranks have then.
-        limits: it says where no rank takes a step for so long, see `Progress`; None: never.
-
-    Raises:
-        OSError: the system does not let it start.
-    """
+    """The process that keeps the store; see `store_main.main` for the arguments."""
 
     def __init__(
-        self,
-        readers: Sequence[int],
-        logs: Path | None,
-        grace_s: float,
-        limits: Sequence[float] | None = None,
+        self, readers: Sequence[int], logs: Path | None, grace_s: float, limits: Sequence[float] | None = None
     ) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder = None if logs is None else str(logs.absolute())
@@ -57,8 +43,7 @@ class LaunchStore:
             theirs.close()
         self.began = time.monotonic()
         self._port = 0
-        self.pidfd = watched(self._popen)
-        """Becomes readable when it ends."""
+        self.pidfd = watched(self._popen)  # becomes readable when it ends
 
     @property
     def channel(self) -> int:
@@ -66,7 +51,7 @@ class LaunchStore:
         return self._channel.fileno()
 
     def words(self) -> str:
-        """What it says of ranks that hang; "" where it is gone, or speaks of those that have the store before."""
+        """Return what it says of ranks that hang; "" where it is gone, or speaks of those of the store before."""
         try:
             said = self._channel.recv(_LONGEST_WORDS, socket.MSG_DONTWAIT).decode(errors="replace")
         except OSError:
@@ -75,29 +60,26 @@ class LaunchStore:
         return words if port == str(self._port) else ""
 
     def open(self) -> int:
-        """A store in place of the one before; its port. Ranks can connect at once."""
+        """Open a store in place of the one before; return its port, where ranks can connect at once."""
         with socket.create_server((ADDRESS, 0), backlog=_BACKLOG) as server:
             self._port = server.getsockname()[1]
             self._tell({"what": "store", "host": ADDRESS, "port": self._port}, [server.fileno()])
         return self._port
 
     def started(self, process: Process) -> None:
-        """It is to end when the launcher is killed."""
         self._tell({"what": "started", "pid": process.pid}, [process.pidfd])
 
     def ended(self, process: Process) -> None:
-        """Its number is free for others."""
         self._tell({"what": "ended", "pid": process.pid}, [])
 
     def died(self) -> str:
-        """How it has ended, after its descriptor became readable."""
+        """Return how it has ended, after its descriptor became readable."""
         status = self._popen.wait()
         self._channel.close()
         os.close(self.pidfd)
         return f"signal {-status}" if status < 0 else f"exit status {status}"
 
     def close(self) -> None:
-        """There are no ranks any more, so that nobody needs what the store holds."""
         self._popen.kill()  # first: the end of the channel is what it hears when the launcher was killed
         self._popen.wait()
         self._channel.close()

@@ -34,17 +34,13 @@ _stores: list[Any] = []  # one for each start of the ranks; those of earlier one
 
 
 def main(
-    channel: int,
-    readers: Sequence[int],
-    logs: str | None,
-    grace_s: float,
-    limits: Sequence[float] | None = None,
+    channel: int, readers: Sequence[int], logs: str | None, grace_s: float, limits: Sequence[float] | None = None
 ) -> None:
     """Keep the store until the launcher has ended, and its ranks.
 
     Args:
         channel: a socket to the launcher.
-        readers: of the ranks' pipes, see `Outputs`.
+        readers: of the ranks' pipes, see `Outputs`; they are read here when the launcher was killed.
         logs: the directory of the ranks' files.
         grace_s: that ranks have to end, when the launcher was killed.
         limits: the launcher is told where no rank takes a step for so long, see `ReportedProgress`; None: never.
@@ -70,7 +66,6 @@ def main(
 
 
 def _next(launcher: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    """None where the launcher has ended."""
     data, descriptors, *_ = socket.recv_fds(launcher, _LONGEST_MESSAGE, 1)
     return (json.loads(data), descriptors) if data else None
 
@@ -93,8 +88,9 @@ def _open(
 def _look_for_progress(
     store: Any, launcher: socket.socket, port: int, world_size: int, limits: Sequence[float]
 ) -> None:
-    """Until the ranks start again, with another store. It says so again where a hang goes on: the launcher does nothing
-    while it deals with a death."""
+    """Report hangs until the ranks start again, with another store; repeatedly, as the launcher ignores one
+    while it deals with a death.
+    """
     from lightning_async.launch.hang_detection import ReportedProgress, Watched
     from lightning_async.membership.status import read_standings
 
@@ -109,7 +105,7 @@ def _look_for_progress(
 
 
 def _see_to_the_end(living: dict[int, int], outputs: Outputs, grace_s: float) -> None:
-    """The launcher was killed: read what its ranks write until they have ended, which is not for ever."""
+    """Read what the ranks of a killed launcher write until they have ended, or are killed after the grace."""
     outputs.say(f"The launcher was killed. Its ranks have {grace_s:g} s to save and to end.")
     until = time.monotonic() + grace_s
     selector = selectors.PollSelector()

@@ -1,4 +1,4 @@
-"""Who decides: what can happen to ranks, `decide` says what follows, and that is done."""
+"""The launcher's decisions: what happens to ranks goes to `decide`, and what follows is done."""
 
 from __future__ import annotations
 
@@ -7,33 +7,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from lightning_async.launch import state_machine
 from lightning_async.launch.environment import LaunchedJob
 from lightning_async.launch.event_loop import EventLoop
-from lightning_async.launch.process import HUNG, Ending, goes_on, how, report, signal_name
-from lightning_async.launch.ranks import Ranks, cannot_start
+from lightning_async.launch.process import HUNG, Ending, how, report, signal_name
+from lightning_async.launch.ranks import Ranks
 from lightning_async.launch.registry import Registry
-from lightning_async.launch.state_machine import (
-    CANNOT_START,
-    Action,
-    Announce,
-    Due,
-    Ended,
-    Event,
-    Finish,
-    LaunchGeneration,
-    LaunchState,
-    Phase,
-    Policy,
-    RankReported,
-    Rejoin,
-    Send,
-    Signalled,
-    StartRanks,
-    StoreEnded,
-    Wait,
-    begin,
-    decide,
-)
+from lightning_async.launch.state_machine import LaunchState, Phase, Policy
 from lightning_async.membership.launcher_channel import Death
 from lightning_async.membership.signing import SECRET
 
@@ -41,13 +21,7 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 class Supervisor:
-    """Starts the ranks of a job, and sees to their end.
-
-    Args:
-        job: what to run.
-        policy: what is asked of the launcher.
-        logs: a directory for a file for each rank; None for none.
-    """
+    """Starts the ranks of a job, and sees to their end; ``logs`` is a directory for a file for each rank."""
 
     def __init__(self, job: LaunchedJob, policy: Policy, logs: Path | None = None) -> None:
         self._job = job
@@ -56,8 +30,7 @@ class Supervisor:
         self._state = LaunchState()
         self._loop = EventLoop()
         self._told: dict[int, int] = {}
-        self._living: dict[int, tuple[int, float]] = {}
-        """Of ranks that have been started, the process, and when."""
+        self._living: dict[int, tuple[int, float]] = {}  # of ranks that have been started, the process, and when
         self._endings: list[Ending] = []
         self._waits: set[int | None] = set()
         self._port = self._attempt = 0
@@ -66,18 +39,17 @@ class Supervisor:
         self._registry = Registry(job.base.get(SECRET, ""), tuple(job.program))
 
     def run(self) -> int:
-        """Until all have ended; the exit code."""
         self._ranks = ranks = Ranks(self._job, self._policy, self._logs, self._loop, self)
         try:
             with self._loop.signals(self._signalled):
                 try:
-                    self._state, actions = begin(self._policy)
+                    self._state, actions = state_machine.begin(self._policy)
                     self._perform(actions)
                     while self._code is None:
                         self._loop.step(ranks.outputs)
                 except OSError as error:
                     self._say(f"{error}: all ranks end")
-                    self._code = CANNOT_START
+                    self._code = state_machine.CANNOT_START
                 ranks.leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
             return self._code
         finally:
@@ -85,52 +57,45 @@ class Supervisor:
             ranks.close()
             self._loop.close()
 
-    # ---- what happens ----
-
     def started(self, rank: int, pid: int) -> None:
-        """A rank runs."""
         self._living[rank] = pid, time.monotonic()
 
     def told(self, rank: int, number: int, members: tuple[str, ...]) -> None:
-        """A rank is in a generation."""
         numbers = {str(number): number for number in self._policy.all}
         if numbers.keys() >= set(members):
-            self._follow(RankReported(rank, LaunchGeneration(number, frozenset(numbers[name] for name in members))))
+            generation = state_machine.LaunchGeneration(number, frozenset(numbers[name] for name in members))
+            self._follow(state_machine.RankReported(rank, generation))
 
     def ended(self, ending: Ending) -> None:
-        """A rank has ended."""
         self._living.pop(ending.rank, None)
         self._endings.append(replace(ending, told=self._told.get(ending.rank)))
-        self._follow(Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
+        self._follow(state_machine.Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
 
     def unkept(self, how: str) -> None:
-        """The process that keeps the store has ended."""
         self._say(f"The process that keeps the store has ended ({how}).")
-        self._follow(StoreEnded())
+        self._follow(state_machine.StoreEnded())
 
     def hung(self, words: str) -> None:
-        """No rank takes steps any more: all end, as if each had died of it."""
+        """End all, as if each had died: no rank takes steps any more."""
         if self._state.phase is Phase.RUNNING and self._state.asked is None:
             self._say(f"{words}\nAll are killed.")
             self._hung = self._state.living
-            self._perform([Send(signal.SIGKILL, self._hung)])
+            self._perform([state_machine.Send(signal.SIGKILL, self._hung)])
 
     def _signalled(self, number: int) -> None:
         self._say(f"{signal_name(number)} has come.")
-        self._follow(Signalled(number, time.monotonic()))
+        self._follow(state_machine.Signalled(number, time.monotonic()))
 
     def _say(self, text: str) -> None:
         self._ranks.outputs.say(text)
 
     def _due(self, rank: int | None) -> None:
         self._waits.discard(rank)
-        self._follow(Due(rank))
+        self._follow(state_machine.Due(rank))
 
-    # ---- what follows ----
-
-    def _follow(self, event: Event) -> None:
+    def _follow(self, event: state_machine.Event) -> None:
         before = self._state
-        self._state, actions = decide(self._policy, before, event)
+        self._state, actions = state_machine.decide(self._policy, before, event)
         if self._state.phase is Phase.RUNNING and before.trains:
             self._tell_of_the_lost(before, actions)
         if self._state.phase is not before.phase:
@@ -139,19 +104,19 @@ class Supervisor:
         if self._state.settled:
             self._ranks.prepare(self._policy.max_restarts - self._state.restarts)
 
-    def _perform(self, actions: list[Action]) -> None:
+    def _perform(self, actions: list[state_machine.Action]) -> None:
         for action in actions:
-            if isinstance(action, StartRanks):
+            if isinstance(action, state_machine.StartRanks):
                 self._start(action.ranks)
-            elif isinstance(action, Send):
+            elif isinstance(action, state_machine.Send):
                 if action.number in _ENDS:
                     self._told.update(dict.fromkeys(action.ranks, action.number))
                 self._ranks.send(action.number, action.ranks)
-            elif isinstance(action, Announce):
+            elif isinstance(action, state_machine.Announce):
                 self._announce(action.dead, action.ranks)
-            elif isinstance(action, Finish):
+            elif isinstance(action, state_machine.Finish):
                 self._code = action.code
-            elif isinstance(action, Rejoin):
+            elif isinstance(action, state_machine.Rejoin):
                 self._start_again(action)
             else:
                 self._waits.add(action.rank)
@@ -173,37 +138,35 @@ class Supervisor:
         for rank in sorted(ranks):
             self._start_rank(rank)
 
-    def _start_again(self, action: Rejoin) -> None:
-        """One rank, beside those who train; what goes wrong with it ends none of them."""
+    def _start_again(self, action: state_machine.Rejoin) -> None:
+        """Start one rank, beside those who train; what goes wrong with it ends none of them."""
         try:
             self._start_rank(action.rank, action.count)
         except OSError as error:
             self._say(f"rank {action.rank} cannot be started again: {error}")
-            self.ended(cannot_start(action.rank, error))
+            self.ended(Ending(action.rank, 0, state_machine.CANNOT_START, 0.0, tail=(str(error).encode(),)))
 
     def _start_rank(self, rank: int, rejoins: int = 0) -> None:
         self._told.pop(rank, None)
         self._ranks.start(rank, self._port, self._attempt, rejoins)
 
-    def _tell_of_the_lost(self, before: LaunchState, actions: list[Action]) -> None:
+    def _tell_of_the_lost(self, before: LaunchState, actions: list[state_machine.Action]) -> None:
         state = self._state
-        say = self._say
-        ranks = self._policy.ranks
         left = len(state.agreed.members) if state.agreed is not None else 0
+        goes_on = f"training goes on with {left} of {self._policy.ranks} ranks."
         last = {ending.rank: ending for ending in self._endings}
         if lost := state.lost - before.lost:
-            say(goes_on([ending for rank, ending in last.items() if rank in lost], left, ranks))
+            self._say(f"{report([ending for rank, ending in last.items() if rank in lost], None, None)}: {goes_on}")
         for rank in sorted(before.lost - state.lost):
-            say(f"rank {rank} has joined the others: training goes on with {left} of {ranks} ranks.")
+            self._say(f"rank {rank} has joined the others: {goes_on}")
         for rank in sorted(before.lost & before.living - state.living):
-            say(f"{report([last[rank]], None, None)}, before it had joined the others.")
-        waits = [action for action in actions if isinstance(action, Wait) and action.rank is not None]
+            self._say(f"{report([last[rank]], None, None)}, before it had joined the others.")
+        waits = [action for action in actions if isinstance(action, state_machine.Wait) and action.rank is not None]
         for restart, action in enumerate(waits, start=before.restarts + len(before.pausing) + 1):
             number = f"restart {restart} of {self._policy.max_restarts}"
-            say(f"Rank {action.rank} starts again in {action.seconds:g} s, to join the others ({number}).")
+            self._say(f"Rank {action.rank} starts again in {action.seconds:g} s, to join the others ({number}).")
 
-    def _tell(self, before: LaunchState, actions: list[Action]) -> None:
-        """What has changed, in words."""
+    def _tell(self, before: LaunchState, actions: list[state_machine.Action]) -> None:
         state = self._state
         say = self._say
         for rank in sorted((state.lost - before.lost) & state.living) if state.phase is Phase.STOPPING else ():
@@ -220,6 +183,6 @@ class Supervisor:
             number = f"restart {state.restarts + 1} of {self._policy.max_restarts}"
             say(f"All ranks start again in {pause:g} s ({number}).")
         elif state.phase is Phase.FINISHED:
-            code = next(action.code for action in actions if isinstance(action, Finish))
+            code = next(action.code for action in actions if isinstance(action, state_machine.Finish))
             if code or state.lost or state.rejoins:
                 say(report(self._endings, state.first, code, state.lost))

@@ -26,22 +26,13 @@ _WARM_SPARE_MAIN = str(Path(__file__).with_name("warm_spare_main.py"))
 
 
 def can_stand_by(job: LaunchedJob) -> bool:
-    """Whether its program is a module or the text of a script: another process cannot become what else there is."""
-    return job.program[0] == "-m" or not (job.program[0].endswith((".pyc", ".pyz", ".zip")) or _is_folder(job))
-
-
-def _is_folder(job: LaunchedJob) -> bool:
-    return Path(job.program[0]).is_dir()
+    """Return whether the program is a module or the text of a script: a process cannot become what else there is."""
+    path = job.program[0]
+    return path == "-m" or not (path.endswith((".pyc", ".pyz", ".zip")) or Path(path).is_dir())
 
 
 class WarmSpares:
-    """As many as were asked for, or fewer.
-
-    Args:
-        job: what ranks run.
-        count: how many are to stand by.
-        say: for words.
-    """
+    """Processes that stand by, ``count`` or fewer."""
 
     def __init__(self, job: LaunchedJob, count: int, say: Callable[[str], None]) -> None:
         self._job = job
@@ -51,14 +42,12 @@ class WarmSpares:
         self._waiting: list[Process] = []
 
     def learn(self, program: Program) -> None:
-        """What the ranks' program has imported."""
         if program.sets:
             self._stop(f"the program sets {', '.join(program.sets)} itself, which is read at imports")
             self.close()
         self._program = program
 
     def prepare(self, wanted: int) -> None:
-        """Start those that are missing, so many at most."""
         if self._program is None or not self._program.imports:
             return  # there is nothing to gain
         self._waiting = [process for process in self._waiting if self._lives(process)]
@@ -75,7 +64,7 @@ class WarmSpares:
                 os.close(nowhere)
 
     def take(self, environment: Mapping[str, str], stdout: int, stderr: int) -> Process | None:
-        """One that is a rank from now on; None where there is none. Also one that still imports: it has begun."""
+        """Return a process that is a rank from now on, maybe one that still imports; None where there is none."""
         added = {name: value for name, value in environment.items() if self._job.base.get(name) != value}
         while self._waiting:
             process = self._waiting.pop(0)
@@ -93,13 +82,12 @@ class WarmSpares:
             self._leave(self._waiting.pop())
 
     def _leave(self, process: Process) -> None:
-        """It is of no use; one that the system cannot end, as it waits for a file, is left alone."""
+        """Kill one that is of no use; leave it alone where the system cannot end it, as it waits for a file."""
         process.signal(signal.SIGKILL)
         if process.wait(_KILLED_S):
             process.end()
 
     def _lives(self, process: Process) -> bool:
-        """Whether it can be of use; what it has told is said."""
         for message in process.messages():
             self.hear(message, process.pid)
         if not process.wait(0.0):
@@ -108,7 +96,6 @@ class WarmSpares:
         return False
 
     def hear(self, message: bytes, process: int) -> None:
-        """Something that a process has told, which may be a rank by now."""
         if problem := problem_of(message, process):
             self._stop(problem)
 
@@ -120,7 +107,7 @@ class WarmSpares:
 
 @functools.cache
 def _may_come_back() -> bool:
-    """Whether a process that was made nicer may be made as any other again."""
+    """Return whether a process that was made nicer may be made as any other again."""
     capable = 0
     with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as status:
         capable = next(int(line.split()[1], 16) >> _CAP_SYS_NICE & 1 for line in status if line.startswith("CapEff:"))
@@ -129,7 +116,7 @@ def _may_come_back() -> bool:
 
 
 def _be_nice(process: Process, nicer: int) -> None:
-    """All of its threads: those that libraries have started are as the one that has imported them."""
+    """Renice all of its threads: those that libraries have started are as the one that has imported them."""
     if not _may_come_back():
         return
     niceness = os.getpriority(os.PRIO_PROCESS, 0) + nicer

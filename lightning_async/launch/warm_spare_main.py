@@ -1,12 +1,11 @@
 """A process that stands by: it imports what takes long, waits, and is then the rank that the launcher makes it.
 
-It is started as a script, by its path, with the environment that all ranks share, and imports only the standard library
-itself. What it is told on its channel is what a rank would have been started with: variables, and two descriptors.
+It is started as a script, by its path, with the environment that all ranks share, and imports only the standard
+library itself. What it is told on its channel is what a rank would have been started with: variables, and two
+descriptors. No server forks ranks here: numpy's threads are there once it is imported, and what other threads hold
+at a fork is held in the child for ever.
 
     python -u warm_spare_main.py VARIABLE-OF-THE-CHANNEL torch,lightning.pytorch train.py ARGUMENTS...
-
-No server forks ranks here: numpy's threads are there once it is imported, and what other threads hold at a fork is held
-in the child for ever. A process of its own costs memory, and is one as any other.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ _LONGEST = 1 << 16
 
 
 def main() -> None:
-    """Stand by, then be the rank."""
     channel, imports, *program = sys.argv[1:]
     _be_started_as(program)
     problem = _import(imports.split(","))
@@ -38,7 +36,7 @@ def main() -> None:
 
 
 def _be_started_as(program: Sequence[str]) -> None:
-    """Arguments and the path of modules are those of ``python -u PROGRAM``."""
+    """Set arguments and the path of modules to those of ``python -u PROGRAM``."""
     sys.orig_argv[:] = [sys.executable, "-u", *program]
     sys.argv[:] = program
     if not getattr(sys.flags, "safe_path", False):
@@ -46,7 +44,6 @@ def _be_started_as(program: Sequence[str]) -> None:
 
 
 def _import(names: Sequence[str]) -> str:
-    """What has gone wrong, in words."""
     for name in names:
         try:
             import_module(name)
@@ -56,7 +53,7 @@ def _import(names: Sequence[str]) -> str:
 
 
 def _wait_for_the_launcher(channel: str, problem: str) -> None:
-    """Say that all is ready, or not; then have variables and output of a rank. When the launcher ends, so does this."""
+    """Say that all is ready, or not; then take variables and output of a rank. End with the launcher."""
     with socket.socket(fileno=os.dup(int(channel.partition(":")[0]))) as launcher:
         launcher.send(json.dumps({"process": os.getpid(), "standby": problem[:1000]}).encode())
         told, descriptors, *_ = socket.recv_fds(launcher, _LONGEST, 2)
@@ -67,14 +64,12 @@ def _wait_for_the_launcher(channel: str, problem: str) -> None:
 
 
 def _take_rank() -> None:
-    """Lightning asks for the rank's number when it is imported, for what only the first one is to say."""
-    for name in ("lightning_utilities.core.rank_zero",):
-        if (module := sys.modules.get(name)) is not None:
-            module.rank_zero_only.rank = int(os.environ["RANK"])
+    """Tell Lightning the rank's number: it has asked for it at its import, for what only the first one is to say."""
+    if (module := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
+        module.rank_zero_only.rank = int(os.environ["RANK"])
 
 
 def _run(program: Sequence[str]) -> None:
-    """Run it as ``__main__``, in the place of this script."""
     before = sys.modules["__main__"]
     path = program[0]
     main = sys.modules["__main__"] = ModuleType("__main__")

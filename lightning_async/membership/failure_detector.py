@@ -1,4 +1,4 @@
-"""What ranks publish about themselves, and what one rank makes of it: who lives, who is lost, what comes next.
+"""Decisions on who lives, who is lost and what comes next, from what ranks publish about themselves.
 
 `Record` is what one rank publishes, `Peer` what another one knows of it, and `FailureDetector` decides. It has no
 threads, store or clock: its owner reads the records, holds a lock, and says how much time has passed.
@@ -28,9 +28,10 @@ _MAX_BYTES = 1 << 14
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What one rank publishes. ``wanted`` is the generation it waits to enter, or is in.
+    """A rank's published state. ``wanted`` is the generation it waits to enter, or is in.
 
-    ``since`` is the generation from which on it has been in all; `OUTSIDE` before its first one."""
+    ``since`` is the generation from which on it has been in all; `OUTSIDE` before its first one.
+    """
 
     life: str = ""  # differs between processes that use the same name
     place: str = ""  # where this one is found, see `neighbours`
@@ -45,7 +46,7 @@ class Record:
 
 @dataclass
 class Peer:
-    """What this rank knows of another one. ``silent_s`` counts only time in which the store was read."""
+    """A rank's knowledge of another one. ``silent_s`` counts only time in which the store was read."""
 
     record: Record = Record()
     fresh: bool = False  # the store holds nothing of earlier lives, so what is found there is of this one
@@ -71,7 +72,7 @@ class Peer:
 
     @property
     def failure(self) -> str | None:
-        """What is known of its end, if that was none in order."""
+        """The reason of its end, if that was none in order."""
         if self.record.state == FAILED and self.confirmed:
             return f"failed: {self.record.text}"
         if self.death is None or self.record.state == LEFT:
@@ -81,7 +82,9 @@ class Peer:
 
     def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
         """Take in a reading, ``passed_s`` after the last one; None where it was no record."""
-        if record is not None and record != self.record and not self._is_older(record):
+        # Somebody may have written an earlier record of the same life again.
+        older = record is not None and record.life == self.record.life and record.beat < self.record.beat
+        if record is not None and record != self.record and not older:
             # What the first reading finds may be of a life that ended before this one began.
             self.restarted = self.restarted or (self.confirmed and record.life != self.record.life)
             self.confirmed = self.confirmed or self.read or self.fresh
@@ -94,12 +97,7 @@ class Peer:
         expected = self.record.state in (UP, VISITING) or not self.confirmed
         self.lost = self.failure is not None or (expected and self.silent_s >= self.limit_s)
 
-    def _is_older(self, record: Record) -> bool:
-        """Whether somebody has written an earlier record of the same life again."""
-        return record.life == self.record.life and record.beat < self.record.beat
-
     def describe(self, rank: str) -> str:
-        """Why the peer is lost, for messages."""
         if self.failure is not None:
             return f"rank {rank} {self.failure}"
         if self.restarted and not self.lost:
@@ -113,18 +111,16 @@ class Peer:
 
 
 def describe(lost: dict[str, Peer]) -> str:
-    """Why the peers are lost, and what to do about it."""
     reasons = "; ".join(peer.describe(rank) for rank, peer in lost.items()).rstrip(".")
     return f"{reasons}. See the log of rank(s) {listed(in_order(lost))}{START_AGAIN}."
 
 
 def new_life() -> str:
-    """Names this process, and no other, for good."""
+    """Return a name for this process, and no other, for good."""
     return f"process {os.getpid()} on {socket.gethostname()} ({os.urandom(8).hex()})"
 
 
 def key(name: str) -> str:
-    """Where a rank's record lies in the store."""
     return f"{PREFIX}/{name}"
 
 
@@ -133,7 +129,7 @@ def dump(record: Record) -> bytes:
 
 
 def load(value: bytes) -> Record | None:
-    """The record, or None where that is no record of this version."""
+    """Return the record, or None where that is no record of this version."""
     try:
         fields = json.loads(value) if len(value) <= _MAX_BYTES else None
     except (ValueError, RecursionError):
@@ -182,72 +178,65 @@ class FailureDetector:
         self._silent_before: dict[str, float] = {}
         """Seconds that each peer was silent for when something broke; empty where nothing has."""
         self.readmit = readmit
-        self.fewest = 0
-        """Fewer do not go on, so they decide nothing for the others."""
+        self.fewest = 0  # fewer do not go on, so they decide nothing for the others
         self._evicted: set[str] = set()
         self.hear_of(generation.members)
 
     def hear_of(self, names: Iterable[str]) -> None:
-        """There are ranks of these names."""
         for name in names:
             if name != self.me and name not in self.peers:
                 self.peers[name] = Peer(fresh=self._fresh)
 
     def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
-        """Take in a reading, so long after the last one; None for what was no record."""
         self.hear_of(records)
         for name, record in records.items():
             before_s = self._silent_before.get(name, self._dead_s)
             self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + self._soon_s), self._start_s)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
-        """A process has ended that spoke for a peer; what that means for the peer is judged with the next reading."""
+        """Note that a process of a peer has ended; the next reading says what that means for the peer."""
         if name in self.peers:
             self.peers[name].death = process, text
 
     def suspect(self) -> None:
-        """Something broke: until the next generation a tenth of the silence is death from now on, a second at least.
+        """Take a tenth of the silence, a second at least, for death until the next generation: something broke.
 
         Who lives has heard of it, too, and says so within a few beats. Whose process is found to have ended is lost
-        without it, see `neighbours`.
+        without it, see `LocalProcessWatch`.
         """
         self._silent_before = self._silent_before or {name: peer.silent_s for name, peer in self.peers.items()}
 
     def lost(self) -> frozenset[str]:
-        """All that are lost, whether they are in this generation or not."""
         return frozenset(name for name, peer in self.peers.items() if peer.lost)
 
     def gone(self, known: frozenset[str] = frozenset(), restarts: bool = False) -> dict[str, Peer]:
-        """The members of this generation that are lost, but for those that were ``known`` to be.
+        """Return the members of this generation that are lost, but for those that were ``known`` to be.
 
-        Args:
-            restarts: also those that live again, as another process.
+        With ``restarts``, also those that live again, as another process.
         """
         others = {name: self.peers[name] for name in self.generation.members if name != self.me and name not in known}
         return {name: peer for name, peer in others.items() if peer.lost or (restarts and peer.restarted)}
 
     @property
     def enough(self) -> bool:
-        """Whether as many of this generation are left as go on."""
         return self.generation.world_size - len(self.gone()) >= self.fewest
 
-    def guests(self) -> list[str]:
-        """Those that wait to be invited elsewhere, and have been heard of just now: they are not to be waited for."""
+    def visitors(self) -> list[str]:
+        """Return the joining ranks that wait to be invited, and were heard of just now; nobody waits for them."""
         return in_order(name for name, peer in self.peers.items() if peer.visits and peer.silent_s < self._soon_s)
 
     def bell(self) -> int:
-        """The highest that a peer has rung."""
         return max([peer.record.bell for peer in self._heard().values()], default=0)
 
     def view(self) -> object:
-        """What a listener is told of when it changes."""
+        """Return a value that changes whenever listeners are to be called."""
         return [
             (name, peer.record.bell, peer.record.wanted, peer.record.state, peer.record.life, peer.lost)
             for name, peer in self.peers.items()
         ]
 
     def newest(self) -> int:
-        """The newest generation that a living peer is in, or waits for.
+        """Return the newest generation that a living peer is in, or waits for.
 
         Where nobody may come back, none is passed over: the next one may have been decided without this rank, which
         then would propose itself for a later one.
@@ -256,12 +245,11 @@ class FailureDetector:
         return newest if self.readmit else min(newest, self.generation.number + 1)
 
     def ahead(self) -> list[str]:
-        """The living peers that have left this generation for a newer one."""
         number = self.generation.number
         return in_order(name for name, peer in self._heard().items() if peer.up and peer.record.wanted > number)
 
     def awaited(self, wanted: int) -> list[str]:
-        """The ranks without which the generation that is wanted cannot be decided."""
+        """Return the ranks without which the generation that is wanted cannot be decided."""
         return in_order(
             name
             for name, peer in self._heard().items()
@@ -270,7 +258,7 @@ class FailureDetector:
         )
 
     def proposal(self, mine: Record) -> list[str] | None:
-        """Who would be in the generation that ``mine`` wants, in the order of their ranks; None while it is too early.
+        """Return the members of the generation that ``mine`` wants, by rank; None while it is too early.
 
         Where ranks may join, who has been in longest comes first: rank 0 has lived through what joining ranks have not.
         Else a rank that only heard too late of a generation with it keeps its number, too. A joining rank decides
@@ -284,7 +272,6 @@ class FailureDetector:
         return sorted(in_order(since), key=lambda name: mine.wanted if since[name] == OUTSIDE else since[name])
 
     def enter(self, number: int, members: tuple[str, ...]) -> None:
-        """Be in this generation from now on."""
         self.hear_of(members)
         if not self.readmit:
             self._evicted |= {*self.generation.members} - {*members}
@@ -294,17 +281,13 @@ class FailureDetector:
             peer.restarted = False
 
     def _heard(self) -> dict[str, Peer]:
-        """The peers whose word counts: one that was left out may wake up, and speaks of the past."""
+        """Return the peers whose word counts: one that was left out may wake up, and speaks of the past."""
         return {name: peer for name, peer in self.peers.items() if name not in self._evicted}
 
-    # ---- in words ----
-
     def left_behind(self, by: Iterable[str]) -> str:
-        """That others wait in a newer generation."""
         return f"rank {self.me}: rank(s) {listed(by)} left generation {self.generation.number}."
 
     def overdue(self, wanted: int, waited_s: float) -> str:
-        """That a generation has not come about, and whom it waits for."""
         return (
             f"rank {self.me}: generation {wanted} did not come about within {waited_s:g} s: rank(s) "
             f"{listed(self.awaited(wanted))} live but have not left their generation. Are they in a long computation "
@@ -312,7 +295,6 @@ class FailureDetector:
         )
 
     def evicted(self, number: int, members: Iterable[str]) -> str:
-        """That the others have gone on without this rank, and what to do about it."""
         return (
             f"rank {self.me}: rank(s) {listed(members)} heard nothing of it for too long, or that it had failed, and "
             f"have gone on without it in generation {number}. What it did since is lost. Was its process or its host "

@@ -15,34 +15,28 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # keys in the store are made of i
 
 @dataclass(frozen=True)
 class Generation:
-    """Who takes part in one generation of the groups, as one of its members sees it.
+    """A generation of the groups, as one of its members sees it.
 
-    >>> Generation.first(rank=2, world_size=3).only({"0", "2"}, number=1)
-    Generation(number=1, members=('0', '2'), rank=1)
-
-    Args:
-        number: counts up with every re-forming; names the groups' keys in the store.
-        members: their names, in the order of their ranks.
-        rank: the own one: the place of the own name among the members.
+    >>> Generation.first(rank=2, world_size=3).only({"0", "2"})
+    Generation(number=0, members=('0', '2'), rank=1)
     """
 
-    number: int
-    members: tuple[str, ...]
-    rank: int
+    number: int  # counts up with every reconfiguration; names the groups' keys in the store
+    members: tuple[str, ...]  # their stable names, in the order of their ranks
+    rank: int  # the own one: the place of the own name among the members
 
     @classmethod
     def first(cls, rank: int, world_size: int) -> Generation:
-        """The one that all ranks start with, each named by its number."""
+        """Return the one that all ranks start with, each named by its number."""
         return cls(0, tuple(map(str, range(world_size))), rank)
 
     @classmethod
     def joining(cls, name: str) -> Generation:
-        """What a joining rank is in, before others take it into theirs: alone, in none of theirs."""
+        """Return that of a joining rank before it is admitted: alone, in none of the others'."""
         return cls(_NOBODYS, (name,), 0)
 
     @property
     def name(self) -> str:
-        """The own one."""
         return self.members[self.rank]
 
     @property
@@ -50,39 +44,26 @@ class Generation:
         return len(self.members)
 
     def rank_of(self, name: str) -> int:
-        """A member's number.
-
-        Raises:
-            ValueError: nobody in it has this name.
-        """
         if name not in self.members:
             raise ValueError(f"'{name}' is not in generation {self.number}: its members are {listed(self.members)}.")
         return self.members.index(name)
 
     def name_of(self, rank: int) -> str:
-        """A member's name.
-
-        Raises:
-            ValueError: nobody in it has this number.
-        """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"`rank={rank}` is not in generation {self.number}, of {self.world_size} ranks.")
         return self.members[rank]
 
-    def only(self, names: Collection[str], number: int | None = None) -> Generation | None:
-        """The same order, of these names only; None where the own one is not among them."""
+    def only(self, names: Collection[str]) -> Generation | None:
+        """Return the same order, of these names only; None where the own one is not among them."""
         members = tuple(name for name in self.members if name in names)
-        if self.name not in members:
-            return None
-        return Generation(self.number if number is None else number, members, members.index(self.name))
+        return Generation(self.number, members, members.index(self.name)) if self.name in members else None
 
 
 def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
-    """What a rank is in at first, from the arguments of ``who``: with all ranks, or, as the joining rank ``member``,
-    alone.
+    """Return a rank's first generation, by the arguments of ``who``: with all, or, as joining rank ``member``, alone.
 
     Raises:
-        ValueError: they do not fit together.
+        ValueError: the arguments do not fit together.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`{who}(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
@@ -91,20 +72,18 @@ def at_start(who: str, rank: int, world_size: int, member: str | None) -> Genera
     if not is_name(member):
         raise ValueError(f"`{who}(member={member!r})` must be of 1 to 100 letters, digits, '_', '.', ':' and '-'.")
     if world_size != 1:
-        raise ValueError(f"`{who}(member={member!r}, world_size={world_size})`: a newcomer is alone at first.")
+        raise ValueError(f"`{who}(member={member!r}, world_size={world_size})`: a joining rank is alone at first.")
     return Generation.joining(member)
 
 
 def is_name(name: str) -> bool:
-    """Whether a rank may be called this."""
     return _NAME.fullmatch(name) is not None
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Numbers as numbers, and before words of the same length: equal on all ranks."""
+    """Sort numbers as numbers, and before words of the same length: equal on all ranks."""
     return sorted(names, key=lambda name: (len(name), name))
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names, for messages."""
     return f"[{', '.join(names)}]"

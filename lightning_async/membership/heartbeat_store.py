@@ -1,4 +1,4 @@
-"""The board in the store where all ranks pin their records: what a membership reads and writes.
+"""The heartbeats' place in the store: the records of all ranks, and the decisions on generations.
 
 Where ranks may join, their names lie beside the records, a line each, which is only ever appended to.
 """
@@ -27,23 +27,15 @@ _PROBE = timedelta(seconds=2)
 
 
 class Waiting(Exception):
-    """It is too early to trouble a store again that did not answer in time."""
+    """Raised where it is too early to ask a store again that did not answer in time."""
 
 
 class HeartbeatStore:
-    """All ranks' records, through one client that is kept for as long as it works.
+    """The records of all ranks, through one client that is kept for as long as it works.
 
     Every new client costs the store's server time, in which it answers nobody (it looks up the client's name). So one
-    that is slow is waited for; when that fails, the pauses between attempts grow, and differ between ranks.
-
-    Args:
-        store: what the client is made of.
-        me: this rank's name.
-        names: of all ranks known at the start.
-        seal: of the records.
-        patience: how long an answer may take.
-        elastic: whether ranks of other names may join.
-        now: monotonic seconds.
+    that is slow is waited for; when that fails, the pauses between attempts grow, and differ between ranks. ``names``
+    are all ranks known at the start; where it is ``elastic`` others may join.
     """
 
     def __init__(
@@ -68,17 +60,13 @@ class HeartbeatStore:
         self._timeouts = 0
         self._next_try = 0.0
         self._neighbours = LocalProcessWatch()
-        self._host: str | None = None
-        """This one's address, as the store's host sees it."""
+        self._host: str | None = None  # this one's address, as the store's host sees it
 
     def open(self, interval: timedelta) -> bool:
-        """Make a client, a record for each rank that has none, and sure that no other process lives under this name.
-
-        Returns:
-            whether this name has had a life before.
+        """Make a client, and a record for each rank that has none; return whether this name has had a life before.
 
         Raises:
-            AsyncTrainingError: one does.
+            AsyncTrainingError: another process lives under this name.
             RuntimeError, ConnectionError: the store is out of reach.
         """
         if not reachable(self._store, self._patience):
@@ -101,9 +89,9 @@ class HeartbeatStore:
         return found is not None and found.life != ""
 
     def exchange(self, mine: Record) -> dict[str, Record | None]:
-        """Pin the own record, and read the others'; None for what is no record. Who has joined is among them.
+        """Publish the own record, and read the others', those that have joined too; None for what is no record.
 
-        For a neighbour whose process has ended it says so, to all, in its place.
+        For a peer of this host whose process has ended it says so, to all, in its place.
 
         Raises:
             Waiting: it is too early for another attempt.
@@ -128,7 +116,6 @@ class HeartbeatStore:
         return found
 
     def decide(self, wanted: int, proposal: Sequence[str] | None) -> tuple[str, ...] | None:
-        """The members of a generation, once it is decided. The first proposal stands; whoever comes later takes it."""
         name = f"{PREFIX}/generation/{wanted}"
         if proposal is not None:
             mine = self._seal.sign(name, json.dumps(list(proposal)).encode())
@@ -139,7 +126,6 @@ class HeartbeatStore:
         return self._members(name, self._store.get(name)) if self._store.check([name]) else None
 
     def report(self, name: str, text: str) -> None:
-        """Say that a rank failed that cannot say so itself."""
         client = own_client(self._store, self._patience)  # this may be another thread
         value = self._seal.open(key(name), client.get(key(name)))
         record = (None if value is None else load(value)) or Record()
@@ -148,7 +134,6 @@ class HeartbeatStore:
             client.set(key(name), self._seal.sign(key(name), dump(record)))  # type: ignore[arg-type]
 
     def close(self) -> None:
-        """Watch nobody any more; when no request is under way."""
         self._neighbours.close()
 
     def hang_up(self) -> None:
@@ -156,10 +141,8 @@ class HeartbeatStore:
         shut_down(self._sockets)
 
     def _speak_for(self, name: str, record: Record | None) -> Record:
-        """Pin the dead one's last record, and return it; where there is another one by now, return that.
-
-        The records were read before the process was looked at: meanwhile the rank may have said goodbye and ended, so
-        that it is not to blame, or have been started again.
+        """Publish a dead rank's end in its last record, and return it; a newer record is returned instead:
+        since the records were read the rank may have said goodbye and ended, or have been started again.
         """
         assert record is not None
         failed = replace(record, state=FAILED, text="its process has ended, without a word")
@@ -177,7 +160,7 @@ class HeartbeatStore:
         return [self._parse(name, value) for name, value in zip(keys, read_all(self._store, keys), strict=True)]
 
     def _read_with_names(self) -> list[Record | None]:
-        """The same of all peers, and who they are: in one request, unless there are new ones."""
+        """Read all peers' records, and who they are: in one request, unless there are new ones."""
         keys = [key(name) for name in self._peers]
         *values, lines = read_all(self._store, [*keys, _NAMES])
         records = [self._parse(name, value) for name, value in zip(keys, values, strict=True)]

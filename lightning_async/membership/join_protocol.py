@@ -1,16 +1,15 @@
-"""Where a rank that comes back asks those that train to take it in: notes in the store, beside those of their runs.
+"""Notes in the store by which a rank that comes back is admitted by those that train.
 
     those that train                 the joining rank
     pin(notice of their run)
-                                     read_notice, compares, sends heartbeats beside theirs, see `Membership.guests`
-    all stand at a sync point:
+                                     read_notice, compares, sends heartbeats, see `Membership.visitors`
     invite(it, to a new run)
-                                     read_invitation, and connects with all of them
+                                     read_invitation, and connects with all of them, who stand at a sync point
     answer(it, admitted)
                                      read_answer: it is one of them, or ends, or comes again
 
-`JoinBoard` is these notes. `JoinBoardWithTimeout` reads them where that may be given up: a store that stands still, or
-whose host is gone, says nothing, and torch waits for it in C, past every timeout, where nobody hears of a signal.
+`JoinBoard` is these notes. `JoinBoardWithTimeout` reads them where that may be given up: a store that stands still
+says nothing, and torch waits for it in C, past every timeout, where nobody hears of a signal.
 """
 
 from __future__ import annotations
@@ -36,56 +35,43 @@ _GOODBYE_S = 2.0
 
 
 class JoinBoard:
-    """The notes: small, of JSON's terms, and signed where the job has a secret. Reading never waits for one.
-
-    Args:
-        store: of the job; never blocked in, so that any number of threads may share it.
-        seal: of the job.
-    """
+    """Small, signed notes of JSON values in the store. Reading never waits for one, so that threads may share it."""
 
     def __init__(self, store: Store, seal: Seal) -> None:
         self._store: Any = PrefixStore("lightning_async/door", store)
         self.seal = seal.within("door")
 
     def pin(self, notice: Mapping[str, Any]) -> None:
-        """Say which run goes on, and what a joining rank must have in common with it. Empty: none that takes anybody
-        in."""
+        """Say which run goes on, and what a joining rank must have in common with it; empty where none admits
+        anybody."""
         self.write(_NOTICE, notice)
 
     def read_notice(self) -> dict[str, Any]:
-        """What was pinned last; empty where nothing is."""
         return self.read(_NOTICE)
 
     def invite(self, joining_rank: str, invitation: Mapping[str, Any]) -> None:
-        """Say to which run a joining rank is invited, and as which rank."""
         self.write(f"invitation/{joining_rank}", invitation)
 
     def read_invitation(self, joining_rank: str) -> dict[str, Any]:
-        """The invitation of this joining rank; empty where there is none yet."""
         return self.read(f"invitation/{joining_rank}")
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
-        """Say whether a joining rank is one of those who train from now on, or else, whether it may come ``again``:
-        where nobody has stood still for it. All of them do."""
         self.write(f"answer/{joining_rank}", {"admitted": admitted, "again": again})
 
     def read_answer(self, joining_rank: str) -> dict[str, Any]:
-        """The answer to this joining rank; empty where there is none yet."""
         return self.read(f"answer/{joining_rank}")
 
     def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
-        """Say where a rank keeps what others leave with it, see `Keeper`; by its name for life."""
+        """Say where a rank, by its stable name, keeps what others leave with it; see `PeerStore`."""
         self.write(f"keeper/{name}", note)
         self._store.append(_KEEPERS, "\n" + self.seal.sign(_KEEPERS, name.encode()).decode() + "\n")
 
     def keepers(self) -> list[str]:
-        """The names of all that have ever said so."""
         lines = self._store.get(_KEEPERS).split(b"\n") if self._store.check([_KEEPERS]) else []
         names = [self.seal.open(_KEEPERS, line) for line in lines if line]
         return sorted({name.decode(errors="replace") for name in names if name is not None})
 
     def read_keeper(self, name: str) -> dict[str, Any]:
-        """Where a rank has said that it keeps things; empty where it has not."""
         return self.read(f"keeper/{name}")
 
     @property
@@ -95,16 +81,14 @@ class JoinBoard:
         return (base.host, base.port) if isinstance(base, TCPStore) else ("127.0.0.1", 1)
 
     def connect(self, timeout: timedelta) -> tuple[Store, Callable[[], None]]:
-        """A client of the store for the calling thread alone, and what ends a request of it that hangs."""
+        """Return a client of the store for the calling thread alone, and what ends a request of it that hangs."""
         store, sockets = connect(self._store, timeout)
         return store, lambda: shut_down(sockets)
 
     def write(self, key: str, note: Mapping[str, Any]) -> None:
-        """Any other note."""
         self._store.set(key, self.seal.sign(key, json.dumps(dict(note)).encode()))
 
     def read(self, key: str) -> dict[str, Any]:
-        """The note that is there; empty where there is none."""
         if not self._store.check([key]):
             return {}
         value = self.seal.open(key, self._store.get(key))
@@ -116,17 +100,10 @@ class JoinBoard:
 
 
 class JoinBoardWithTimeout(JoinBoard):
-    """A board whose notes are read through a client of its own, and on another thread than the one that waits for them.
+    """A board whose notes are read on another thread, by a client of its own, so that reading has an end.
 
-    Args:
-        door: the board of the job.
-        rank: for messages.
-        dead_after: the silence after which the store is lost.
-        check: called all the time while the store is silent; raises to give up.
-
-    Raises:
-        StoreLost: the store is silent for so long; any reading raises it.
-        RuntimeError, ConnectionError: the store is out of reach; as above.
+    ``check`` is called all the time while the store is silent, and raises to give up. Any reading raises StoreLost
+    where the store is silent for ``dead_after``, RuntimeError or ConnectionError where it is out of reach.
     """
 
     def __init__(self, door: JoinBoard, rank: int, dead_after: timedelta, check: Callable[[], None]) -> None:
@@ -143,7 +120,6 @@ class JoinBoardWithTimeout(JoinBoard):
         return self.ask(lambda: read(key))
 
     def ask(self, question: Callable[[], T]) -> T:
-        """The answer to any other question to the store; raises what that raises, too."""
         answer: Future[T] = Future()
         thread = threading.Thread(target=_answer, args=(question, answer), name="lightning_async asks", daemon=True)
         contact = Contact(time.monotonic(), self._dead_s)

@@ -1,14 +1,12 @@
-"""What a rank and the launcher that has started it tell each other: with whom a rank trains, and who has died.
+"""Messages between a rank and the launcher that has started it: with whom a rank trains, and who has died.
 
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
     rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed"} --- launcher
 
-The launcher hands each rank one end of a pair of sockets, and names it in a variable by its number and by what file it
-is. One message is one datagram: it is whole or not there, never waits for a reader, and, sent to one who is gone,
-raises no SIGPIPE. Whoever is not that rank is not heard, and hears nothing: descriptors are inherited where processes
-fork.
-
-Only the standard library is imported: the launcher runs without torch.
+The launcher hands each rank one end of a pair of sockets, named in a variable by its number and by what file it is.
+One message is one datagram: it is whole or not there, never waits for a reader, and raises no SIGPIPE. Processes other
+than that rank are ignored, and read nothing: descriptors are inherited where processes fork. Only the standard library
+is imported: the launcher runs without torch.
 """
 
 from __future__ import annotations
@@ -42,51 +40,35 @@ _SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
 """Of these, what such a library sets itself, in whoever imports it: Lightning."""
 _BY_TORCHRUN = "torchrun"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-LONGEST = 1 << 16
-"""Bytes of a message, which names up to nine thousand ranks; a longer one is not sent."""
+LONGEST = 1 << 16  # bytes of a message, which names up to nine thousand ranks; a longer one is not sent
 _ENDS_S = 2.0
 _log = logging.getLogger(__name__)
 _listeners: list[Listener] = []  # of this process: two, while one run follows another
 
 
 class Death(NamedTuple):
-    """A rank's process has ended, and not in order.
+    """The end of a rank's process, and not in order."""
 
-    Args:
-        rank: the number that it was started with.
-        process: its number; where the rank has been started again, another one lives.
-        text: how it has ended, in words that follow the rank.
-    """
-
-    rank: int
-    process: int
-    text: str
+    rank: int  # the number that it was started with
+    process: int  # its number; where the rank has been started again, another one lives
+    text: str  # how it has ended, in words that follow the rank
 
 
 class Program(NamedTuple):
-    """What the launcher need know of a rank's program to have another process ready for it.
+    """The facts about a rank's program that another process needs to be ready for it."""
 
-    Args:
-        imports: of the libraries that take long, those that it has imported, in this order.
-        sets: variables which these read as they are imported, and which it has set itself.
-    """
-
-    imports: tuple[str, ...]
-    sets: tuple[str, ...]
+    imports: tuple[str, ...]  # of the libraries that take long, those that it has imported, in this order
+    sets: tuple[str, ...]  # variables which these read as they are imported, and which it has set itself
 
 
 # ---- on the rank's side ----
 
 
 def tell_generation(number: int, members: Sequence[str]) -> None:
-    """Tell the launcher that this rank is in a generation, and what its program has imported.
+    """Tell the launcher the generation of this rank, by stable names, and what its program has imported.
 
     It neither waits nor raises where there is no launcher, or none any more, or where the descriptor is closed or
     somebody else's by now. Where the launcher has read nothing of hundreds of messages, this one is lost.
-
-    Args:
-        number: of the generation; the first is 0.
-        members: their names for life, those of the numbers that ranks were started with.
     """
     said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
     message = _dump({**said, "imports": [name for name in sys.modules if name in _IMPORTS], "sets": _set_by_itself()})
@@ -103,7 +85,7 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
 
 
 def _set_by_itself() -> list[str]:
-    """Variables that libraries read as they are imported, where they are not what this process was started with."""
+    """Return variables that libraries read as they are imported, where this process was started with others."""
     try:
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -113,26 +95,23 @@ def _set_by_itself() -> list[str]:
 
 
 def came_back() -> int | None:
-    """How often this rank was started again while others trained on; None where it was started with all."""
+    """Return how often this rank was started again while others trained on; None where it was started with all."""
     text, *_ = os.environ.get(REJOIN, "").partition("@")
     text = os.environ.get(_RESTARTS, "0") if text == _BY_TORCHRUN else text
     return (int(text) or None) if text.isascii() and text.isdigit() else None
 
 
 def attempt() -> str:
-    """Which start of all ranks this process is of, as who starts them counts; it trains with those of the same one."""
+    """Return which start of all ranks this process is of, as who starts them counts; it trains with those of the same
+    one."""
     text, _, told = os.environ.get(REJOIN, "").partition("@")
     return told or ("0" if text == _BY_TORCHRUN else os.environ.get(_RESTARTS, "0"))
 
 
 def listen(on_death: Callable[[Death], None]) -> Listener | None:
-    """Hear of deaths from now on, and of those that were told since somebody last did.
+    """Call ``on_death`` for deaths from now on, and for those told since somebody last listened, until this is closed.
 
-    Args:
-        on_death: called on a thread of its own; what it raises is logged.
-
-    Returns:
-        what ends it; None where no launcher has started this process.
+    Returns None where no launcher has started this process.
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, os.dup(_mine()))
@@ -144,12 +123,7 @@ def listen(on_death: Callable[[Death], None]) -> Listener | None:
 
 
 class Listener:
-    """A thread that reads what the launcher tells this rank; ended by `close`.
-
-    Args:
-        channel: the rank's end, which is the listener's now.
-        on_death: see `listen`.
-    """
+    """A thread that reads what the launcher tells this rank; ended by `close`. Errors of ``on_death`` are logged."""
 
     def __init__(self, channel: socket.socket, on_death: Callable[[Death], None]) -> None:
         self._channel = channel
@@ -204,11 +178,7 @@ def _death(message: bytes, process: int) -> Death | None:
 
 
 def _mine() -> int:
-    """This rank's end.
-
-    Raises:
-        ValueError, OSError, OverflowError: there is none, or none any more.
-    """
+    """Return this rank's end; raise ValueError, OSError or OverflowError where there is none, or none any more."""
     name = os.environ.get(CHANNEL, "")
     descriptor = int(name.partition(":")[0])
     if name != _name(descriptor):
@@ -220,32 +190,24 @@ def _mine() -> int:
 
 
 def named(descriptor: int) -> dict[str, str]:
-    """The variable of the rank that inherits this descriptor."""
+    """Return the variable of the rank that inherits this descriptor."""
     return {CHANNEL: _name(descriptor)}
 
 
 def news(death: Death, process: int) -> bytes:
-    """A message that tells a rank of another one's death.
+    """Return a message that tells the rank of ``process`` of another one's death.
 
     >>> news(Death(1, 4712, "its process was killed"), 4711)
     b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed"}'
-
-    Args:
-        death: which, and how.
-        process: of the rank that is told.
     """
     return _dump({"process": process, "dead": death.rank, "was": death.process, "how": death.text})
 
 
 def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
-    """The generation that a rank has told, and its members; None for what is not the rank's, or no such message.
+    """Return the generation that a rank has told, and its members; None for another's, or another message.
 
     >>> heard(b'{"process":4711,"generation":1,"members":["0","2"]}', 4711)
     (1, ('0', '2'))
-
-    Args:
-        message: as it has come.
-        process: the rank's.
     """
     said = _load(message, process)
     number = said.get("generation")
@@ -256,14 +218,10 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
 
 
 def program(message: bytes, process: int) -> Program | None:
-    """What a rank has told of its program; None for what is not the rank's, or no such message.
+    """Return what a rank has told of its program; None for another's, or another message.
 
     >>> program(b'{"process":4711,"imports":["torch"],"sets":[]}', 4711)
     Program(imports=('torch',), sets=())
-
-    Args:
-        message: as it has come.
-        process: the rank's.
     """
     said = _load(message, process)
     imports = said.get("imports")
@@ -274,7 +232,7 @@ def program(message: bytes, process: int) -> Program | None:
 
 
 def problem_of(message: bytes, process: int) -> str:
-    """Why a process that stands by cannot be ready, as it has told; else ""."""
+    """Return why a process that stands by cannot be ready, as it has told; else ""."""
     return str(_load(message, process).get("standby", ""))
 
 
@@ -286,7 +244,7 @@ def _dump(said: dict[str, Any]) -> bytes:
 
 
 def _load(message: bytes, process: int) -> dict[str, Any]:
-    """What is said by, or to, this process; nothing where that is no message, or another one's."""
+    """Return what is said by, or to, this process; nothing where that is no message, or another one's."""
     try:
         said = json.loads(message)
     except (ValueError, RecursionError):

@@ -1,10 +1,9 @@
-"""Who is alive, and which generation of the groups they are in: heartbeats through a store.
+"""The live ranks and their generation of the groups: heartbeats through a store.
 
 Liveness is independent of the collectives: a rank may wait in an operation for long, its heartbeat goes on. One
-record per rank; every beat writes the own and reads all, in two requests.
-
-A generation comes about in the store: whoever wants it says so in its record, and waits until all that live want
-it too. Whoever sees that first proposes those as its members, and the first proposal stands. No rank is special.
+record per rank; every beat writes the own and reads all, in two requests. A generation comes about in the store:
+whoever wants it says so in its record, and waits until all that live want it too. Whoever sees that first proposes
+those as its members, and the first proposal stands. No rank is special.
 
     in generation g --(next_generation, or a peer wants more)--> wants g+1 --(decided with this rank)--> in g+1
                                                    wants g+1 --(decided without it)--> wants g+2
@@ -47,13 +46,7 @@ _started: weakref.WeakSet[HeartbeatThread] = weakref.WeakSet()
 
 
 class HeartbeatThread:
-    """Calls ``beat`` at an interval, and at once when it is woken.
-
-    Args:
-        beat: what it raises is logged.
-        interval_s: between two.
-        hang_up: ends a ``beat`` that hangs; called from another thread.
-    """
+    """Calls ``beat`` at an interval, and at once when it is woken; ``hang_up`` ends a ``beat`` that hangs."""
 
     def __init__(self, beat: Callable[[], None], interval_s: float, hang_up: Callable[[], None]) -> None:
         self._beat = beat
@@ -70,12 +63,10 @@ class HeartbeatThread:
 
     @property
     def beats(self) -> bool:
-        """Whether the thread runs, in this process."""
         return self._thread is not None and self._thread.is_alive()
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a fork of the process that it beats in."""
         return os.getpid() != self._pid
 
     def start(self) -> None:
@@ -87,7 +78,7 @@ class HeartbeatThread:
         self._wake.set()
 
     def stop(self) -> bool:
-        """End the thread, within a few seconds; whether it has ended. Idempotent."""
+        """End the thread, within a few seconds; return whether it has ended. Idempotent."""
         self._stop = True
         if self._thread is None or self.inherited:  # a fork that leaves: the rank is its parent's
             return not self.inherited
@@ -131,16 +122,14 @@ class Membership:
     Args:
         store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
         rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
-        member: the name of a joining rank, of rank 0 in a world of 1, which is to be taken into a generation of the
-            others.
-        visits: it is to be taken into none, but waits to be invited elsewhere.
-        elastic: whether joining ranks are; all ranks say the same. Else nobody looks for them.
+        member: the name of a joining rank, of rank 0 in a world of 1, which is to be admitted by the others.
+        visits: it is to be admitted by none, but waits to be invited elsewhere.
+        elastic: whether joining ranks are admitted; all ranks say the same.
         readmit: whether a rank that the others have gone on without may come back; else nobody listens to it.
         interval: between two beats.
         dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
         start_timeout: the silence allowed to a peer that has not been seen yet.
-        fresh: the store holds no records of earlier lives of the ranks, as it is no older than the job: what is found
-            there lives, or has lived, so its silence is judged by ``dead_after`` from the first reading on.
+        fresh: the store is no older than the job: silence is judged by ``dead_after`` from the first reading on.
         seal: of the records; by default they are not signed.
         on_change: called on the heartbeat thread after a peer's bell, generation or liveness changed.
         clock: monotonic seconds; for tests.
@@ -197,7 +186,6 @@ class Membership:
 
     @property
     def bell(self) -> int:
-        """The highest round that any rank has rung for."""
         with self._lock:
             return max(self._mine.bell, self._failure_detector.bell())
 
@@ -234,7 +222,7 @@ class Membership:
         self._board.report(name, text)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
-        """Whoever started this process of a peer's knows that it has ended: it is lost now, but for one that left."""
+        """Note that a peer's process has ended: it is lost at once, unless it has left."""
         with self._lock:
             self._deaths.append((name, process, text))
         self._heartbeat_thread.wake()
@@ -246,22 +234,21 @@ class Membership:
         self._heartbeat_thread.wake()
 
     def left(self) -> frozenset[str]:
-        """The names of the peers that have closed in order, by this rank's view. No I/O."""
+        """Return the names of the peers that have closed in order, by this rank's view. No I/O."""
         with self._lock:
             return frozenset(name for name, peer in self._failure_detector.peers.items() if peer.has_left)
 
-    def guests(self) -> tuple[str, ...]:
-        """The names of the joining ranks that wait to be invited, by this rank's view. No I/O."""
+    def visitors(self) -> tuple[str, ...]:
+        """Return the names of the joining ranks that wait to be invited, by this rank's view. No I/O."""
         with self._lock:
-            return tuple(self._failure_detector.guests())
+            return tuple(self._failure_detector.visitors())
 
     def lost(self) -> tuple[str, ...]:
-        """The names of the members of this generation that are lost, by this rank's view. No I/O."""
+        """Return the names of the members of this generation that are lost, by this rank's view. No I/O."""
         with self._lock:
             return tuple(self._failure_detector.gone())
 
     def why(self, names: Iterable[str]) -> str:
-        """Why these peers are lost, in words. No I/O."""
         with self._lock:
             return "; ".join(self._failure_detector.peers[name].describe(name) for name in names)
 
@@ -279,11 +266,10 @@ class Membership:
                 raise GenerationChanged(self._failure_detector.left_behind(newer))
 
     def keep(self, fewest: int) -> None:
-        """Where fewer are left, they decide on no generation."""
         self._failure_detector.fewest = fewest
 
     def suspect(self) -> None:
-        """A connection has closed: see `FailureDetector.suspect`."""
+        """Take a shorter silence for death: a connection has closed. See `FailureDetector.suspect`."""
         with self._lock:
             self._failure_detector.suspect()
 
@@ -317,7 +303,7 @@ class Membership:
                 self._beaten.wait(self._interval_s)
 
     def beat(self) -> None:
-        """One heartbeat: publish, read, judge. The thread calls it; tests may do so in its place."""
+        """Publish, read, judge, once. The thread calls it; tests may do so in its place."""
         before = self._view()
         try:
             self._exchange()
@@ -337,10 +323,7 @@ class Membership:
     # ------------------------------------------------------------------ on the heartbeat thread
 
     def _exchange(self) -> None:
-        """Write this rank's record, read all, and take part in the decision on a generation.
-
-        Raises as `HeartbeatStore.exchange` does.
-        """
+        """Write this rank's record, read all, and take part in the decision on a generation."""
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
             # Before the records are read: who has ended has said goodbye before that, if at all.

@@ -1,18 +1,13 @@
-"""The peers' processes: that one has ended is seen, and not concluded from its silence.
+"""The liveness of peers' processes: an end is seen, and not concluded from silence.
 
-Each rank says in its record where its process is found. Who finds it there, on its own host, holds on to it, and knows
-from then on whether it lives, however busy, stopped or silent it is: `LocalProcessWatch`. Peers on other hosts are
-called when they are silent, and one whom its host refuses for has ended: `LivenessProbes`. Where both tell nothing,
-silence has to.
+Who finds a rank's process on its own host holds on to it, and knows from then on whether it lives: `LocalProcessWatch`.
+Peers on other hosts are called when they are silent, at their `LivenessPort`, where the system accepts for as long as
+the process lives: `LivenessProbes`. A refusal is believed only where a call was accepted before.
 
     a rank that is quiet             its host                                    what is known
     is busy, or stopped              accepts, as somebody listens                it lives
     has ended                        refuses: nobody listens there any more      it has ended
     its host is gone, or cut off     does not answer                             nothing: its silence has to tell
-
-A rank listens at its `LivenessPort`, and says where, for as long as its process lives; the system accepts for it,
-whatever its threads do. Nothing is said on these connections. Only who was reached there before is believed to be gone:
-else something between the two may refuse for it.
 """
 
 from __future__ import annotations
@@ -31,25 +26,15 @@ from lightning_async._sockets import keep_from_forks
 from lightning_async.membership.failure_detector import UP, VISITING, Record
 from lightning_async.membership.launcher_channel import CHANNEL
 
-_QUIET = 2
-"""Readings in which a record has not changed, after which its rank is called."""
-_PATIENT = 5
-"""Readings after which a call that is not answered is made anew: a packet may be lost."""
-_TRIES = 10
-"""Calls after which one that was never reached is called no more."""
+_QUIET = 2  # readings in which a record has not changed, after which its rank is called
+_PATIENT = 5  # readings after which a call that is not answered is made anew: a packet may be lost
+_TRIES = 10  # calls after which one that was never reached is called no more
 _ANSWERS_MS = 20
 _BACKLOG = 1024
 
 
 class LivenessPort:
-    """Where this process is reached as long as it lives.
-
-    Args:
-        host: the address that others find it at.
-
-    Raises:
-        OSError: it is none of this host's.
-    """
+    """A port where this process is reached as long as it lives; `OSError` where ``host`` is none of this host's."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -69,8 +54,6 @@ class LivenessPort:
 
 
 class _Callee:
-    """One peer, by what is known of it."""
-
     def __init__(self, record: Record) -> None:
         self.record = record
         self.quiet = 0
@@ -93,7 +76,7 @@ class LivenessProbes:
         self._callees: dict[str, _Callee] = {}
 
     def refused(self, records: Mapping[str, Record]) -> list[str]:
-        """Of these, those whose hosts refuse for them, and have not before; waits for some milliseconds at most."""
+        """Return those whose hosts refuse for them, and have not before; wait for some milliseconds at most."""
         for name in self._callees.keys() - records.keys():  # they have left, or are found on this host
             self._callees.pop(name).end()
         gone = [name for name, record in records.items() if self._begin(name, record)]
@@ -112,7 +95,6 @@ class LivenessProbes:
             self._callees.popitem()[1].end()
 
     def _begin(self, name: str, record: Record) -> bool:
-        """Call it, if that is due; whether it is refused at once."""
         callee = self._callees.get(name)
         if callee is None or callee.record.life != record.life:
             if callee is not None:
@@ -138,7 +120,6 @@ class LivenessProbes:
         return answer not in (0, errno.EINPROGRESS) and self._take(callee, answer)
 
     def _take(self, callee: _Callee, answer: int) -> bool:
-        """Whether the answer to a call is that nobody is there any more."""
         callee.end()
         refused = answer == errno.ECONNREFUSED and callee.reached and callee.quiet >= _QUIET
         callee.reached = callee.reached or answer == 0
@@ -152,10 +133,8 @@ _BEGAN = 19  # of the fields behind the name in /proc/PID/stat
 
 
 def place_of(process: int) -> str:
-    """Where the process is found: by what boot of which host, in which namespace, its number, and when it began there.
-
-    Two that are equal are of one process. "" where the system does not say.
-    """
+    """Return a name of the process: boot and namespace of its host, its number, when it began. "" where that is
+    unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
@@ -169,12 +148,10 @@ def place_of(process: int) -> str:
 
 
 class LocalProcessWatch:
-    """Whether the processes of peers live. Used by one thread, that of the heartbeat.
+    """A watch over the processes of peers; used by one thread, that of the heartbeat.
 
-    Args:
-        patience_s: how long whoever has started a process may take to tell of its end, in better words. Default: for
-            a while where somebody does, and no time elsewhere.
-        now: monotonic seconds.
+    ``patience_s`` is how long whoever has started a process may take to tell of its end, in better words. Default: a
+    while where somebody does, no time elsewhere.
     """
 
     def __init__(self, patience_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -190,7 +167,6 @@ class LocalProcessWatch:
         self._ended: dict[str, float] = {}
 
     def gone(self, records: Mapping[str, Record | None]) -> list[str]:
-        """Those who were here, have not said goodbye, and whose processes have ended."""
         here = {name: each for name, each in records.items() if each is not None and each.state in (UP, VISITING)}
         for name, record in here.items():
             if self._lives.get(name) != record.life:
@@ -206,19 +182,13 @@ class LocalProcessWatch:
         return [name for name, at in self._ended.items() if name in here and now - at >= self._patience_s]
 
     def introduce(self, mine: Record, host: str | None) -> Record:
-        """The own record, with where this process is found, and reached where some do not find it on their own host.
-
-        Args:
-            mine: the record.
-            host: an address that others may reach this host at.
-        """
+        """Add to the own record where this process is found, and reached from other hosts, if there are some."""
         if self._lifeline is None and self._apart and host is not None:
             with contextlib.suppress(OSError):
                 self._lifeline = LivenessPort(host)
         return replace(mine, place=self._place, line="" if self._lifeline is None else self._lifeline.place)
 
     def close(self) -> None:
-        """Let go of all; idempotent."""
         while self._held:
             os.close(self._held.popitem()[1])
         self._calls.close()
@@ -238,7 +208,7 @@ class LocalProcessWatch:
 
 
 def _find(place: str) -> int | None:
-    """A descriptor of the process, where it is one of this host and lives; None else: nothing is known then."""
+    """Return a descriptor of the process, where it is one of this host and lives; else None: nothing is known then."""
     try:
         process = int(place.split()[-2])
         descriptor = os.pidfd_open(process)

@@ -1,4 +1,4 @@
-"""What ranks write into the store, signed: a stranger who reaches the store cannot speak for a rank.
+"""Signed values in the store: a stranger who reaches the store cannot speak for a rank.
 
 The secret itself is never written there: any client of a store can list its keys. It reaches the ranks through their
 environment, see docs/security.md. Without a secret values go as they are.
@@ -14,13 +14,11 @@ import secrets
 
 from lightning_async.membership.launcher_channel import attempt
 
-SECRET = "LIGHTNING_ASYNC_SECRET"
-"""The environment variable that holds the job's secret."""
+SECRET = "LIGHTNING_ASYNC_SECRET"  # the environment variable that holds the job's secret
 _log = logging.getLogger(__name__)
 
 
 def new_secret() -> str:
-    """A secret for one job."""
     return secrets.token_hex(32)
 
 
@@ -47,7 +45,7 @@ class Seal:
 
     @classmethod
     def of_job(cls) -> Seal:
-        """With the secret that the environment holds, if any, for this attempt at the job."""
+        """Return a seal with the secret that the environment holds, if any, for this attempt at the job."""
         return cls(os.environ.get(SECRET), f"attempt {attempt()}")
 
     @property
@@ -55,28 +53,25 @@ class Seal:
         return bool(self._secret)
 
     def within(self, scope: str) -> Seal:
-        """The same secret, for the keys of a scope within this one."""
         return Seal(self._secret.decode(), f"{self._scope}/{scope}")
 
     def sign(self, key: str, value: bytes) -> bytes:
-        """What to write under ``key``."""
         return self._signature(key, value) + b":" + value if self.signs else value
 
     def open(self, key: str, sealed: bytes) -> bytes | None:
-        """The value, or None, with one warning for each key, where it is not of this job."""
+        """Return the value, or None, with one warning for each key, where it is not of this job."""
         if (value := self.read(key, sealed)) is None:
             self.ignore(key, f"is not signed with this job's secret; {SECRET} must be the same on all hosts")
         return value
 
     def read(self, key: str, sealed: bytes) -> bytes | None:
-        """The same, without a word."""
+        """Do the same, without a warning."""
         if not self.signs:
             return sealed
         signature, _, value = sealed.partition(b":")
         return value if hmac.compare_digest(signature, self._signature(key, value)) else None
 
     def ignore(self, key: str, why: str) -> None:
-        """Warn, once for each key, that what lies under it is ignored."""
         if key not in self._told:
             self._told.add(key)
             _log.warning("The store's value %r is ignored: it %s. A stranger may have written it.", key, why)

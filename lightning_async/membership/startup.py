@@ -1,9 +1,8 @@
 """The start: all ranks find the store, and say who they are, before anything is built on it.
 
-`open_store` and `greet` are that; nobody waits in silence, see `WaitWithLog`: what is waited for, and until when, is
-said at once, and then at growing intervals. `Assembly` says before anything else whether this process begins together
-with all, or comes back to others who train. `ProcessHeartbeat` says that a rank's process lives, for as long as it
-does: by this, ranks wait for each other between two runs.
+`open_store` and `greet` are that, and `WaitWithLog` says what is waited for. `Assembly` says first whether this process
+begins together with all, or comes back to others who train. By `ProcessHeartbeat` ranks wait for each other between two
+runs.
 """
 
 from __future__ import annotations
@@ -45,14 +44,8 @@ _GOES_S = 3.0
 
 
 class WaitWithLog:
-    """A wait with a deadline that says what it is for.
-
-    Args:
-        rank: for messages.
-        timeout: raise after so long.
-        check: called all the time; raises where waiting is in vain.
-        now, sleep: for tests.
-    """
+    """A wait with a deadline that says what it is for; ``check`` is called all the time, and raises where it is
+    vain."""
 
     def __init__(
         self,
@@ -72,14 +65,7 @@ class WaitWithLog:
         self._pause_s = 0.002
 
     def wait(self, what: Callable[[], str]) -> None:
-        """Sleep shortly.
-
-        Args:
-            what: what is waited for, in words.
-
-        Raises:
-            CollectiveTimeout: the deadline has passed.
-        """
+        """Sleep shortly; ``what`` says what is waited for. Raise `CollectiveTimeout` after the deadline."""
         self._check()
         waited_s = self._now() - self._started
         if waited_s >= self._timeout_s:
@@ -96,7 +82,7 @@ class WaitWithLog:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address can be reached from its own host only. A name of the host counts as reachable."""
+    """Return whether an address can be reached from its own host only. A host's name counts as reachable."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -106,12 +92,9 @@ def is_loopback(address: str) -> bool:
 def open_store(
     address: str, port: int, serve: bool, patience: WaitWithLog, timeout: timedelta = timedelta(minutes=30)
 ) -> Store:
-    """The store at an address: its server, or a client of it. A server on loopback listens there only.
+    """Open the store at an address: its server, or a client of it. A server on loopback listens there only.
 
-    Args:
-        port: 0 for one that is free.
-        serve: whether this rank has the server.
-        timeout: of requests that block.
+    Port 0 is one that is free; ``timeout`` is that of requests that block.
 
     Raises:
         AsyncTrainingError: the server cannot listen, or it is not known where it does.
@@ -133,10 +116,9 @@ def open_store(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """What a store answers on: on loopback there only, else wherever this host is reached.
+    """Return a socket for a store: on loopback there only, else wherever this host is reached.
 
-    Raises:
-        AsyncTrainingError: the port is taken, for longer than the store of ranks that have ended needs to go.
+    Raises AsyncTrainingError where the port is taken for longer than the store of ranks that have ended needs to go.
     """
     until = time.monotonic() + _GOES_S
     while True:
@@ -161,8 +143,9 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) -> Store:
-    """A client of the server there, when that answers. Where it goes just as a client connects, torch tries for as long
-    as it may, in C, where nobody hears of a signal, or that it is in vain."""
+    """Return a client of the server there, when that answers. Where it goes just as a client connects, torch tries for
+    as long as it may, in C, where nobody hears of a signal, or that it is in vain.
+    """
     error: Exception | None = None
 
     def what() -> str:
@@ -187,10 +170,7 @@ def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) 
 
 
 def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: WaitWithLog) -> None:
-    """Meet all ranks in the store, and compare what they take themselves for.
-
-    Args:
-        job: what the launcher calls this job, "" where it says nothing.
+    """Meet all ranks in the store, and compare rank, number of ranks and ``job``, as the launcher calls it, if it does.
 
     Raises:
         AsyncTrainingError: another process has this rank already, which goes on; or ranks differ in the number of
@@ -234,7 +214,6 @@ def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) 
 
 
 def _parse(value: bytes | None) -> dict[str, Any] | None:
-    """What a rank says of itself; None where that is nothing."""
     try:
         said = None if value is None else json.loads(value)
     except (ValueError, RecursionError):
@@ -253,12 +232,7 @@ _GOODBYE = timedelta(seconds=2)
 
 
 class ProcessRole(NamedTuple):
-    """What a process is.
-
-    Args:
-        attempt: which start of all it is of.
-        again: how often this rank was started before, where it comes back; 0 where it begins with all.
-    """
+    """The start that a process is of, and how often its rank was started before: 0 where it begins with all."""
 
     attempt: int
     again: int
@@ -274,25 +248,13 @@ class Assembly:
     status/...             who trains, and with whom: see `membership.status`
 
     Each process comes to the next start. When all are there whoever sees it first counts ``next`` on, and they begin.
-    Where others train meanwhile, and this rank is not one of them, it is a rank that was lost: it joins that training,
-    which began with the start before. So nobody who starts processes again need know whether the others still train.
-    Where all others have ended in order, and this rank has not, there is nothing to come back to, and nobody to begin
-    with.
-
-    Args:
-        store: of the job, which outlives the ranks.
-        rank, world_size: of this process.
-        secret: of the job.
-        settle: where all are started again, others may take so long longer than this one.
+    Where others train meanwhile, and this rank is not one of them, it was lost: it joins that training, which began
+    with the start before. Where all others have ended in order, and this rank has not, there is nothing to come back
+    to. Where all are started again, others may take ``settle`` longer than this one.
     """
 
     def __init__(
-        self,
-        store: Store,
-        rank: int,
-        world_size: int,
-        secret: str | None,
-        settle: timedelta = timedelta(minutes=1),
+        self, store: Store, rank: int, world_size: int, secret: str | None, settle: timedelta = timedelta(minutes=1)
     ) -> None:
         self._store = store
         self._secret = secret
@@ -310,7 +272,7 @@ class Assembly:
         self._pid = os.getpid()
 
     def end(self) -> None:
-        """This process ends in order: it will not be started again, and trains no more. Not for its forks."""
+        """Say that this process ends in order, and will not be started again. Does nothing in its forks."""
         if os.getpid() != self._pid or not reachable(self._store, _GOODBYE):
             return
         with contextlib.suppress(RuntimeError):  # it went with the others
@@ -330,22 +292,26 @@ class Assembly:
             self._room.set(_NEXT, first)
         number = self._next()
         missing = set(self._others)
+        key = f"{number}/{self._rank}"
 
         def what() -> str:
             here = f"waiting for rank(s) {sorted(missing)} of {len(self._others) + 1} to be started, too"
             return f"{here}, or for those who train to go on without this one"
 
         while True:
-            self._come(number)
+            self._waited += 1
+            self._room.set(key, self._seal.sign(key, f"{self._life}.{self._waited}".encode()))
             missing -= self._here(number, missing)
             if not missing:
-                self._count_on(number)
+                mine, then = (self._seal.sign(_NEXT, str(each).encode()) for each in (number, number + 1))
+                self._room.compare_set(_NEXT, mine, then)
             if self._next() > number:
                 return ProcessRole(number, 0)
             said = self._standings()
             if said is not None:
                 self._check_ends(missing)
-            if self._train_without(said or []):
+            running = [each for each in said or () if each.members and each.state not in (ENDED, FAILED)]
+            if any(str(self._rank) not in each.members for each in running):
                 return ProcessRole(max(number - 1, 0), max(self._life - 1, 1))
             patience.wait(what)
 
@@ -353,17 +319,7 @@ class Assembly:
         value = self._seal.open(_NEXT, self._room.get(_NEXT))
         return int(value) if value is not None and value.isdigit() else 0
 
-    def _count_on(self, number: int) -> None:
-        mine, then = (self._seal.sign(_NEXT, str(each).encode()) for each in (number, number + 1))
-        self._room.compare_set(_NEXT, mine, then)
-
-    def _come(self, number: int) -> None:
-        self._waited += 1
-        key = f"{number}/{self._rank}"
-        self._room.set(key, self._seal.sign(key, f"{self._life}.{self._waited}".encode()))
-
     def _here(self, number: int, others: Iterable[int]) -> set[int]:
-        """Those that wait, too."""
         here = set()
         for rank in others:
             key = f"{number}/{rank}"
@@ -373,10 +329,6 @@ class Assembly:
         return here
 
     def _check_ends(self, missing: set[int]) -> None:
-        """
-        Raises:
-            AsyncTrainingError: nobody who is missing comes any more.
-        """
         if time.monotonic() < self._settles_at or self._has_ended(self._rank, self._life - 1):
             return  # where this rank had ended in order, too, all are started anew
         if all(self._has_ended(rank, int(self._room.add(f"lives/{rank}", 0))) for rank in missing):
@@ -386,13 +338,12 @@ class Assembly:
             )
 
     def _has_ended(self, rank: int, life: int) -> bool:
-        """Whether that process of this rank, the last one, has ended in order."""
         key = f"ended/{rank}"
         value = self._seal.open(key, self._room.get(key)) if self._room.check([key]) else None
         return life > 0 and value == str(life).encode()
 
     def _standings(self) -> list[StatusRecord] | None:
-        """What was said since this was last asked; None where it is too soon to ask again."""
+        """Return what was said since this was last asked; None where it is too soon to ask again."""
         if (now := time.monotonic()) < self._looks_at:
             return None
         self._looks_at = now + _LOOK_S
@@ -400,10 +351,6 @@ class Assembly:
         before = self._said
         self._said = {(each.host, each.process): each.at for each in told}
         return [each for each in told if before.get((each.host, each.process), each.at) != each.at]
-
-    def _train_without(self, said: Iterable[StatusRecord]) -> bool:
-        me = str(self._rank)
-        return any(each.members and me not in each.members and each.state not in (ENDED, FAILED) for each in said)
 
 
 _INTERVAL = timedelta(seconds=1)
@@ -414,18 +361,8 @@ class ProcessHeartbeat:
     """This process's heartbeat beside those of its runs, slower, from its first run to its end.
 
     A rank may compute for hours between two runs: its process lives, and the others wait. One whose process has died,
-    or ended, comes to no run any more.
-
-    Args:
-        store: of all ranks, no older than the job.
-        rank, world_size: of this rank.
-        dead_after: a process without a heartbeat for so long is lost.
-        start_timeout: the same before its first run.
-        seal: of the records.
-        room: where the records lie in the store: another one for ranks that have other numbers.
-
-    Raises:
-        AsyncTrainingError: another process lives under this rank.
+    or ended, comes to no run any more. ``room`` is where the records lie: another one for ranks that have other
+    numbers. Raises AsyncTrainingError where another process lives under this rank.
     """
 
     def __init__(
@@ -453,20 +390,15 @@ class ProcessHeartbeat:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a fork of the process that it speaks for."""
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """This process lives on, elsewhere."""
+        """Say goodbye, where this process lives on elsewhere."""
         atexit.unregister(self._membership.close)
         self._membership.close()
 
     def check(self) -> None:
-        """Raise if a process is gone. No I/O.
-
-        Raises:
-            PeerLost: names the ranks.
-        """
+        """Raise `PeerLost`, which names the ranks, if a process is gone. No I/O."""
         self._membership.check()
         if left := in_order(self._membership.left()):
             raise PeerLost(
@@ -476,11 +408,9 @@ class ProcessHeartbeat:
             )
 
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
-        """Wait until all ranks have come to the run ``name``, as long as they live; says what it waits for.
+        """Wait, with logs, until all ranks that live have come to the run ``name``; name those that have not.
 
-        Raises:
-            PeerLost: a process is gone, or the store.
-            CollectiveTimeout: ranks live, but did not come; names them.
+        Raises PeerLost where a process is gone, or the store, and CollectiveTimeout.
         """
         patience = WaitWithLog(self._rank, timeout, self.check)
         with naming_the_stores_host(self._rank):
@@ -489,11 +419,7 @@ class ProcessHeartbeat:
 
 @contextmanager
 def naming_the_stores_host(rank: int) -> Iterator[None]:
-    """Where the store fails, that rank 0 is gone is the cause, and is said.
-
-    Raises:
-        PeerLost: in place of what torch raised.
-    """
+    """Raise `PeerLost`, which names rank 0, in place of torch's errors where the store fails."""
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:

@@ -1,12 +1,10 @@
-"""What each replica says of itself for whoever looks on: a record in the store, about once a second.
+"""Records of what each replica does, in the store, about once a second, for whoever looks on.
 
-Liveness and decisions never depend on it. Each process that trains takes a slot, for good, so that one that came back
-is told from the one that died:
+Liveness and decisions never depend on them. Each process that trains takes a slot, for good, so that one that came
+back is told from the one that died. They lie at the root of the store, where the store's address is enough.
 
     status/lives     how many slots were given out
     status/<slot>    the record of one process, signed with the job's secret
-
-It lies at the root of the store, so that one who knows its address, and nothing of runs and attempts, finds it.
 """
 
 from __future__ import annotations
@@ -45,59 +43,37 @@ _SIGNATURE = re.compile(rb"\A[0-9a-f]{64}:")
 
 @dataclass(frozen=True, kw_only=True)
 class StatusRecord:
-    """Where one replica stands, as it sees itself.
+    """The standing of one replica, as it sees itself."""
 
-    Args:
-        name: its number at the start of the job, which is its name for life.
-        rank: its number now.
-        members: the names of those that are in its generation.
-        run, generation: count up: calls of the Trainer, and groups that were formed anew in one.
-        state: what it does, in a word or two.
-        epoch, step: of its training.
-        samples: that it has seen.
-        steps_per_s: over the last seconds.
-        rounds: that it has seen committed.
-        round_ago_s: seconds since the last one; -1 where there was none.
-        round_s: what a round's exchange takes, on average.
-        failed_rounds: that were repeated.
-        hidden_share: of communication.
-        idle_s: at sync points.
-        slow: where it takes much longer for a sample than the others do: how much, and what for.
-        sent_bytes: in all.
-        restarts: of all ranks together.
-        process, host: where it is.
-        at: when it said so, in seconds since 1970, by its host's clock.
-    """
-
-    name: str = ""
-    rank: int = 0
-    members: tuple[str, ...] = ()
-    run: int = 0
-    generation: int = 0
-    state: str = ""
+    name: str = ""  # its number at the start of the job, which is its name for life
+    rank: int = 0  # its number now
+    members: tuple[str, ...] = ()  # the names of those that are in its generation
+    run: int = 0  # counts calls of the Trainer
+    generation: int = 0  # counts groups that were formed anew in a run
+    state: str = ""  # what it does, in a word or two
     epoch: int = 0
     step: int = 0
     samples: float = 0.0
-    steps_per_s: float = 0.0
-    rounds: int = 0
-    round_ago_s: float = -1.0
-    round_s: float = 0.0
-    failed_rounds: int = 0
-    hidden_share: float = 1.0
-    idle_s: float = 0.0
-    slow: str = ""
-    sent_bytes: int = 0
-    restarts: int = 0
+    steps_per_s: float = 0.0  # over the last seconds
+    rounds: int = 0  # that it has seen committed
+    round_ago_s: float = -1.0  # seconds since the last one; -1 where there was none
+    round_s: float = 0.0  # what a round's exchange takes, on average
+    failed_rounds: int = 0  # that were repeated
+    hidden_share: float = 1.0  # of communication
+    idle_s: float = 0.0  # at sync points
+    slow: str = ""  # where it takes much longer for a sample than the others do: how much, and what for
+    sent_bytes: int = 0  # in all
+    restarts: int = 0  # of all ranks together
     process: int = 0
     host: str = ""
-    at: float = 0.0
+    at: float = 0.0  # when it said so, in seconds since 1970, by its host's clock
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
     def load(cls, value: bytes) -> StatusRecord | None:
-        """The record, or None where that is none; what a newer version says beside it is left out.
+        """Return the record, or None where that is none; what a newer version says beside it is left out.
 
         >>> StatusRecord.load(StatusRecord(name="2", step=7).dump()).step
         7
@@ -123,14 +99,9 @@ class StatusRecord:
 
 
 class StatusPublisher:
-    """Publishes where this process stands, from its first run to its end, on a thread and by a client of its own.
+    """Publishes where this process stands, from its first run to its end, on a thread, by a client of its own.
 
     A store that does not answer costs nothing but the records.
-
-    Args:
-        store: of all ranks.
-        secret: of the job.
-        interval: between two records.
     """
 
     def __init__(self, store: Store, secret: str | None, interval: timedelta = INTERVAL) -> None:
@@ -146,7 +117,7 @@ class StatusPublisher:
         self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), self._hang_up)
 
     def serves(self, store: Store) -> bool:
-        """Whether it is of this process, and its records lie in this store."""
+        """Return whether it is of this process, and its records lie in this store."""
         mine = base_of(self._store)
         other = base_of(store)
         alike = mine is other or (isinstance(mine, TCPStore) and isinstance(other, TCPStore)
@@ -154,10 +125,8 @@ class StatusPublisher:
         return alike and self._heartbeat_thread.beats
 
     def follow(self, look: Callable[[], StatusRecord]) -> None:
-        """A run begins: publish this from now on. It is called on the thread; process, host, speed and time are added.
-
-        Waits for nothing, as `end` does.
-        """
+        """Publish this from now on, as a run begins. It is called on the thread; process, host, speed and time are
+        added."""
         self._look = look
         self._last = None
         self._steps.clear()
@@ -167,14 +136,13 @@ class StatusPublisher:
             self._heartbeat_thread.start()
 
     def end(self, state: str = ENDED) -> None:
-        """The run has ended: say so once, and no more until another one follows."""
+        """Say once that the run has ended, and no more until another one follows."""
         if self._look is not None:
             self._last = replace(self._look(), state=state)
             self._look = None
             self._heartbeat_thread.wake()
 
     def close(self) -> None:
-        """End the thread, within a few seconds; idempotent."""
         self._heartbeat_thread.stop()
 
     def _beat(self) -> None:
@@ -188,7 +156,6 @@ class StatusPublisher:
             self._last = None
 
     def _try(self, standing: StatusRecord) -> bool:
-        """Whether it is published."""
         now = time.monotonic()
         self._steps.append((now, standing.step))
         then, before = self._steps[0]
@@ -227,7 +194,6 @@ class StatusPublisher:
 
 
 def publish(store: Store, look: Callable[[], StatusRecord], secret: str | None) -> StatusPublisher:
-    """Have this process's publisher follow a run."""
     if _here and not _here[0].serves(store):
         _here.pop().close()
     if not _here:
@@ -237,12 +203,9 @@ def publish(store: Store, look: Callable[[], StatusRecord], secret: str | None) 
 
 
 def read_standings(store: Store, secret: str | None) -> list[StatusRecord]:
-    """What all processes that ever trained have said last, in the order in which they came.
+    """Return the last records of all processes that ever trained, in the order in which they came.
 
-    Without the secret signatures are not looked at.
-
-    Raises:
-        RuntimeError: the store does not answer.
+    Without the secret signatures are not looked at. Raises RuntimeError where the store does not answer.
     """
     client: Any = base_of(store)
     seal = Seal(secret, "status")

@@ -20,12 +20,8 @@ _connecting = threading.Lock()
 
 
 class Contact:
-    """Whether the store still answers this rank.
-
-    Args:
-        now: monotonic seconds.
-        dead_s: the silence after which the store is lost; a quarter of it, where it refuses persistently.
-    """
+    """A rank's contact with the store: lost after ``dead_s`` of silence, a quarter of it where it refuses
+    persistently."""
 
     def __init__(self, now: float, dead_s: float) -> None:
         self.refusals = 0
@@ -44,7 +40,7 @@ class Contact:
         self._error = str(error).split("\n", 1)[0][:200]
 
     def lost(self, now: float) -> str | None:
-        """Why the store is lost; None where it is not. To be asked now and then."""
+        """Return why the store is lost; None where it is not. To be asked now and then."""
         # A request may hang (the host is stopped), so the silence is measured by the one who asks; in portions,
         # because this process may have been the one that was stopped.
         self._silent_s += min(now - max(self._asked_at, self._answered_at), self._dead_s / 4)
@@ -60,19 +56,16 @@ class Contact:
 
 
 def own_client(store: Store, timeout: timedelta) -> Store:
-    """A client for the calling thread alone: one that blocks would hold up the other threads' requests.
+    """Return a client for the calling thread alone: one that blocks would hold up the other threads' requests.
 
     To be kept: for every new client torch's server looks up its name, and answers nobody meanwhile; with a DNS that
     does not answer that is many seconds.
-
-    Raises:
-        RuntimeError: the store is out of reach.
     """
     return connect(store, timeout)[0]
 
 
 def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
-    """See `own_client`; with the client's sockets, by which a request that hangs can be ended."""
+    """Do as `own_client`, and return the client's sockets, by which a request that hangs can be ended."""
     client: Any = store
     known: Any = base_of(client)
     with _connecting:  # or another thread's client would be taken for ours
@@ -94,16 +87,10 @@ def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
 
 
 class PollingStore(Store):
-    """What torch forms a group through: a view of a store that never blocks in it.
+    """A view of a store that never blocks in it, for torch to form a group through.
 
-    Any number of threads can share the client below, and forming a group can be given up. What is not signed as it must
-    be counts as not there.
-
-    Args:
-        store: the store.
-        prefix: of all keys.
-        check: called again and again while a key is waited for; raises to give up.
-        seal: of the values.
+    Any number of threads can share the client below, and forming a group can be given up: ``check`` is called again and
+    again while a key is waited for, and raises for that. What is not signed as it must be counts as not there.
     """
 
     def __init__(self, store: Store, prefix: str, check: Callable[[], None], seal: Seal) -> None:
@@ -121,7 +108,7 @@ class PollingStore(Store):
         return self.read([key], bytes)[0]
 
     def read(self, keys: Sequence[str], parse: Callable[[bytes], T | None]) -> list[T]:
-        """The values of all keys, once they are there and ``parse`` makes something of each."""
+        """Return the values of all keys, once they are there and ``parse`` makes something of each."""
         self.wait(list(keys))
         names = [self._prefix + key for key in keys]
         while True:
@@ -146,7 +133,7 @@ class PollingStore(Store):
 
 
 def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """The values of keys that exist, in one request where the store can; blocks for those that do not."""
+    """Return the values of keys that exist, in one request where the store can; block for those that do not."""
     client: Any = store
     if keys and client.has_extended_api():
         return client.multi_get(list(keys))
@@ -154,7 +141,7 @@ def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 
 def reachable(store: Store, timeout: timedelta) -> bool:
-    """Whether somebody listens where the store is. A client would try for long, and print stack traces."""
+    """Return whether somebody listens where the store is. A client would try for long, and print stack traces."""
     base = base_of(store)
     if not isinstance(base, TCPStore):
         return True
@@ -166,7 +153,6 @@ def reachable(store: Store, timeout: timedelta) -> bool:
 
 
 def base_of(store: Any) -> Any:
-    """The store below all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store  # type: ignore[attr-defined]
     return store

@@ -28,14 +28,7 @@ _NOBODY_S = 0.5
 
 
 class StoreProcess:
-    """Serves a store on this socket; ends with this process, unless told to `outlive` it.
-
-    Args:
-        listening: bound, and already listening.
-
-    Raises:
-        OSError: the system does not let it start.
-    """
+    """Serves a store on this socket, which listens already; ends with this process, unless told to `outlive` it."""
 
     def __init__(self, listening: socket.socket) -> None:
         self._channel, theirs = socket.socketpair()
@@ -53,15 +46,15 @@ class StoreProcess:
         self._runs = 0
 
     def outlive(self) -> None:
-        """A run has begun: should this process end, it serves as long as a rank is connected."""
+        """Note that a run has begun: should this process end, the store serves as long as a rank is connected."""
         self._count(1)
 
     def follow(self) -> None:
-        """A run has ended in order. After the last one it ends with this process, and leaves the port to others."""
+        """Note that a run has ended in order. After the last one the store ends with this process, and frees the
+        port."""
         self._count(-1)
 
     def close(self) -> None:
-        """As if this process had ended."""
         self._channel.close()
 
     def _count(self, runs: int) -> None:
@@ -71,13 +64,7 @@ class StoreProcess:
 
 
 def main(channel: int, listening: int, host: str, port: int) -> None:
-    """In that process.
-
-    Args:
-        channel: a socket to the rank.
-        listening: the socket to serve on.
-        host, port: where that is bound.
-    """
+    """Serve in that process, on the socket ``listening``; ``channel`` leads to the rank."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for ranks
     from torch._C._distributed_c10d import TCPStore
@@ -98,5 +85,4 @@ def main(channel: int, listening: int, host: str, port: int) -> None:
 
 
 def _connected(port: int) -> int:
-    """How many connections to a port there are that this process has answered."""
     return sum(connects(fd, {port}, set()) and listening_port(fd) is None for fd in snapshot())

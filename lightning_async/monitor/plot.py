@@ -42,16 +42,10 @@ _SETTINGS = ("lr-", "accumulation/", "batch_size/")
 
 
 def read_metrics(metrics_csv: Path) -> dict[str, Series]:
-    """Every metric of a `CSVLogger` file as steps and values.
+    """Return every metric of a `CSVLogger` file as steps and values, by its name, in the order of the file's columns.
 
     A row of that file holds only the metrics that were logged together; its other fields are empty. Values that are
     no finite numbers are left out.
-
-    Args:
-        metrics_csv: the ``metrics.csv`` in the logger's ``log_dir``.
-
-    Returns:
-        Steps and values by the metric's name, in the order of the file's columns.
 
     Raises:
         FileNotFoundError: there is no such file, as when the run ended before anything was logged.
@@ -87,10 +81,7 @@ def plot_run(metrics_csv: Path, out: Path) -> Path:
 
     Args:
         metrics_csv: the ``metrics.csv`` that Lightning's `CSVLogger` wrote.
-        out: where the picture goes; its suffix (.png, .svg, .pdf) chooses the format. Folders are made.
-
-    Returns:
-        ``out``.
+        out: where the picture goes, and what is returned; its suffix (.png, .svg, .pdf) chooses the format.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -119,7 +110,7 @@ def plot_run(metrics_csv: Path, out: Path) -> Path:
 
 
 def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
-    """The lines of every panel by its title: the user's metrics first, then this package's."""
+    """Return the lines of every panel by its title: the user's metrics first, then this package's."""
     own: dict[str, dict[str, Series]] = {}
     for name, line in series.items():
         if not _is_ours(name):
@@ -136,7 +127,7 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
 
 
 def _title(name: str) -> str:
-    """`loss` of `train/loss_step` and of `val/loss/dataloader_idx_1`; one title for the rates of all groups."""
+    """Return `loss` of `train/loss_step` and of `val/loss/dataloader_idx_1`; one title for the rates of all groups."""
     if name.startswith("lr-"):  # LearningRateMonitor's
         ends = {"-momentum": "momentum", "-weight_decay": "weight decay"}
         return next((title for end, title in ends.items() if name.endswith(end)), "learning rate")
@@ -145,7 +136,7 @@ def _title(name: str) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """A user's own may begin as ours do, such as `gradients/norm`."""
+    """Return whether it is this package's: a user's own may begin as ours do, such as `gradients/norm`."""
     prefix, _, key = name.partition("/")
     return prefix == "averaging" or (f"{prefix}/" in PREFIXES and key.split("/")[0] in (*PANELS, *_NOT_DRAWN))
 

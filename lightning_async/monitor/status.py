@@ -12,54 +12,34 @@ from lightning_async.membership.status import ENDED, FAILED, StatusRecord
 
 LOST = "lost"
 SILENT = "silent"
-_SILENT_S = 4.0
-"""Without a record for so long, of which one comes each second, a replica is stopped, dead, or cut off."""
+_SILENT_S = 4.0  # without a record for so long, of which one comes each second, a replica is stopped, dead, or cut off
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStatus:
-    """One replica.
+    """The status of one replica."""
 
-    Args:
-        standing: what it has said last.
-        state: what it does; `LOST` where the others go on without it, `SILENT` where nothing is heard of it.
-        heard_ago_s: seconds since it has said something.
-        lag: steps behind the one that has taken most.
-        restarts: of this rank, together with the others or alone.
-    """
-
-    standing: StatusRecord
-    state: str
-    heard_ago_s: float
-    lag: int
-    restarts: int
+    standing: StatusRecord  # what it has said last
+    state: str  # what it does; `LOST` where the others go on without it, `SILENT` where nothing is heard of it
+    heard_ago_s: float  # seconds since it has said something
+    lag: int  # steps behind the one that has taken most
+    restarts: int  # of this rank, together with the others or alone
 
     @property
     def trains(self) -> bool:
-        """Whether it takes part."""
         return self.state not in (LOST, SILENT, ENDED, FAILED)
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
-    """All replicas of one store.
-
-    Args:
-        where: its address.
-        replicas: by name.
-    """
-
     where: str
     replicas: tuple[ReplicaStatus, ...]
 
     @classmethod
     def of(cls, where: str, standings: Sequence[StatusRecord], now: float) -> JobStatus:
-        """What all records say together.
+        """Return what all records, in the order in which their processes came, say together.
 
-        Args:
-            where: the address of the store that they were in.
-            standings: in the order in which their processes came.
-            now: seconds since 1970. Where hosts' clocks differ, so does how long ago something was.
+        ``now`` is in seconds since 1970. Where hosts' clocks differ, so does how long ago something was.
         """
         last = {standing.name: standing for standing in standings}
         newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
@@ -85,16 +65,13 @@ class JobStatus:
 
     @property
     def generation(self) -> int:
-        """The newest that any of them is in."""
         return max((replica.standing.generation for replica in self.replicas if replica.trains), default=0)
 
     @property
     def training(self) -> int:
-        """How many take part."""
         return sum(replica.trains for replica in self.replicas)
 
     def table(self) -> str:
-        """For people."""
         title = f"{self.where}: {self.training} of {len(self.replicas)} replicas train, in generation {self.generation}"
         if not self.replicas:
             return f"{self.where}: no replica has trained yet"
@@ -111,7 +88,6 @@ class JobStatus:
         return "\n".join([title, *(line.rstrip() for line in lines)])
 
     def json(self) -> str:
-        """For programs: one line."""
         replicas = [
             {
                 **asdict(replica.standing), "state": replica.state, "heard_ago_s": round(replica.heard_ago_s, 3),
@@ -155,8 +131,6 @@ def _cells(replica: ReplicaStatus) -> tuple[str, ...]:
     )
 
 
-# The numbers of ``lightning-async status`` for Prometheus: an endpoint beside the job, which asks its store.
-
 _GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
     "training": ("1 where the replica takes part.", lambda r: float(r.trains)),
     "heard_ago_seconds": ("Since it has said something.", lambda r: r.heard_ago_s),
@@ -171,23 +145,16 @@ _GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
     "round_ago_seconds": ("Since the last one; -1 where there was none.", lambda r: _ago(r)),
     "failed_rounds": ("That were repeated.", lambda r: r.standing.failed_rounds),
     "hidden_share": ("Of communication.", lambda r: r.standing.hidden_share),
-    "idle_seconds": ("At gates.", lambda r: r.standing.idle_s),
+    "idle_seconds": ("At sync points.", lambda r: r.standing.idle_s),
     "sent_bytes": ("By it.", lambda r: r.standing.sent_bytes),
     "restarts": ("Of this rank, together with the others or alone.", lambda r: r.restarts),
 }
 
 
 def serve(look: Callable[[], Sequence[JobStatus]], host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve what ``look`` finds, at each request, on threads of its own; the port, and what ends it.
+    """Serve what ``look`` finds, at each request, on threads of its own; return the port, and what ends it.
 
-    Args:
-        look: the jobs, as they stand.
-        host: where to listen; "127.0.0.1" for this host alone.
-        port: 0 for one that is free.
-
-    Raises:
-        ImportError: prometheus-client is not installed.
-        OSError: the port is taken.
+    Port 0 is one that is free. Raises ImportError where prometheus-client is not installed, OSError for a taken port.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server  # pyright: ignore[reportMissingImports]
@@ -213,7 +180,7 @@ class _Collector:
         self._look = look
 
     def describe(self) -> list[Any]:
-        """Nothing is asked of the store before somebody wants to know."""
+        """Return nothing: nothing is asked of the store before somebody wants to know."""
         return []
 
     def collect(self) -> Iterator[Any]:

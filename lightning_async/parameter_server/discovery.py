@@ -256,7 +256,7 @@ class Attendance:
         now = self._now()
         left = {name for name in self._beats.left() if name.startswith(_WORKER)}
         self._heard |= {name: self._heard.get(name, now) for name in left}
-        self._heard |= {name: now for name in self._beats.guests() if name.startswith(_WORKER)}
+        self._heard |= {name: now for name in self._beats.visitors() if name.startswith(_WORKER)}
         if not self.came:
             return False
         if self.silent_s > self._dead_after_s:
@@ -268,7 +268,7 @@ class Attendance:
 class Beats(Protocol):
     """The part of a `Membership` that `Attendance` reads."""
 
-    def guests(self) -> Iterable[str]: ...
+    def visitors(self) -> Iterable[str]: ...
 
     def left(self) -> Iterable[str]: ...
 

@@ -34,8 +34,9 @@ from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
 from lightning_async.trainer.step_runner import StepRunner
-from lightning_async.transports.base import ElasticTransport, Transport
+from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
+from lightning_async.transports.torch import TorchTransport
 
 _fits = itertools.count(1)  # of this process, in the order of its script, which is the same on all ranks
 
@@ -80,8 +81,8 @@ class AsyncStrategy(ReplicatedStrategy):
         self.schedule = schedule
         self.config = config
         self.num_fits = 0
-        self.host = JoinCoordinator(self) if isinstance(self.transport, ElasticTransport) else None
-        if config.timeouts.replicas and not isinstance(self.transport, ElasticTransport):
+        self.host = JoinCoordinator(self) if isinstance(self.transport, TorchTransport) else None
+        if config.timeouts.replicas and not isinstance(self.transport, TorchTransport):
             raise ValueError(
                 f"`Timeouts(replicas={config.timeouts.replicas!r})`: over {self.transport!r} nobody comes back to be "
                 "waited for. Use `TorchTransport()`, or leave it out."
@@ -187,7 +188,7 @@ class AsyncStrategy(ReplicatedStrategy):
     @property
     def fewest(self) -> int:
         """With so many replicas training does not end."""
-        return self.config.survives(self.num_started, can_lose=isinstance(self.transport, ElasticTransport))
+        return self.config.survives(self.num_started, can_lose=isinstance(self.transport, TorchTransport))
 
     @property
     def patience(self) -> timedelta:

@@ -46,7 +46,8 @@ from lightning_async.trainer.data.join import StateCopying, begin_within_epoch, 
 from lightning_async.trainer.environment.settings import check_joining, settings_of
 from lightning_async.trainer.loops.loop_state import without_own
 from lightning_async.trainer.namespace import in_words, pytorch
-from lightning_async.transports.base import Connection, ElasticTransport
+from lightning_async.transports.base import Connection
+from lightning_async.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
     from lightning_async.strategies.async_strategy import AsyncStrategy
@@ -85,7 +86,7 @@ class JoinCoordinator:
         transport = self._strategy.transport
         connection = strategy.connection
         live_ranks = strategy.live_ranks
-        if not isinstance(transport, ElasticTransport) or connection is None or live_ranks is None:
+        if not isinstance(transport, TorchTransport) or connection is None or live_ranks is None:
             return
         self._door = transport.door(strategy.cluster_environment)
         most = strategy.config.max_replicas or live_ranks.started
@@ -350,7 +351,7 @@ class JoinPreparation:
         live_ranks = self._strategy.live_ranks
         if self._ends.is_set() or self._ready is not None or live_ranks is None:
             return []
-        waiting = self._connection.membership.guests() if live_ranks.generation.world_size < self._most else ()
+        waiting = self._connection.membership.visitors() if live_ranks.generation.world_size < self._most else ()
         return [
             joining_rank
             for joining_rank in waiting
@@ -435,7 +436,7 @@ class JoinPreparation:
         def check() -> None:
             membership.check()
             self._check_names(place["names"])
-            if joining_rank not in membership.guests() and joining_rank not in membership.left():
+            if joining_rank not in membership.visitors() and joining_rank not in membership.left():
                 raise CollectiveTimeout(f"{joining_rank} is gone.")
             if self._ends.is_set() or self._door.read_answer(joining_rank):
                 raise CollectiveError("Training has ended, or another rank could not.")
@@ -524,7 +525,7 @@ class JoiningRank:
 
     def _join(self) -> None:
         transport = self._strategy.transport
-        if not isinstance(transport, ElasticTransport):
+        if not isinstance(transport, TorchTransport):
             raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
         dead_after = self._strategy.config.timeouts.dead_after
         door = JoinBoardWithTimeout(
@@ -569,7 +570,7 @@ class JoiningRank:
                 "buffers differ in number, name, shape or type. Build the same model on every rank."
             )
 
-    def _visit(self, transport: ElasticTransport, door: JoinBoardWithTimeout, room: str) -> bool:
+    def _visit(self, transport: TorchTransport, door: JoinBoardWithTimeout, room: str) -> bool:
         """Send heartbeats beside a run until it invites this rank, and go on with it; False where that came to nothing
         before this rank had anything of theirs."""
         strategy = self._strategy

@@ -14,7 +14,8 @@ from lightning_async.engine.control_plane import forks_of
 from lightning_async.strategies.rank_mapping import name_in_run
 from lightning_async.trainer.environment.environments import RenumberedEnvironment
 from lightning_async.trainer.namespace import in_words
-from lightning_async.transports.base import Connection, ElasticTransport
+from lightning_async.transports.base import Connection
+from lightning_async.transports.torch import TorchTransport
 
 if TYPE_CHECKING:
     from lightning_async.strategies.async_strategy import AsyncStrategy
@@ -75,7 +76,7 @@ def connect(
     config = strategy.config
     transport = strategy.transport
     device = strategy.root_device
-    assert isinstance(transport, ElasticTransport)
+    assert isinstance(transport, TorchTransport)
     if device.type == "cuda":
         torch.cuda.set_device(device)  # of this thread
     environment = RenumberedEnvironment(strategy.cluster_environment, rank, len(names), "")
@@ -84,7 +85,8 @@ def connect(
         made(connection)
         connection.hear_deaths(partial(name_in_run, names=names))
         connection.forks = forks_of(connection.root, connection.payload, config.timeouts)
-        pair = connection.root.split((0, len(names) - 1), "joining")
+        root: Any = connection.root  # of torch: its groups can be formed anew, and split
+        pair = root.split((0, len(names) - 1), "joining")
         connection.open()
         places = connection.world.gather_objects(own or [])
     except BaseException as error:

@@ -36,7 +36,8 @@ from lightning_async.parameter_server.process import Guard, ServerProcess, Serve
 from lightning_async.strategies.rank_mapping import RankMap, next_run
 from lightning_async.trainer.environment.subprocess_launcher import check_launcher
 from lightning_async.trainer.namespace import in_words
-from lightning_async.transports.base import Connection, ElasticTransport, Transport
+from lightning_async.transports.base import Connection, Transport
+from lightning_async.transports.torch import TorchTransport
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class StartQuorum:
 
     def check_transport(self, owner: str, transport: Transport) -> None:
         """Raise ValueError where nobody can come later."""
-        if not self.is_all and not isinstance(transport, ElasticTransport):
+        if not self.is_all and not isinstance(transport, TorchTransport):
             raise ValueError(
                 f"`{owner}(wait_for_workers={self.number})`: over {transport!r} nobody comes later. Use "
                 '`TorchTransport()`, or wait for "all".'

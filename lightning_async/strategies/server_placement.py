@@ -32,8 +32,9 @@ from lightning_async.strategies.server_options import Mode, StalenessView, ahead
 from lightning_async.trainer.configuration_checks import check_momentum_stays
 from lightning_async.trainer.environment.subprocess_launcher import leave
 from lightning_async.trainer.namespace import rank_zero_info
-from lightning_async.transports.base import ElasticTransport, Transport
+from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
+from lightning_async.transports.torch import TorchTransport
 
 log = logging.getLogger(__name__)
 
@@ -124,8 +125,8 @@ class ServerRoles(Roles):
         """Raise ValueError where its groups are of all ranks."""
         if not self.dedicated:
             return
-        mpi = isinstance(transport, ElasticTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
-        if mpi or not isinstance(transport, ElasticTransport):
+        mpi = isinstance(transport, TorchTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
+        if mpi or not isinstance(transport, TorchTransport):
             raise ValueError(
                 f"`{self._owner}(transport={transport!r})`: its groups are of all ranks, and some of them serve. Use "
                 '`transport="torch"`, under any launcher, or `placement="colocated"`.'

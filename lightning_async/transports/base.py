@@ -1,4 +1,4 @@
-"""What one run holds open, and what a transport must offer for it."""
+"""The connection that one run holds open, and what a transport must offer for it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import torch
 from lightning_async.comm.collectives import Collectives
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.membership.generation import in_order
-from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.launcher_channel import Death, Listener, listen
 from lightning_async.membership.membership import Membership
-from lightning_async.membership.startup import ProcessRole
 from lightning_async.membership.store import Store
 
 log = logging.getLogger(__name__)
@@ -31,12 +29,8 @@ _OUTLIVES_S = 5.0
 class Connection:
     """Communicators, heartbeats, and Lightning's collectives over all ranks; closed by `close`.
 
-    Args:
-        root: for CPU tensors.
-        payload: for the buckets; may be ``root``.
-        membership: started; None where the transport alone tells who is gone.
-        store: of all ranks, where there is one.
-        name: of what it keeps there.
+    ``root`` is for CPU tensors, ``payload`` for the buckets; they may be one. ``membership`` is started; None where the
+    transport alone tells who is gone. ``name`` is that of what is kept in the store of all ranks, if there is one.
     """
 
     def __init__(
@@ -54,11 +48,9 @@ class Connection:
         self.root = root
         self.payload = payload
         self._membership = membership
-        self.outlives = True
-        """Where the others fail, too, this rank's store waits for them to hear why."""
+        self.outlives = True  # where the others fail, too, this rank's store waits for them to hear why
         self._roots = [root] if payload is root else [root, payload]
-        self.on_end: Callable[[], None] = lambda: None
-        """Called when all have ended this run in order."""
+        self.on_end: Callable[[], None] = lambda: None  # called when all have ended this run in order
         self._listener: Listener | None = None
         self._name_of: Callable[[int], str] = str
         lightning = root.fork("lightning")
@@ -76,10 +68,9 @@ class Connection:
         return self._membership
 
     def hear_deaths(self, name_of: Callable[[int], str]) -> None:
-        """Have the launcher's word, where it has started this rank: a peer whose process has died is lost at once.
+        """Have the launcher report deaths, where it has started this rank: such a peer is lost at once.
 
-        Args:
-            name_of: what a rank is called here, by the number that it was started with; ValueError for one that is not.
+        ``name_of`` says what a rank is called here, by the number that it was started with, or raises ValueError.
         """
         self._name_of = name_of
         if (membership := self._membership) is None or self._listener is not None:
@@ -99,7 +90,6 @@ class Connection:
             log.warning("The others could not be told that rank %d died: %s", rank, error)
 
     def open(self) -> None:
-        """Form all groups now, those forked off too, rather than each at its first use."""
         for root in self._roots:
             root.open()
 
@@ -128,7 +118,6 @@ class Connection:
             self.on_end()
 
     def _outlive_the_others(self, membership: Membership) -> None:
-        """The store goes with rank 0: let the others hear first what has happened, or they know no more than that."""
         membership.leave()
         until = time.monotonic() + _OUTLIVES_S
         others = {*membership.generation.members} - {membership.generation.name}
@@ -136,7 +125,6 @@ class Connection:
             time.sleep(0.02)
 
     def _why(self, error: Exception) -> str:
-        """Who is gone, and why, as soon as the heartbeats tell; in short."""
         until = time.monotonic() + _HEARSAY_S
         while self._membership is not None and time.monotonic() < until:
             left = self._membership.left().intersection(self._membership.generation.members)  # not who visits
@@ -159,31 +147,31 @@ def short_world(root: Collectives, check: Callable[[], None] = lambda: None) -> 
 
 @runtime_checkable
 class Transport(Protocol):
-    """Who starts the ranks, and what moves their bytes: torch.distributed or Horovod.
+    """The choice of who starts the ranks, and what moves their bytes: torch.distributed or Horovod.
 
     A transport is a value: what it opens belongs to the `Connection`, so two strategies may share one.
     """
 
     def environment(self, lightnings: Any) -> Any:
-        """The cluster environment, given the one that Lightning has chosen."""
+        """Return the cluster environment, given the one that Lightning has chosen."""
         ...
 
     def launcher(
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
-        """What starts the other ranks of this host; None where that is done."""
+        """Return what starts the other ranks of this host; None where that is done."""
         ...
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
-        """Where the replica lives."""
+        """Return the device of the replica."""
         ...
 
     def backend_on(self, root_device: torch.device) -> str:
-        """What moves payloads of replicas on such a device; equal on all ranks."""
+        """Return the name of what moves payloads of replicas on such a device; equal on all ranks."""
         ...
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """Where the buckets are."""
+        """Return the device of the buckets."""
         ...
 
     def connect(
@@ -200,58 +188,5 @@ class Transport(Protocol):
         ...
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
-        """Collectives over all ranks for one operation outside of a run; all call it with the same name."""
-        ...
-
-
-@runtime_checkable
-class ElasticTransport(Transport, Protocol):
-    """One whose ranks may come back."""
-
-    def connect(
-        self,
-        environment: Any,
-        root_device: torch.device,
-        name: str,
-        dead_after: timedelta | None,
-        elastic: bool = False,
-    ) -> Connection:
-        """See `Transport`; ``elastic``: guests may beat beside the ranks."""
-        ...
-
-    def assemble(self, environment: Any) -> ProcessRole:
-        """Before all else, where the store outlives the ranks: whether this one begins with all, or comes back."""
-        ...
-
-    def door(self, environment: Any) -> JoinBoard:
-        """Where newcomers ask to be taken in."""
-        ...
-
-    def early_door(self, environment: Any) -> JoinBoard:
-        """The same, before all ranks have met, where it is not decided yet who begins."""
-        ...
-
-    def visit(self, environment: Any, name: str, joining_rank: str, dead_after: timedelta) -> Membership:
-        """A newcomer's heartbeat beside those of a run, by this name; not started."""
-        ...
-
-    def widen(
-        self,
-        environment: Any,
-        root_device: torch.device,
-        name: str,
-        dead_after: timedelta,
-        timeout: timedelta,
-        check: Callable[[], None],
-    ) -> Connection:
-        """Join ranks that train on another connection, and newcomers, for a run that goes on from theirs.
-
-        Args:
-            environment: says who this rank is in it.
-            root_device: of the replica.
-            name: of the run.
-            dead_after: as for `connect`.
-            timeout: for all to come.
-            check: raises where somebody will not.
-        """
+        """Open collectives over all ranks for one operation outside of a run; all call it with the same name."""
         ...

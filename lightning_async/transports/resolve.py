@@ -1,4 +1,4 @@
-"""Which transport a strategy uses: the one that it was given, or the one that a short name stands for."""
+"""The choice of a strategy's transport: the one that it was given, or the one that a short name stands for."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ REGISTERED: dict[str, Transport | TransportName] = {
 
 
 def register(strategy: Any, registry: Any) -> None:
-    """A class of strategies by its name in Lightning's registry, and with the ways to start ranks from a notebook."""
     refuse_elsewhere(strategy, [strategy.strategy_name + suffix for suffix in REGISTERED])
     for suffix, transport in REGISTERED.items():
         description = f"{strategy.__name__}(transport={transport!r})"
@@ -35,19 +34,13 @@ def register(strategy: Any, registry: Any) -> None:
 
 
 def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:
-    """The transport itself, or what its name stands for.
+    """Return the transport itself, or what its name stands for.
 
     "auto" is Horovod where horovodrun has started this process (``HOROVOD_RANK`` and ``HOROVOD_SIZE`` are set), else
     torch. Under mpirun alone Horovod must be asked for.
 
-    Args:
-        owner: the strategy's name, for messages.
-        transport: what the strategy was given.
-        gloo_timeout: of Horovod, where a name stands for it.
-
     Raises:
-        TypeError: it is no transport.
-        ValueError: an unknown name, or ranks that two launchers would start.
+        TypeError, ValueError: it is no transport, an unknown name, or ranks that two launchers would start.
         ModuleNotFoundError: Horovod is called for, but not installed.
         RuntimeError: both torchrun and horovodrun say who this process is.
     """
@@ -75,7 +68,7 @@ def choose_transport(owner: str, transport: Transport | TransportName, gloo_time
 
 
 def how_to_have_more(transport: Transport) -> str:
-    """What a user does who has one rank, and wants more, in words.
+    """Say what a user does who has one rank, and wants more.
 
     >>> how_to_have_more(TorchTransport())
     'Pass `Trainer(devices=2)` or more'

@@ -50,8 +50,6 @@ from lightning_async.trainer.environment.subprocess_launcher import (
 from lightning_async.trainer.namespace import fabric, rank_zero_info
 from lightning_async.transports.base import Connection, Transport, short_world
 
-# The store of all ranks of torch.distributed, for all runs of a process: where it is, and who serves it.
-
 START_TIMEOUT = timedelta(minutes=30)
 _stores: list[Any] = []  # of this process: one, from its first run on
 _processes: list[StoreProcess] = []  # of this process: the one that serves, where it is rank 0
@@ -60,14 +58,9 @@ _assembled: list[Any] = []  # what the ranks have assembled in: another that cam
 
 
 def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
-    """The store below the default group, which MPI's has not.
+    """Return the store below the default group, which MPI's has not; ``apart``: rank 0's is in a process of its own.
 
     A rank that comes back is in no default group, and finds the store that the others have met in.
-
-    Args:
-        environment: of the ranks that are to meet there, as it is opened.
-        rank: this one.
-        apart: rank 0's is in a process of its own.
     """
     if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":  # somebody else has made the group
         return distributed_c10d._get_default_store()
@@ -80,7 +73,7 @@ def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
 
 
 def assemble(environment: Any) -> ProcessRole:
-    """Whether this rank begins with all or comes back to others, as the launcher's store says, see `Assembly`."""
+    """Return whether this rank begins with all or comes back, as the launcher's store says, see `Assembly`."""
     rank = environment.global_rank()
     address = _address(environment)
     patience = _patience(rank)
@@ -93,35 +86,12 @@ def assemble(environment: Any) -> ProcessRole:
 
 
 def _say_how_it_ends(assembly: Assembly) -> None:
-    """The process exits: in order, unless an exception has ended a run or ends the script."""
+    """Say that the process ends in order, unless an exception has ended a run or ends the script."""
     if ended_in_order() and not hasattr(sys, "last_value"):
         assembly.end()
 
 
-def open_early(environment: Any) -> Any:
-    """The same, before anybody has met there: it is not decided yet who begins. Rank 0's is in a process of its own."""
-    if not _stores:
-        _stores.append(_open_store(environment, environment.global_rank(), apart=True))
-        _early[:] = _stores
-    return _stores[0]
-
-
-def renew() -> None:
-    """Another default group is to be formed, above a store of its own."""
-    if not _early:
-        _stores.clear()
-        while _processes:
-            _processes.pop().close()
-    _early.clear()
-
-
-def store_process() -> StoreProcess | None:
-    """That serves the store, where this process has started one."""
-    return _processes[0] if _processes else None
-
-
 def host_of(environment: Any) -> str | None:
-    """Where Gloo is to listen: on loopback where all ranks find rank 0 there; else as Gloo does."""
     address = _address(environment)
     return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
 
@@ -157,7 +127,6 @@ def _job(environment: Any) -> str:
 
 
 def _address(environment: Any) -> str:
-    """Where rank 0 is: on loopback where the launcher says that there is one host."""
     slurm = fabric("plugins.environments").SLURMEnvironment
     launchers = getattr(environment, "launchers", environment)
     one_host = isinstance(launchers, slurm) and os.environ.get("SLURM_NNODES") == "1"
@@ -201,7 +170,6 @@ class TorchTransport(Transport):
             )
 
     def environment(self, lightnings: Any) -> Any:
-        """Lightning's own choice, except under a launcher that it does not know."""
         own = fabric("plugins.environments").LightningEnvironment
         return MPIRunEnvironment() if type(lightnings) is own and MPIRunEnvironment.detect() else lightnings
 
@@ -219,7 +187,7 @@ class TorchTransport(Transport):
         return self.backend or ("nccl" if root_device.type == "cuda" else "gloo")
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """On the GPU, so that all arithmetic is; in the host's memory for MPI."""
+        """Return the GPU, so that all arithmetic is there; the host's memory for MPI."""
         on_gpu = root_device.type == "cuda" and self.backend_on(root_device) in ("nccl", "gloo")
         return root_device if on_gpu else torch.device("cpu")
 
@@ -231,6 +199,7 @@ class TorchTransport(Transport):
         dead_after: timedelta | None,
         elastic: bool = False,
     ) -> Connection:
+        """Connect as `Transport` says; ``elastic``: joining ranks may beat beside the ranks."""
         with naming_the_stores_host(environment.global_rank()):
             _join_default_group(environment, self.backend_on(root_device), elastic)
             presence = _meet(environment, name, dead_after)
@@ -245,25 +214,33 @@ class TorchTransport(Transport):
         timeout: timedelta,
         check: Callable[[], None],
     ) -> Connection:
+        """Connect ranks that train on another connection, and joining ranks, for a run that goes on from theirs.
+
+        ``timeout`` is for all to come; ``check`` raises where somebody will not.
+        """
         rank = environment.global_rank()
         seal = Seal.of_job().within(name)
-        job = getattr(environment, "job", "")
         room = distributed_c10d.PrefixStore(name, store_of(environment, rank))
-        greet(room, rank, environment.world_size(), job, seal, WaitWithLog(rank, timeout, check))
+        greet(room, rank, environment.world_size(), _job(environment), seal, WaitWithLog(rank, timeout, check))
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
 
     def assemble(self, environment: Any) -> ProcessRole:
-        """See `ElasticTransport`."""
+        """Return whether this rank begins with all, or comes back; before all else, where the store outlives ranks."""
         return assemble(environment)
 
     def early_door(self, environment: Any) -> JoinBoard:
-        """See `ElasticTransport`."""
-        return JoinBoard(open_early(environment), Seal.of_job())
+        """Return the same as `door`, before all ranks have met, where it is not decided yet who begins."""
+        if not _stores:  # rank 0's is in a process of its own
+            _stores.append(_open_store(environment, environment.global_rank(), apart=True))
+            _early[:] = _stores
+        return JoinBoard(_stores[0], Seal.of_job())
 
     def door(self, environment: Any) -> JoinBoard:
+        """Return the board where joining ranks ask to be admitted."""
         return JoinBoard(store_of(environment, environment.global_rank()), Seal.of_job())
 
     def visit(self, environment: Any, name: str, joining_rank: str, dead_after: timedelta) -> Membership:
+        """Return a joining rank's heartbeat beside those of a run, by this name; not started."""
         store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
         return Membership(store, 0, 1, member=joining_rank, visits=True, dead_after=dead_after, fresh=True, seal=seal)
@@ -278,7 +255,7 @@ class TorchTransport(Transport):
         elastic: bool,
         check: Callable[[], None],
     ) -> Connection:
-        """Communicators of ranks that have met; ``check`` tells of those that are gone where no heartbeats do."""
+        """Connect ranks that have met; ``check`` tells of those that are gone where no heartbeats do."""
         backend = self.backend_on(root_device)
         if backend == "nccl":
             nccl.set_variables()
@@ -290,14 +267,9 @@ class TorchTransport(Transport):
         form_timeout = min(_FORM_TIMEOUT, timeout)
         small = "mpi" if backend == "mpi" else "gloo"
         root = TorchCollectives(
-            store,
-            rank,
-            world_size,
-            backend=small,
-            timeout=timedelta(days=7),
-            form_timeout=form_timeout,
+            store, rank, world_size, backend=small, timeout=timedelta(days=7), form_timeout=form_timeout,
             meeting_options=meeting_options,
-        )
+        )  # fmt: skip
         payload: Any = root
         if self.bucket_device(root_device).type == "cuda":
             payload = TorchCollectives(
@@ -315,22 +287,20 @@ class TorchTransport(Transport):
             membership.start()
             meeting_options.check = membership.check
         connection = Connection(root, payload, membership, store, name)
-        if elastic and (process := store_process()) is not None:  # all have met: who is lost is known without it
-            process.outlive()
-            connection.on_end = process.follow
+        if elastic and _processes:  # all have met: who is lost is known without it
+            _processes[0].outlive()
+            connection.on_end = _processes[0].follow
         return connection
 
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
         rank = environment.global_rank()
         presence = _meet(environment, name, None)
+        store = distributed_c10d.PrefixStore(name, store_of(environment, rank))
+        meeting_options = MeetingOptions(Seal.of_job().within(name), presence.check, host_of(environment))
         root = TorchCollectives(
-            distributed_c10d.PrefixStore(name, store_of(environment, rank)),
-            rank,
-            environment.world_size(),
-            timeout=START_TIMEOUT,
-            form_timeout=START_TIMEOUT,
-            meeting_options=MeetingOptions(Seal.of_job().within(name), presence.check, host_of(environment)),
-        )
+            store, rank, environment.world_size(), timeout=START_TIMEOUT, form_timeout=START_TIMEOUT,
+            meeting_options=meeting_options,
+        )  # fmt: skip
         return short_world(root, presence.check)
 
 
@@ -346,23 +316,25 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessH
         store = store_of(environment, rank)
         patience = dead_after or _DEAD_AFTER
         _presences[:] = [ProcessHeartbeat(store, rank, world_size, patience, START_TIMEOUT, seal, room)]
-    _presences[0].meet(name, getattr(environment, "job", ""), seal, START_TIMEOUT)
+    _presences[0].meet(name, _job(environment), seal, START_TIMEOUT)
     return _presences[0]
 
 
 def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
-    """Torch's default group, for code of the user's that expects one; this package forms its own beside it.
+    """Form torch's default group, for code of the user's; this package forms its own beside it.
 
-    Who comes back is in none: the group of those that began cannot grow.
-
-    Args:
-        elastic: the others may go on without rank 0, and so the store does.
+    Who comes back is in none: the group of those that began cannot grow. With ``elastic`` the others may go on without
+    rank 0, and so the store does.
     """
     if dist.is_initialized() or came_back() is not None:
         return
     if backend == "nccl":
         nccl.set_variables()
-    renew()
+    if not _early:  # the group is formed above a store of its own
+        _stores.clear()
+        while _processes:
+            _processes.pop().close()
+    _early.clear()
     store = None if backend == "mpi" else store_of(environment, environment.global_rank(), elastic)
     with _gloo_at(host_of(environment)):
         connect = fabric("utilities.distributed")._init_dist_connection
@@ -383,7 +355,7 @@ def _leave_default_group(pid: int) -> None:
 
 @contextmanager
 def _gloo_at(host: str | None) -> Iterator[None]:
-    """While torch makes a group of its own, its Gloo is to listen on loopback only, if ``host`` is there."""
+    """Have Gloo listen on loopback only, if ``host`` is there, while torch makes a group of its own."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if host is None or not names or _INTERFACE in os.environ:
         yield

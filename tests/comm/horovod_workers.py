@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from datetime import timedelta
@@ -15,14 +14,11 @@ from lightning_async.horovod.collectives import HorovodCollectives, HorovodWorld
 from tests.comm.contract import CHECKS, LAST_CHECKS
 from tests.comm.workers import TIMEOUT, WORLD_SIZE, end, open_store, other_threads, run_checks
 
-# Of which the contract makes splits, and of which some exchange.
-SETS = [(0,), (1,)] if WORLD_SIZE == 2 else [(0,), *itertools.combinations(range(WORLD_SIZE), 2)]
-
 
 def contract(last: str | None = None) -> dict[str, Any]:
     """Every check of the contract, or, as it poisons the world, one of the last."""
     store = open_store()
-    world = HorovodWorld.join(WORLD_SIZE, timedelta(seconds=5), process_sets=SETS)
+    world = HorovodWorld.join(WORLD_SIZE, timedelta(seconds=5))
     checks = CHECKS if last is None else {last: LAST_CHECKS[last]}
     told = run_checks(checks, store, lambda name: HorovodCollectives(world, name=name, timeout=TIMEOUT))
     threads = other_threads()

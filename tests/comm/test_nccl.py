@@ -150,4 +150,4 @@ def test_an_outcome_outlives_its_process() -> None:
     results = run_ranks("tests.comm.workers:contract", 2, kwargs=kwargs, timeout=LIMIT_S, env=environment("cpu"))
     assert_kept(results, "all_gather_values")
     with pytest.raises(AssertionError, match="no outcome"):
-        assert_kept(results, "exchange_values")
+        assert_kept(results, "all_to_all_values")

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous
-from lightning_async.comm.simulated import Fail, Fault
 from lightning_async.engine.averaging.rounds import CheckpointMarkers, MarkedRound
 from lightning_async.engine.shared_state import Arrival, Mark
 from lightning_async.engine.timeouts import Timeouts
+from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, values
 
 RULES = [pytest.param(DeltaMean(), id="DeltaMean"), pytest.param(DiLoCo(), id="DiLoCo")]

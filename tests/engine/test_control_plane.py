@@ -18,13 +18,14 @@ from torch import nn
 
 import lightning_async.engine
 from lightning_async.algorithms import EveryNSteps
-from lightning_async.comm.simulated import Fail, Fault, FaultyCollectives, InProcessWorld
+from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.buckets import Buckets, InFlightRound, Message, RoundType
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, Header, SharedState, SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.membership.membership import Membership
+from tests.comm.faulty import Fail, Fault, FaultyCollectives
 from tests.engine.fault_ranks import DEADLINES
 from tests.engine.ranks import Rank, run
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
-from lightning_async.comm.simulated import Delay, Fail, Fault, Hang, Kill
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import AsyncTrainingError, CollectiveError, GateMismatch, LayoutMismatch, PeerLost
+from tests.comm.faulty import Delay, Fail, Fault, Hang, Kill
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
 RULES = [pytest.param(DeltaMean(), id="DeltaMean"), pytest.param(DiLoCo(), id="DiLoCo")]

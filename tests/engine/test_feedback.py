@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_async import ops
 from lightning_async.algorithms import PowerSGD, Synchronous, TopK
-from lightning_async.comm.simulated import Fail, Fault, Kill
 from lightning_async.engine.gradients.compression import GradientResiduals
 from lightning_async.engine.replica import Replica
+from tests.comm.faulty import Fail, Fault, Kill
 from tests.engine.fault_ranks import HEADER, PAYLOAD, FaultyRank, outcomes, values
 from tests.engine.ranks import Rank, bits, run
 

@@ -12,11 +12,11 @@ from torch import nn
 
 from lightning_async.algorithms import DiLoCo, EveryNSteps, Mean, Warmup
 from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
-from lightning_async.comm.simulated import Fail, Fault
 from lightning_async.engine.fingerprint import is_finite, real
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from lightning_async.errors import AsyncTrainingError, LayoutMismatch
+from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 from tests.engine.test_replayable_calls import LIGHTNING, Caller, call

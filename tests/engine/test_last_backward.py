@@ -14,12 +14,12 @@ from torch import Tensor
 
 from lightning_async.algorithms import Synchronous
 from lightning_async.algorithms.schedules import Action, Step
-from lightning_async.comm.simulated import Fail, Fault
 from lightning_async.engine import backward
 from lightning_async.engine.gradients import overlap
 from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.shared_state import Arrival
 from lightning_async.engine.timeouts import Timeouts
+from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 from tests.engine.test_overlap import SHAPES, Crash, Net, every, few, grads
 

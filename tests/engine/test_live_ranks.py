@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous
-from lightning_async.comm.simulated import Fault, Kill
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.errors import PeerLost
+from tests.comm.faulty import Fault, Kill
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes
 
 STEPS, EVERY, LR = 12, 4, 0.1

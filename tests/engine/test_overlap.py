@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lightning_async.algorithms import EveryNSteps, Synchronous, Warmup
-from lightning_async.comm.simulated import Fail, Fault
 from lightning_async.engine import backward
 from lightning_async.engine.backward import spans
 from lightning_async.engine.gradients import overlap
@@ -21,6 +20,7 @@ from lightning_async.engine.gradients.window import Window
 from lightning_async.engine.shared_state import Arrival
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import ROOM, FlatLayout
+from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, LIMIT_S, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 
 SHAPES = ((3, 2), (5,), (2, 2), (7,), ())

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
-from lightning_async.comm.simulated import Fail, Fault
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
+from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, values
 
 few = settings(

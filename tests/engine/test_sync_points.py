@@ -13,8 +13,8 @@ import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
-from lightning_async.comm.simulated import Fail, Fault
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
+from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, PAYLOAD, FaultyRank, Turnstile, values
 from tests.engine.ranks import Rank, bits, run
 

@@ -38,7 +38,7 @@ class Kills(pl.Callback):
             os.kill(int((self.folder / "serves").read_text()), signal.SIGKILL)
         if trainer.global_step == 6:
             (beats,) = server_lifecycle._beats.values()
-            while "server-0.1" not in beats.guests():
+            while "server-0.1" not in beats.visitors():
                 time.sleep(0.01)
             os.write(1, f"\nSERVER {trainer.strategy.servers.addresses[0]['name']}\n".encode())
 

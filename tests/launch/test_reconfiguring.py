@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_async.launch.process import Ending, goes_on, report
+from lightning_async.launch.process import Ending, report
 from lightning_async.launch.state_machine import (
     STORE_LOST,
     TRY_AGAIN,
@@ -252,9 +252,9 @@ def test_a_job_that_goes_on_with_nobody_lost_is_not_changed_by_what_is_told():
 
 def test_words_say_who_is_lost_and_of_what():
     lost = [Ending(2, 12, -9, 1.0, None, (b"its last",)), Ending(0, 10, 3, 2.0)]
-    assert goes_on(lost, 1, 3).splitlines() == [
+    assert report(lost, None, None).splitlines() == [
         "rank 2 (process 12) was killed by SIGKILL after 1.0 s (by hand, or by the system for want of memory)",
-        "rank 0 (process 10) ended with exit code 3 after 2.0 s: training goes on with 1 of 3 ranks.",
+        "rank 0 (process 10) ended with exit code 3 after 2.0 s",
     ]
     assert report([*lost, Ending(1, 11, 0, 3.0)], None, 0, {0, 2}).splitlines() == [
         "rank 2 (process 12) was killed by SIGKILL after 1.0 s (by hand, or by the system for want of memory); "

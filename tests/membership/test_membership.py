@@ -463,19 +463,19 @@ def test_a_guest_is_seen_and_is_in_no_generation_until_it_is_silent_for_a_moment
     joining_rank = hand.names["1.1.1"] = Membership(hand.store, 0, 1, member="1.1.1", visits=True, clock=hand.clock)
     hand.open("1.1.1")
     hand.everybody(times=3)
-    assert hand.names["0"].guests() == ("1.1.1",)
+    assert hand.names["0"].visitors() == ("1.1.1",)
     hand.die("1")
     del hand.names["1.1.1"]
     assert agreed(hand.meet()) == (1, ("0", "2"))
     hand.everybody(times=10)
-    assert hand.names["0"].guests() == ()  # a tenth of what is death elsewhere
+    assert hand.names["0"].visitors() == ()  # a tenth of what is death elsewhere
     joining_rank.beat()
     hand.everybody()
-    assert hand.names["2"].guests() == ("1.1.1",)
+    assert hand.names["2"].visitors() == ("1.1.1",)
     joining_rank._mine = replace(joining_rank._mine, state="left")  # as `close` does
     joining_rank.beat()
     hand.everybody()
-    assert hand.names["0"].guests() == ()
+    assert hand.names["0"].visitors() == ()
     assert "1.1.1" in hand.names["0"].left()
 
 
@@ -653,7 +653,7 @@ def test_a_newcomers_name_is_a_name() -> None:
     for name in ("", "a/b", "ü", "x" * 101):
         with pytest.raises(ValueError, match="letters, digits"):
             Membership(HashStore(), 0, 1, member=name)
-    with pytest.raises(ValueError, match="a newcomer is alone"):
+    with pytest.raises(ValueError, match="a joining rank is alone"):
         Membership(HashStore(), 0, 2, member="late")
 
 

@@ -29,7 +29,7 @@ class Heard:
         self.there: set[str] = set()
         self.ended: set[str] = set()
 
-    def guests(self) -> set[str]:
+    def visitors(self) -> set[str]:
         return self.there
 
     def left(self) -> set[str]:

@@ -107,7 +107,7 @@ class Odd(Seen):
         (self._folder / "start 1").touch()
         if NUMBER == 0:
             membership: Any = self.trainer.strategy.connection.membership
-            wait_until(lambda: len(membership.guests()) > 0)
+            wait_until(lambda: len(membership.visitors()) > 0)
             (self._folder / "rank 0 has seen it").touch()
         else:
             wait_for(self._folder / "rank 0 has seen it")

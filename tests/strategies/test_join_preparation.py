@@ -29,7 +29,7 @@ class Door:
 
 
 def test_what_it_raises_is_logged_and_the_next_change_has_it_look_again(caplog: pytest.LogCaptureFixture) -> None:
-    membership = SimpleNamespace(guests=lambda: ("2.1.1",))
+    membership = SimpleNamespace(visitors=lambda: ("2.1.1",))
     live_ranks = SimpleNamespace(names=("0", "1"), generation=SimpleNamespace(rank=1, world_size=2))
     strategy: Any = SimpleNamespace(connection=SimpleNamespace(membership=membership), live_ranks=live_ranks)
     door: Any = Door()
@@ -55,7 +55,7 @@ class Members:
         self.lost: tuple[str, ...] = ()
         self.failed = ""
 
-    def guests(self) -> tuple[str, ...]:
+    def visitors(self) -> tuple[str, ...]:
         return ()
 
     def check(self) -> None:
