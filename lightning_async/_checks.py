@@ -14,7 +14,7 @@ def check_choice(owner: str, argument: str, value: object, allowed: tuple[object
 
 def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:
     """Raise TypeError unless the argument is an object with all members of ``protocol``."""
-    names = [name for name in (*protocol.__annotations__, *vars(protocol)) if not name.startswith("_")]
+    names = [name for name in {**protocol.__annotations__, **vars(protocol)} if not name.startswith("_")]
     lacks = [name for name in names if not hasattr(value, name)]
     shown = f"`{owner}({argument}={value!r})` must be {what}."
     if isinstance(value, type) or len(lacks) == len(names):
