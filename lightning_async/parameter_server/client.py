@@ -1,11 +1,10 @@
-"""A worker's side: it pushes and pulls, and says again what a server has not answered, to whoever comes after it.
+"""A worker's connections to its servers: pushes, pulls, and what happens when a server dies.
 
-    push n: fill `gradients`, ask all servers, hear all answers
-    a server dies: dial it again, say hello under the same life, ask the same again; it knows whether n was applied
+    push n: fill `gradients`, send to all servers, wait for all answers
+    a server dies: connect again, send hello with the same life, repeat the request; it knows whether n was applied
 
-What was pushed lies in this process's memory until it is answered, and is not touched before. `Client` asks all servers
-at once, by one `ShardConnection` for each. `forget` and `tell_over` tell servers of others. A push that travels
-compressed has `PushResiduals` on the worker; a server has what came as `Arrived`, and decodes it.
+What was pushed stays in this process's memory, unchanged, until it is answered. `Client` sends to all servers at once,
+by one `ShardConnection` for each. `PushResiduals` and `Arrived` are the two ends of a compressed push.
 """
 
 from __future__ import annotations
@@ -44,15 +43,14 @@ class ServerAnswer:
 
     Args:
         versions: of each server's shard.
-        lags: updates since the weights that the push was computed at, of each server; zeros where there was none.
-        resent: servers that were asked again.
-        dropped: of each server, whether the push was left out, as too late.
-        durable: the version of each server's newest snapshot: this, and all before, survives the loss of its host;
-            -1 where there is none.
-        lost: pushes of this worker's that were acknowledged, and were lost since with a server's host.
+        lags: for each server, updates since the weights that the push was computed at.
+        resent: number of servers that were asked again.
+        dropped: for each server, whether the push was dropped as too late.
+        durable: version of each server's newest snapshot, which survives the loss of its host; -1: there is none.
+        lost: acknowledged pushes of this worker that were lost with a server's host.
         in_step: the next version is made of a push of each worker.
         restored: grows whenever a server has begun with a snapshot: versions go back with it.
-        called: in sync mode, whether a worker has called all with this round; all hear it of the same one.
+        called: in sync mode, whether a worker has called all with this round; all get it with the same one.
     """
 
     versions: tuple[int, ...]
@@ -65,31 +63,21 @@ class ServerAnswer:
     called: bool = False
     restored: int = 0
 
-    @property
-    def survives(self) -> str:
-        """What was answered survives the servers' ``"process"``, or, as it is in a ``"snapshot"``, their hosts.
-
-        >>> ServerAnswer((3, 4), durable=(3, 3)).survives, ServerAnswer((3, 4), durable=(3, 4)).survives
-        ('process', 'snapshot')
-        """
-        held = len(self.durable) == len(self.versions) and all(map(int.__ge__, self.durable, self.versions))
-        return "snapshot" if held else "process"
-
 
 class Client:
-    """One worker, as its servers know it; used by one thread at a time. An error leaves it of no use, but to `close`.
+    """One worker's client of all servers; used by one thread at a time. After an error only `close` may be called.
 
     Args:
         worker: its name.
-        dials: one for each server, in the plan's order; the client's from now on.
-        fingerprint: of the plan: servers take part in one only. Default: none.
-        timeout_s: for each request, over all servers and all that becomes of them; longer than their ``dead_after_s``,
-            so that they see first to a worker that all wait for. Default: 180.
-        absent_s: for a server to be reached, when it is not; then it is lost. Default: 180.
+        dials: one for each server, in the plan's order; closed by the client.
+        fingerprint: of the plan: servers take part in one only.
+        timeout_s: for each request, over all servers; longer than their ``dead_after_s``, so that they first evict a
+            worker that all wait for.
+        absent_s: seconds after which a server that cannot be reached is lost.
         compression: of pushes. Default: none, they are fp32.
-        consistent: whether all that is pulled is of one version of all servers, see `consistency`. Default: each has
-            its own.
-        table, overlap: of those that each server has, by number; see `ShardConnection`. Default: the first, and no.
+        consistent: whether a pull is of one version of all servers, see `consistency`.
+        table: number of the servers' table.
+        overlap: see `ShardConnection`.
     """
 
     def __init__(
@@ -118,12 +106,12 @@ class Client:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """fp32 memory for what is pushed next, one for each server; this worker's, but during a push."""
+        """fp32 memory for the next push, one for each server; not to be touched during a push."""
         return [each.source for each in self.feedback] or [_floats(line.dial.outgoing) for line in self._lines]
 
     @property
     def weights(self) -> list[Tensor]:
-        """fp32, what was pulled last, one for each server; this worker's until the next request."""
+        """fp32 weights that were pulled last, one for each server; valid until the next request."""
         return [_floats(line.dial.incoming) for line in self._lines]
 
     def bring(self, field: str) -> None:
@@ -140,29 +128,31 @@ class Client:
         anew: bool = False,
         warmup_steps: int | None = None,
     ) -> ServerAnswer:
-        """Join; servers that have no weights take those that are in `gradients`. Pull.
+        """Join, and pull; servers without weights take those that are in `gradients`.
 
         Args:
-            optimizer, arguments: of the servers; see `make_optimizer`. Default: what is pushed is added.
-            fields, scalars: of the state that it begins with; the first were brought before. Default: it is new.
-            staleness: that the servers' `WorkerRules` are to have. Default: any.
-            anew: servers that have weights take these in their place; other workers are fenced. Default: False.
-            warmup_steps: of these weights, in place of the servers'. Default: theirs.
+            optimizer, arguments: see `make_optimizer`. Default: what is pushed is added.
+            fields, scalars: of the optimizer's state; `bring` has sent the fields. Default: it is new.
+            staleness: what the servers' `WorkerRules` must have. Default: any.
+            anew: servers that have weights take these in their place; other workers are evicted.
+            warmup_steps: of these weights, in place of the servers'.
 
         Raises:
             PeerLost: a server is not there in time.
             SettingsMismatch: a server has another optimizer, policy of staleness or plan, or cannot have this one.
         """
-        told: dict[str, Any] = {"optimizer": optimizer, "arguments": dict(arguments or {})}
-        told |= {"fingerprint": self._fingerprint, "staleness": stated_staleness(staleness)}
-        told |= {"fields": list(fields), "scalars": dict(scalars or {}), "anew": anew, "warmup_steps": warmup_steps}
-        self._ask_with_all({"do": "initialise", **told})
+        header = {
+            "do": "initialise", "optimizer": optimizer, "arguments": dict(arguments or {}),
+            "fingerprint": self._fingerprint, "staleness": stated_staleness(staleness), "fields": list(fields),
+            "scalars": dict(scalars or {}), "anew": anew, "warmup_steps": warmup_steps,
+        }  # fmt: skip
+        self._ask_with_all(header)
         for line in self._lines:
             line.began = True
         return self.pull()
 
     def pull(self, field: str | None = None) -> ServerAnswer:
-        """Pull the newest weights into `weights`; or in their place a field of the servers' state, of the same version.
+        """Pull the newest weights into `weights`, or a ``field`` of the servers' state of the same version.
 
         Raises:
             PeerLost: a server has not answered in time, or has lost its weights.
@@ -182,17 +172,15 @@ class Client:
         call: bool = False,
         bases: Sequence[int] | None = None,
     ) -> ServerAnswer:
-        """Have what is in `gradients` applied, once, and pull. It is safe from the servers' deaths when this returns.
+        """Push what is in `gradients`, which is applied once, and pull. Servers' deaths cannot lose it afterwards.
 
         Args:
             lr: in place of the optimizer's own.
-            weight: samples that it is the mean of; counts in sync mode. 0: there is nothing in it, and the
-                residual stays here. Default: 1.
-            pull: whether to have the weights, too. Default: True.
-            sync_point: how many sync points are behind this worker, see `rest`. Default: 0.
-            call: in sync mode: all shall hear of it with the answer to this round, see `ServerAnswer.called`. Default:
-                False.
-            bases: the versions that it was computed at, of each server. Default: those that were pulled last.
+            weight: samples that it is the mean of, for sync mode. 0: the push is empty, and the residual stays here.
+            pull: whether to pull the weights, too.
+            sync_point: number of sync points that this worker has passed, see `rest`.
+            call: in sync mode, whether to call all workers with this round, see `ServerAnswer.called`.
+            bases: versions of each server that it was computed at. Default: those that were pulled last.
 
         Raises:
             ValueError: ``weight`` is below 0.
@@ -208,8 +196,11 @@ class Client:
         requests = []
         for server, line in enumerate(self._lines):
             base = line.base if bases is None else min(line.base, bases[server])
-            told = {**header, "number": line.pushed + 1, "base": base}
-            requests.append((told, self._put(server, line) if weight else 0))
+            outgoing = line.dial.outgoing
+            size = 0
+            if weight:
+                size = self.feedback[server].encode_(outgoing) if self.feedback else outgoing.numel()
+            requests.append(({**header, "number": line.pushed + 1, "base": base}, size))
         answer = self._answer(self._ask(requests), pulled=pull and not apart)
         if not apart:
             return answer
@@ -223,11 +214,10 @@ class Client:
             line.begin_part()
 
     def leave(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Send a part of the next push ahead of it to all servers, where something has to be moved.
+        """Send a part of the next push ahead of it to servers that share no memory; not with compression.
 
         Args:
-            parts: of each server's `gradients`, from one element to another: the tail, what is in front of parts that
-                have left, or one that has changed since. With compression all leaves with the push.
+            parts: range of each server's `gradients`: the tail, the part before those that were sent, or one again.
         """
         itemsize = torch.float32.itemsize
         for line, (start, end) in zip(self._lines, parts, strict=True):
@@ -235,24 +225,15 @@ class Client:
                 line.leave(start * itemsize, (end - start) * itemsize)
 
     def snapshot(self) -> ServerAnswer:
-        """Have all servers take a snapshot now; when this returns, it survives their hosts.
-
-        Raises:
-            AsyncTrainingError: a server takes none, or cannot write it.
-            PeerLost, Evicted: as of `pull`.
-        """
+        """Have all servers take a snapshot, and wait until it is durable; AsyncTrainingError where one cannot."""
         return self._answer(self._ask_all({"do": "snapshot"}), pulled=False)
 
     def read(self, field: str) -> tuple[dict[str, Any], ...]:
-        """Read one field of all servers' state into `weights`; return its ``fields``, ``scalars``, ``version``."""
+        """Read a field of all servers' state into `weights`; return their ``fields``, ``scalars`` and ``version``."""
         return tuple(self._ask_all({"do": "read", "field": field}))
 
     def rest(self, sync_point: int) -> None:
-        """Have nobody wait for this worker until somebody's push comes from beyond that sync point, by number.
-
-        Raises:
-            PeerLost, Evicted: as of `pull`.
-        """
+        """Have no worker wait for this one until a push comes from beyond that sync point, by number."""
         self._ask_all({"do": "rest", "sync_point": sync_point})
 
     def give_up(self) -> None:
@@ -261,24 +242,17 @@ class Client:
             line.give_up()
 
     def lags(self) -> tuple[dict[str, Any], ...]:
-        """Return how late pushes were, of each server: ``counts`` of pushes by lag (a key stands for all lags up to the
-        next one), the ``mean`` of recent ones, how many were ``dropped``; where snapshots are taken, also what is
-        ``durable``, and how many of all workers' pushes were ``lost``."""
-        told = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
-        return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in told)
+        """Return each server's histogram of lag, see `in_words`, with the ``mean`` of recent lags."""
+        lags = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
+        return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in lags)
 
     def close(self, leave: bool = True) -> None:
-        """Say goodbye, so that nobody waits for this worker, and give the memory back; idempotent."""
+        """Leave, so that no worker waits for this one, and free the memory; idempotent."""
         for line in self._lines:
             line.close(leave)
 
-    def _put(self, server: int, line: ShardConnection) -> int:
-        """Put the next push into the connection's memory; return how many bytes it is."""
-        outgoing = line.dial.outgoing
-        return self.feedback[server].encode_(outgoing) if self.feedback else outgoing.numel()
-
     def _ask_with_all(self, header: Mapping[str, Any]) -> None:
-        """Ask all servers, with what is in `gradients`, as it is."""
+        """Send a request to all servers, with what is in `gradients`, uncompressed."""
         for server, each in enumerate(self.feedback):
             _floats(self._lines[server].dial.outgoing).copy_(each.source)
         self._ask([(header, line.dial.outgoing.numel()) for line in self._lines])
@@ -288,11 +262,17 @@ class Client:
         if pulled:
             for line, version in zip(self._lines, versions, strict=True):
                 line.pulled(version)
-        told = {"lag": 0, "dropped": False, "durable": -1, "restored": 0}
-        lags, dropped, durable, restored = (tuple(reply.get(*each) for reply in replies) for each in told.items())
-        lost, resent = (sum(getattr(line, name) for line in self._lines) for name in ("lost", "resent"))
-        in_step, called = (any(reply.get(name, False) for reply in replies) for name in ("in_step", "called"))
-        return ServerAnswer(versions, lags, resent, dropped, durable, lost, in_step, called, sum(restored))
+        return ServerAnswer(
+            versions,
+            lags=tuple(reply.get("lag", 0) for reply in replies),
+            resent=sum(line.resent for line in self._lines),
+            dropped=tuple(reply.get("dropped", False) for reply in replies),
+            durable=tuple(reply.get("durable", -1) for reply in replies),
+            lost=sum(line.lost for line in self._lines),
+            in_step=any(reply.get("in_step", False) for reply in replies),
+            called=any(reply.get("called", False) for reply in replies),
+            restored=sum(reply.get("restored", 0) for reply in replies),
+        )
 
     def _ask_all(self, header: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._ask([(header, 0)] * len(self._lines))
@@ -307,15 +287,14 @@ class Client:
 class ShardConnection:
     """A worker's connection to one server, whichever process that is; used by one thread, but for `give_up`.
 
-    What was not answered is asked again.
+    A request without an answer is repeated.
 
     Args:
         server: its number, for messages.
-        dial: the connection's from now on.
-        hello: what servers are told first: the ``worker`` that it is of, and whatever else says who that is.
-        absent_s: a server that cannot be reached for so long is lost.
-        overlap: gradients may be of what was pulled before the last pull: the server has two places for that. Default:
-            they are of the last one.
+        dial: closed by the connection.
+        hello: the first message: the ``worker``, and what else identifies it.
+        absent_s: seconds after which a server that cannot be reached is lost.
+        overlap: gradients may be of weights before the last pull: the server keeps two places for those.
     """
 
     def __init__(
@@ -324,13 +303,13 @@ class ShardConnection:
         self.dial = dial
         self.base = 0
         self.began = False
-        """The server has weights: one without has lost them."""
+        """The server had weights: one without has lost them."""
         self._overlap = overlap
         self._spare = False
         self._pushed_then = 0  # where the last pull is, and when that was
         self.resent = self.pushed = 0
         self._missing: list[tuple[int, int]] = []
-        """Pushes that were answered, and are lost since: behind one number, up to another."""
+        """Ranges of pushes that were answered, and lost since: first excluded, last included."""
         self._server = server
         self._worker = hello["worker"]
         self._hello = hello
@@ -339,16 +318,16 @@ class ShardConnection:
         self._incarnation: str | None = None
         self._request: tuple[Mapping[str, Any], int] = {}, 0
         self._asked_at = 0.0
-        self._why = "nothing was heard of it"
+        self._why = "it was not reached."
         self._given_up = False
         self._absent_s = absent_s
         self._left: int | None = None
-        """From this byte on the next push is at the server already; None: nothing of it is."""
+        """Offset from which on the server has the next push already; None: it has nothing of it."""
         self._away_since: float | None = None
         """When the server was last reached; None while there is a channel."""
 
     def ask(self, header: Mapping[str, Any], size: int) -> None:
-        """Send a request, if the server is there; `reply` sees to the rest."""
+        """Send a request, if there is a channel; `reply` connects and repeats it otherwise."""
         pushes = header["do"] == "push"
         before = header.get("base", self.base) < self.base
         flips = pushes or self.pushed > self._pushed_then  # a pull after a pull is in its place: nothing is of that one
@@ -360,25 +339,21 @@ class ShardConnection:
             self._try(self._channel)
 
     def pulled(self, version: int) -> None:
-        """Note that the last request has brought weights, of this version."""
+        """Note the version of weights that the last request has brought."""
         self.base = version
         self._spare = self._request[0]["to"]
         self._pushed_then = self.pushed
 
     @property
     def lost(self) -> int:
-        """How many pushes were answered, and are in no weights any more."""
+        """Number of pushes that were answered, and lost since."""
         return sum(end - start for start, end in self._missing)
 
     def begin_part(self) -> None:
-        """Note that the memory is filled anew."""
         self._left = None
 
     def leave(self, at: int, size: int) -> None:
-        """Send a part of the next push ahead of it: the last one, or one in front of those that have left, or again.
-
-        It may fail: what has not left goes with the push.
-        """
+        """Send a part of the next push ahead of it; where that fails, it goes with the push."""
         channel = self._channel
         if channel is None or channel.shares_memory:
             return
@@ -391,7 +366,7 @@ class ShardConnection:
             self._left = at if self._left is None else min(self._left, at)
 
     def reply(self, until: float) -> dict[str, Any]:
-        """Return the answer, of whichever process gives it."""
+        """Return the answer, by whichever process gives it."""
         while True:
             now = time.monotonic()
             left = until - now
@@ -417,7 +392,8 @@ class ShardConnection:
             else:
                 if self._request[0].get("do") == "push":
                     self._left = None  # nothing of the next one is there
-                return self._heard(reply)
+                self._accept(reply)
+                return reply
 
     def give_up(self) -> None:
         self._given_up = True
@@ -437,7 +413,7 @@ class ShardConnection:
         self.dial.close()
 
     def _dial(self, timeout_s: float) -> bool:
-        """Dial; return whether there is a channel now, and the request is on its way."""
+        """Connect, and send the request; return whether there is a channel."""
         try:
             channel = self._channel = self.dial.connect(min(timeout_s, _DIAL_S))
             now = {"life": self._life, "incarnation": self._incarnation, "said": self.pushed}
@@ -447,33 +423,33 @@ class ShardConnection:
             self._drop(error)
             return False
         known = self._incarnation
-        told = self._heard(reply)
-        self._life = told["life"]
-        if self.began and told["version"] is None:
+        self._accept(reply)
+        self._life = reply["life"]
+        if self.began and reply["version"] is None:
             raise PeerLost(
                 f"worker {self._worker!r}: server {self._server} has lost its weights, of version {self.base} or "
                 "later: its memory is gone, with its supervisor or its host. Start again from the last checkpoint."
             )
-        if None not in (known, told["version"]) and told["incarnation"] != known:
-            self._go_back(told)
+        if None not in (known, reply["version"]) and reply["incarnation"] != known:
+            self._go_back(reply)
         self.resent += 1
         self._away_since = None
         self._try(channel)
         return self._channel is not None
 
-    def _go_back(self, told: Mapping[str, Any]) -> None:
-        """Go back to the snapshot of a server that has lost its memory: fewer pushes count than were answered."""
-        kept = told["push"]
+    def _go_back(self, reply: Mapping[str, Any]) -> None:
+        """Go back to the snapshot of a server that has lost its memory, with fewer pushes than were answered."""
+        kept = reply["push"]
         known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
         self._missing = [*known, (kept, max(kept, self.pushed))]
         header, size = self._request
-        self.base = min(self.base, told["version"])
+        self.base = min(self.base, reply["version"])
         if "base" in header:
             header = {**header, "base": self.base}
         self._request = header, size
         _log.warning(
             "Worker %r: server %d has come back with a snapshot, of version %d. %d pushes of this worker's are lost in "
-            "all.", self._worker, self._server, told["version"], self.lost,
+            "all.", self._worker, self._server, reply["version"], self.lost,
         )  # fmt: skip
 
     def _try(self, channel: PeerChannel) -> None:
@@ -493,13 +469,12 @@ class ShardConnection:
             self._channel.close()
         self._channel = None
 
-    def _heard(self, reply: dict[str, Any]) -> dict[str, Any]:
+    def _accept(self, reply: Mapping[str, Any]) -> None:
         if (kind := reply.get("refused")) is not None:
             error = _REFUSALS.get(kind, AsyncTrainingError)
             raise error(f"worker {self._worker!r}: server {self._server} refuses: {reply['why']}")
         self._incarnation = reply.get("incarnation", self._incarnation)
         self.pushed = reply.get("number", self.pushed)
-        return reply
 
 
 class PushResiduals:
@@ -507,9 +482,8 @@ class PushResiduals:
 
     .. math:: v_n = g_n + r_{n-1}, \qquad q_n = \mathrm{C}(v_n), \qquad r_n = v_n - q_n
 
-    So :math:`\sum_n q_n + r_n = \sum_n g_n`, whatever the compression. A message is made once, and lies in memory that
-    outlives the server: one that is said again is the same to the bit. It takes the room of two fp32 copies of the
-    shard.
+    So :math:`\sum_n q_n + r_n = \sum_n g_n`, whatever the compression. A message is made once: sent again, it is the
+    same to the bit. Takes the memory of two fp32 copies of the shard.
 
     Args:
         compression: C.
@@ -524,28 +498,24 @@ class PushResiduals:
         self.residual = torch.zeros(numel)
 
     def encode_(self, memory: Tensor) -> int:
-        """Put what travels of `source` at the beginning of ``memory``, uint8; return how many bytes it is."""
+        """Encode `source` to the beginning of ``memory``, uint8; return the message's bytes."""
         size = self.message_bytes
         self._compression.encode_(memory[:size], self.source, self.residual)
         return size
 
     @property
     def message_bytes(self) -> int:
-        """Of what travels."""
         return self._compression.message_bytes(self.source.numel())
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A push as a server got it; the memory is the worker's, who does not touch it before the answer.
+    """A push as a server got it, in memory that the worker does not touch before the answer.
 
     Args:
         message: uint8.
-        compression: by which it was made; None: it is fp32.
-        numel: of the shard.
-
-    Raises:
-        ValueError: it is of another size.
+        compression: of the message; None: it is fp32.
+        numel: of the shard; ValueError where the message has another size.
     """
 
     message: Tensor
@@ -562,15 +532,11 @@ class Arrived:
 
     @classmethod
     def of(cls, message: Tensor, header: Mapping[str, Any], numel: int) -> Arrived:
-        """Return what came with a header.
-
-        Raises:
-            TypeError, ValueError: it says nothing that is known, or something else than what came.
-        """
+        """Return what came with a header; raise TypeError or ValueError where the two do not fit."""
         return cls(message, from_description(header["compression"]), numel)
 
     def floats(self, room: Tensor) -> Tensor:
-        """Return fp32, flat: what came, or what it decodes to in ``room``."""
+        """Return the gradient, flat and fp32; a compressed one is decoded into ``room``."""
         if self.compression is None:
             return self._plain
         self.compression.decode_(room, self.message)
@@ -582,16 +548,12 @@ class Arrived:
 
 
 def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
-    """Tell a server that these workers are lost: nobody waits for them, and what they still say does not count.
-
-    Raises:
-        PeerLost: it does not answer in time.
-    """
+    """Tell a server that these workers are lost; raise PeerLost where it does not answer in time."""
     _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
 
 
 def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
-    """Tell a server that training is over: it ends when nobody is connected; one that does not answer ends anyway."""
+    """Tell a server that training is over: it ends when nobody is connected; without an answer it ends anyway."""
     with contextlib.suppress(PeerLost), contextlib.closing(dial):
         _tell(dial, {"do": "over"}, timeout_s)
 

@@ -1,19 +1,18 @@
-"""Who waits for whom on a server, and how a worker reads one version of all servers.
+"""Rules for which worker waits for which, and pulls of one version of all servers.
 
 `WorkerRules` say how a server treats its workers; the pure functions `live`, `round_due` and `awaited` follow them.
 
-A worker reads consistently with `pull`. It has all servers hold: none applies a push from now on, and each answers with
-the last push of each worker that it has applied. The latest of all answers is the cut. Then it pulls at the cut: of
-what waits, a server applies the pushes that are in the cut, sends the weights once all are there, and ends the hold. A
-push that one server has applied is on its way to the others, or its worker is gone: then nothing more of it will come,
-and what has come counts. Whoever holds does so for a limited time, and only as long as it is connected; where that was
-too short, it asks again.
+In a consistent `pull`, a worker first has all servers hold: they apply no push, and each answers with the last push of
+each worker that it has applied. The latest of all answers is the cut. Then it pulls at the cut: a server applies the
+waiting pushes that are in the cut, sends the weights once all are there, and ends the hold. A push that one server has
+applied is on its way to the others, or its worker is gone: then nothing more of it will come, and what has come counts.
+A hold ends with its time or its connection; where that was too short, the worker asks again.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,32 +22,28 @@ from lightning_async.errors import ChannelTimeout
 from lightning_async.parameter_server.store import said
 
 Workers = Mapping[str, Mapping[str, Any]]
-"""What a store remembers: of each name its ``life``, the ``push`` that was applied last, its ``clock``, whether it is
-``live``, waited for by others, and the sync point that it ``rests`` at: until others are beyond, nobody waits for
-it."""
-NEWCOMERS = "newcomers"
-"""Stands for workers that are yet to come."""
+"""Workers' entries in a store's record, by name, see `store.Record`."""
+NOT_YET_JOINED = "workers that have not joined yet"
 Cut = Mapping[tuple[str, str], int]
-"""Of each worker, by its name and its client's own: the number of its last push."""
+"""Number of each worker's last push, by its name and its client's id."""
 _HOLD_S = 1.0
 _LONGEST_HOLD_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerRules:
-    """How a server treats its workers.
+    """Rules by which a server treats its workers.
 
     Args:
-        mode: ``"async"``: each push is applied as it comes. ``"sync"``: one of each worker at a time, as their mean,
-            weighted by samples. ``"ssp"``: as they come, and nobody goes on who is more than ``max_staleness`` pushes
-            ahead of the slowest. Default: ``"async"``.
+        mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: one of each worker at a time, as
+            their mean, weighted by samples. ``"ssp"``: as they come, but a worker that is more than ``max_staleness``
+            pushes ahead of the slowest waits.
         num_workers: that are waited for before the first round of ``"sync"``. Default: 1.
         max_staleness: pushes. Default: 3.
-        warmup_steps: versions at first that are made as in ``"sync"``, in the other modes. Default: 0.
-        dead_after_s: seconds for which others wait for a worker that says nothing, before they go on without it; also
-            for one that does not come back to a server that was started again. Default: 60.
-        staleness: what is done about pushes that are late: a policy, its short name, or ``"auto"``, see
-            `algorithms.staleness`. Pushes of ``"sync"`` are not late, and take none. Default: ``"none"``.
+        warmup_steps: first versions that are made as in ``"sync"``, in the other modes. Default: 0.
+        dead_after_s: seconds after which a silent worker, or one that does not come back, is evicted. Default: 60.
+        staleness: policy for late pushes, its short name, or ``"auto"``, see `algorithms.staleness`; not for
+            ``"sync"``. Default: ``"none"``.
 
     Raises:
         TypeError, ValueError: an argument is out of range.
@@ -69,18 +64,14 @@ class WorkerRules:
         check_int(self, "max_staleness", at_least=0)
         check_int(self, "warmup_steps", at_least=0)
         check_real(self, "dead_after_s", above=0)
-        told = stated_staleness(self.staleness)
-        if self.mode == "sync" and told not in (AUTO, described(NoCorrection())):
+        stated = stated_staleness(self.staleness)
+        if self.mode == "sync" and stated not in (AUTO, described(NoCorrection())):
             raise ValueError(
                 f"`WorkerRules(staleness={self.staleness!r})`: pushes of mode='sync' are not late: take 'none'."
             )
 
     def in_step(self, version: int, warmup_steps: int | None = None) -> bool:
-        """Whether the next version is made of a push of each worker.
-
-        Args:
-            version: of the weights.
-            warmup_steps: of these weights, where a training has gone on with them. Default: all.
+        """Return whether the next version is made of a push of each worker; ``warmup_steps``: in place of the rules'.
 
         >>> rules = WorkerRules(warmup_steps=2)
         >>> rules.in_step(1), rules.in_step(2), rules.in_step(1, 1)
@@ -89,45 +80,43 @@ class WorkerRules:
         return self.mode == "sync" or version < (self.warmup_steps if warmup_steps is None else warmup_steps)
 
     def policy(self, optimizer: str, arguments: Mapping[str, Any]) -> StalenessPolicy:
-        """The policy, for a server's optimizer."""
         return NoCorrection() if self.mode == "sync" else make_policy(self.staleness, optimizer, arguments)
 
     def plain(self) -> dict[str, Any]:
-        """In JSON's terms."""
         return {**vars(self), "staleness": stated_staleness(self.staleness)}
 
 
 def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return a policy in JSON's terms; ``"auto"``, and none, as they are.
+    """Return a policy in JSON's terms; ``"auto"`` and None as they are.
 
     >>> stated_staleness("bounded")
     {'policy': 'Bounded', 'arguments': {'max_staleness': 16}}
     """
-    if staleness is None or staleness == AUTO:
-        return None if staleness is None else AUTO
-    return described(make_policy(staleness))
+    if staleness is None:
+        return None
+    return AUTO if staleness == AUTO else described(make_policy(staleness))
 
 
 def live(workers: Workers, sync_point: int = 0) -> set[str]:
-    """Return the workers that others wait for who come from beyond so many sync points.
+    """Return the workers that others wait for who have passed this many sync points.
 
-    >>> told = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
-    >>> live(told, 2), sorted(live(told, 3))
+    >>> workers = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
+    >>> live(workers, 2), sorted(live(workers, 3))
     ({'a'}, ['a', 'b'])
     """
-    return {name for name, told in workers.items() if told["live"] and told["rests"] < sync_point}
+    return {name for name, entry in workers.items() if entry["live"] and entry["rests"] < sync_point}
 
 
 def round_due(
     worker_rules: WorkerRules, version: int, workers: Workers, waiting: Collection[str], sync_point: int = 0
 ) -> bool:
-    """Return whether the pushes that wait are to be applied: they are of all that live, and enough have come once.
+    """Return whether the waiting pushes are to be applied: they are of all live workers, and enough have come once.
 
-    >>> told = {"live": True, "rests": -1}
+    >>> entry = {"live": True, "rests": -1}
     >>> two = WorkerRules(mode="sync", num_workers=2)
-    >>> round_due(two, 0, {"a": told}, ["a"]), round_due(two, 0, {"a": told, "b": told}, ["a", "b"])
+    >>> round_due(two, 0, {"a": entry}, ["a"]), round_due(two, 0, {"a": entry, "b": entry}, ["a", "b"])
     (False, True)
-    >>> round_due(two, 1, {"a": told, "b": {"live": False}}, ["a"])
+    >>> round_due(two, 1, {"a": entry, "b": {"live": False}}, ["a"])
     True
     """
     come = version > 0 or len(workers) >= worker_rules.num_workers
@@ -137,7 +126,7 @@ def round_due(
 def awaited(
     worker_rules: WorkerRules, workers: Workers, waiting: Collection[str], worker: str, number: int, sync_point: int = 0
 ) -> set[str]:
-    """Return whom a worker waits for that has pushed; nobody, where it may go on.
+    """Return the workers that this one waits for after its push; none, where it may go on.
 
     >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
     >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}
@@ -147,7 +136,7 @@ def awaited(
     set()
     """
     if workers[worker]["push"] < number:  # it waits in a round
-        return (live(workers, sync_point) - set(waiting)) or {NEWCOMERS}
+        return (live(workers, sync_point) - set(waiting)) or {NOT_YET_JOINED}
     if worker_rules.mode == "ssp":
         least = workers[worker]["clock"] - worker_rules.max_staleness
         return {name for name in live(workers, sync_point) - {worker} if workers[name]["clock"] < least}
@@ -155,25 +144,12 @@ def awaited(
 
 
 def applied_by(workers: Workers) -> Cut:
-    """Return what a server has applied.
+    """Return the pushes that a server has applied.
 
     >>> applied_by({"a": {"client": "3f", "push": 4}, "b": {"client": "9c", "push": 1, "said": 2}})
     {('a', '3f'): 4, ('b', '9c'): 2}
     """
-    return {(name, told["client"]): said(told) for name, told in workers.items()}
-
-
-def latest(cuts: Iterable[Cut]) -> Cut:
-    """Return what has to be applied everywhere, as it is somewhere.
-
-    >>> latest([{("a", "3f"): 4}, {("a", "3f"): 5, ("b", "9c"): 1}])
-    {('a', '3f'): 5, ('b', '9c'): 1}
-    """
-    found: dict[tuple[str, str], int] = {}
-    for cut in cuts:
-        for worker, number in cut.items():
-            found[worker] = max(number, found.get(worker, 0))
-    return found
+    return {(name, entry["client"]): said(entry) for name, entry in workers.items()}
 
 
 def plain(cut: Cut) -> list[list[Any]]:
@@ -181,9 +157,8 @@ def plain(cut: Cut) -> list[list[Any]]:
     return [[*worker, number] for worker, number in cut.items()]
 
 
-def from_plain(told: Sequence[Sequence[Any]]) -> Cut:
-    """Return the cut that `plain` was given."""
-    return {(name, client): number for name, client, number in told}
+def from_plain(cut: Sequence[Sequence[Any]]) -> Cut:
+    return {(name, client): number for name, client, number in cut}
 
 
 @dataclass
@@ -193,31 +168,25 @@ class _Hold:
 
 
 class ConsistentReads:
-    """The workers that hold one server; used under its lock.
-
-    Args:
-        now: seconds. Default: the system's clock.
-    """
+    """Holds of one server by its workers; used under its lock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._holds: dict[str, _Hold] = {}
 
     def hold(self, worker: str, limit_s: float) -> None:
-        """Apply no push until this worker has pulled, or for so many seconds."""
+        """Apply no push until this worker has pulled, for ``limit_s`` at most."""
         self._holds[worker] = _Hold(self._now() + limit_s)
 
     def wants(self, worker: str, cut: Cut) -> None:
-        """Note the pushes that a worker is to see."""
+        """Note the pushes that a worker's pull must contain."""
         if (hold := self._holds.get(worker)) is not None:
             hold.cut = cut
 
     def release(self, worker: str) -> None:
-        """End the hold of a worker that has pulled, or begins anew."""
         self._holds.pop(worker, None)
 
     def holds(self, worker: str) -> bool:
-        """Return whether a worker's hold has lasted until now."""
         hold = self._holds.get(worker)
         return hold is not None and self._now() < hold.until
 
@@ -237,10 +206,10 @@ class ConsistentReads:
 
 
 def missing(cut: Cut, workers: Workers) -> bool:
-    """Return whether a push is yet to come here; none does of workers that are gone for good.
+    """Return whether a push of the cut is not applied yet; those of forgotten workers do not count.
 
-    >>> told = {"a": {"client": "3f", "push": 4}}
-    >>> missing({("a", "3f"): 5}, told), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, told)
+    >>> workers = {"a": {"client": "3f", "push": 4}}
+    >>> missing({("a", "3f"): 5}, workers), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, workers)
     (True, False)
     """
     here = applied_by(workers)
@@ -248,18 +217,9 @@ def missing(cut: Cut, workers: Workers) -> bool:
 
 
 def pull(
-    ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]],
-    field: str | None,
-    timeout_s: float,
-    worker: str,
+    ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]], field: str | None, timeout_s: float, worker: str
 ) -> list[dict[str, Any]]:
-    """Pull all servers' weights at one cut, on a worker's side; return what the servers say to that.
-
-    Args:
-        ask: all servers, and hear all answers.
-        field: to have in their place. None: nothing is.
-        timeout_s: for all of it.
-        worker: who asks.
+    """Pull all servers' weights at one cut, or a ``field`` in their place; return the servers' replies to ``ask``.
 
     Raises:
         ChannelTimeout: a push has come to some servers only, and its worker is not known to be gone.
@@ -269,8 +229,11 @@ def pull(
     while True:
         began = time.monotonic()
         held = ask({"do": "hold", "limit_s": limit_s})
-        wanted = plain(latest(from_plain(each["cut"]) for each in held))
-        replies = ask({"do": "pull", "field": field, "cut": wanted})
+        latest: dict[tuple[str, str], int] = {}
+        for reply in held:
+            for pusher, number in from_plain(reply["cut"]).items():
+                latest[pusher] = max(number, latest.get(pusher, 0))
+        replies = ask({"do": "pull", "field": field, "cut": plain(latest)})
         if not any(reply["again"] for reply in replies):
             return replies
         now = time.monotonic()

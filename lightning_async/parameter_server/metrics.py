@@ -1,4 +1,4 @@
-"""What one worker's requests to servers add up to: `PushTotals`. `WorkerSteps` says how far a schedule is."""
+"""Totals of one worker's requests to servers, and the progress of schedules that follow the servers' version."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class PushTotals:
     """Totals of one worker's requests.
 
     Args:
-        pushes, pulls: how many there were.
+        pushes, pulls: their numbers.
         version: steps of the optimizers in the weights that were pulled last.
-        earlier: of these, those that servers have begun with: of a checkpoint.
+        earlier: of these, steps in the weights that servers have begun with.
         lag: of the last push.
-        lag_sum, timed_pushes: of all pushes that had something in them, and how many these were.
+        lag_sum, timed_pushes: of all pushes that were not empty, and their number.
         sent_bytes, pulled_bytes: of pushes, as they travel, and of weights.
-        asked_s: how long requests took.
-        waited_s: how long the training thread has stood still for them.
-        lags: how late pushes were, in words, as servers tell when training ends.
+        asked_s: seconds of requests.
+        waited_s: seconds for which the training thread has waited for them.
+        lags: summary of the servers' histograms of lag, when training ends.
     """
 
     pushes: int = 0
@@ -45,7 +45,6 @@ class PushTotals:
     shown: ClassVar[tuple[str, ...]] = ("version", "lag")
 
     def timed(self, ask: Callable[[], T]) -> T:
-        """Time a request; return what it brings."""
         began = time.monotonic()
         try:
             return ask()
@@ -53,21 +52,20 @@ class PushTotals:
             self.asked_s += time.monotonic() - began
 
     def begin(self) -> None:
-        """Count from here: servers have begun with what this worker had."""
+        """Count versions from here: servers have begun with this worker's weights."""
         self.earlier = self.version
 
     def pulled(self, version: int) -> None:
-        """Note that weights have come, with so many steps in them since servers have begun."""
+        """Count a pull of weights that have this many steps since servers have begun."""
         self.pulls += 1
         self.version = self.earlier + version
 
     def moved(self, sent: int, pulled: int) -> None:
-        """Count bytes, to servers and from them."""
         self.sent_bytes += sent
         self.pulled_bytes += pulled
 
     def late(self, lag: int) -> None:
-        """Note that a push was applied, so many updates after the weights that it was computed at."""
+        """Count a push that was applied this many updates after the weights that it was computed at."""
         self.lag = lag
         self.lag_sum += lag
         self.timed_pushes += 1
@@ -101,18 +99,19 @@ class PushTotals:
 
 
 class WorkerSteps:
-    r"""Steps of each worker, on average, in the weights that it has: where a schedule of learning rates is that all
-    workers share. It follows the servers' version, so whoever has the same weights, slow or fast, is at the same place.
+    r"""Mean number of steps of the workers: the progress of a learning-rate schedule that they share.
+
+    It follows the servers' version, so that slow and fast workers with the same weights are at the same place.
 
     .. math:: p = p_0 + w + \frac{K\, (v - w)}{N}
 
-    with the version :math:`v`, of which :math:`w` are made of a push of each worker, :math:`K` pushes in each of the
-    others, and :math:`N` workers; where these come and go, as many as there are while versions come.
+    with the version :math:`v`, of which the first :math:`w` are made of a push of each worker, :math:`K` pushes in each
+    of the others, and :math:`N` workers, as many as there are when a version comes.
 
     Args:
-        steps: of each worker, that training goes on from.
-        in_step: versions at first that are made of a push of each worker. Default: 0.
-        pushes: in each of the others. Default: 1.
+        steps: of each worker, when training begins.
+        in_step: :math:`w`.
+        pushes: :math:`K`.
 
     >>> progress = WorkerSteps([10, 14], in_step=2)
     >>> progress.see(2, num_workers=2), progress.see(7, num_workers=2), progress.see(9, num_workers=1)
@@ -130,7 +129,7 @@ class WorkerSteps:
         self._version = version
 
     def see(self, version: int, num_workers: int) -> int:
-        """Note that weights of this version have come, which so many workers make; return the steps."""
+        """Note a version that was pulled, and the number of workers; return the steps."""
         if (new := version - self._version) > 0:
             together = max(0, min(version, self._in_step) - self._version)
             self._mean += together + Fraction((new - together) * self._pushes, num_workers)
@@ -139,15 +138,14 @@ class WorkerSteps:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """Where it began, and where it is."""
+        """The steps at first, and now."""
         return int(self.first), int(self._mean)
 
     def plain(self) -> dict[str, Any]:
-        """Return what a worker that joins is to `take`."""
+        """Return what a joining rank is to `take`."""
         return {"mean": self._mean.as_integer_ratio(), "version": self._version, "rest": [self._in_step, self._pushes]}
 
-    def take(self, told: dict[str, Any]) -> None:
-        """Be where another worker was."""
-        self.first = self._mean = Fraction(*told["mean"])
-        self._version = told["version"]
-        self._in_step, self._pushes = told["rest"]
+    def take(self, state: dict[str, Any]) -> None:
+        self.first = self._mean = Fraction(*state["mean"])
+        self._version = state["version"]
+        self._in_step, self._pushes = state["rest"]

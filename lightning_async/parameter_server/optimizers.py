@@ -1,18 +1,15 @@
-"""The optimizers of servers, by name and JSON's arguments.
+"""The optimizers of servers, by name and JSON's arguments; see `ServerOptimizer` and `make_optimizer`.
 
-A step goes from one bank of memory, which stays as it is, to another one, piece by piece, in any order. A fused op
-reads a piece once, and writes what becomes of it once: the new weights and state, and the reply to the worker that has
-pushed. `ServerRates` say how much a late push counts; factors of 1 change no bit. Optimizers without a fused op are
-torch's own: they copy a piece, and update it while it is in the cache. What gives other numbers on several elements
-than on each alone cannot be sharded, and is refused.
-
-Begin with `ServerOptimizer` and `make_optimizer`.
+A step goes from one bank of memory, which stays as it is, to another one, piece by piece, in any order. Fused ops read
+and write a piece once, with the reply to the worker. Other optimizers are torch's own; one whose step for an element
+depends on other elements is refused.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -32,25 +29,19 @@ _add_: Callable[..., None] = eager(ops.server_add_)
 _sgd_: Callable[..., None] = eager(ops.server_sgd_)
 _dana_: Callable[..., None] = eager(ops.server_dana_)
 _adam_: Callable[..., None] = eager(ops.server_adam_)
-_BEGUN = "begun"  # one that has fields only is known by this to have taken a step
-_TOGETHER = "together"  # what there is of momentum is of workers together
+_BEGUN = "begun"  # the optimizer has taken a step
+_TOGETHER = "together"  # the momentum is of workers together
 
 
 class ServerRates(NamedTuple):
-    """The rates of one step.
-
-    Args:
-        lr: in place of the optimizer's own. Default: that one.
-        factor: of the rate.
-        scale: of the gradient.
-    """
+    """The rates of one step: ``lr`` in place of the optimizer's own, a factor of the rate, a scale of the gradient."""
 
     lr: float | None = None
     factor: float = 1.0
     scale: float = 1.0
 
     def of(self, own: float) -> float:
-        """Return the rate, for an optimizer with this one."""
+        """Return the rate, for an optimizer with its ``own``."""
         return (own if self.lr is None else self.lr) * self.factor
 
 
@@ -61,8 +52,8 @@ class ShardSpan(NamedTuple):
         old: read.
         new: overwritten, all of it.
         gradient: fp32, bf16 or fp16.
-        reply: overwritten with what workers are to have: the new weights, or what is ahead of them. None: nobody pulls.
-        whole: elements of the arrays that it is a piece of.
+        reply: overwritten with what workers pull: the new weights, or what is ahead of them.
+        whole: number of elements of the shard.
     """
 
     old: Bank
@@ -79,26 +70,20 @@ class ShardSpan(NamedTuple):
 
 
 class ServerOptimizer(Protocol):
-    """A step on a piece of a shard; by several threads at once."""
+    """An optimizer on pieces of a shard; used by several threads at once."""
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Names of the state that is as large as the parameters; zeros before the first step."""
+        """Names of state tensors, as large as the parameters; zeros before the first step."""
         ...
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        """Fill what is new; return the new scalars, the same for every piece.
-
-        Args:
-            span: the piece.
-            scalars: that go with what is old.
-            rates: how much the gradient counts.
-        """
+        """Fill the span's ``new``; return the new scalars, the same for every piece."""
         ...
 
 
 class Delta:
-    r"""The optimizer for pushes that are changes of the weights: :math:`x \leftarrow x + d`."""
+    r"""Optimizer for pushes that are changes of the weights: :math:`x \leftarrow x + d`."""
 
     fields = ()
 
@@ -107,60 +92,55 @@ class Delta:
         return {}
 
 
+@dataclass(frozen=True)
 class Sgd:
-    """SGD as `torch.optim.SGD`, by `ops.server_sgd_`; without momentum, by `ops.server_add_`.
+    """SGD as `torch.optim.SGD`, by `ops.server_sgd_`; without momentum, by `ops.server_add_`."""
 
-    Args:
-        lr: > 0.
-        momentum: in [0, 1).
-        nesterov, weight_decay, maximize: see there. Default: none of it.
-    """
+    lr: float
+    momentum: float
+    nesterov: bool
+    weight_decay: float
+    maximize: bool
 
-    def __init__(
-        self, lr: float, momentum: float, nesterov: bool, weight_decay: float = 0.0, maximize: bool = False
-    ) -> None:
-        self._lr = float(lr)
-        self._momentum = float(momentum)
-        self._nesterov = bool(nesterov)
-        self._weight_decay = float(weight_decay)
-        self._sign = -1.0 if maximize else 1.0
-        self.fields = ("momentum_buffer",) if momentum else ()
+    @property
+    def fields(self) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self.momentum else ()
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        rate = rates.of(self._lr)
-        scale = self._sign * rates.scale
+        rate = rates.of(self.lr)
+        scale = -rates.scale if self.maximize else rates.scale
         names = ("params", *self.fields)
-        if self._momentum:
-            how = rate, self._momentum, self._nesterov, scale, self._weight_decay, span.whole
+        if self.momentum:
+            how = rate, self.momentum, self.nesterov, scale, self.weight_decay, span.whole
             _sgd_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
         else:
-            _add(span, -rate * scale, rate * self._weight_decay)
+            _add(span, -rate * scale, rate * self.weight_decay)
         return {}
 
 
+@dataclass(frozen=True)
 class DanaStep:
     """SGD with a momentum for each worker, by `ops.server_dana_`; see `algorithms.staleness.Dana`.
 
-    The field ``momentum_buffer`` is the sum of all momenta: with one worker that of SGD. ``ahead`` is what workers
-    pull. Banks hold for a step what the worker has of its own, too: ``momentum``. Of a step that several workers take
-    together it is nobody's, and given up with the first step that is somebody's. Arguments are as of torch's SGD.
+    The field ``momentum_buffer`` is the sum of all momenta; workers pull ``ahead``. For a step, banks also hold the
+    worker's own ``momentum``. The momentum of a step that workers take together has no owner, and is dropped with the
+    first step of one worker. Arguments are as of torch's SGD.
     """
 
+    lr: float
+    momentum: float
+    weight_decay: float
+    maximize: bool
     fields = ("momentum_buffer", "ahead")
 
-    def __init__(self, lr: float, momentum: float, weight_decay: float, maximize: bool) -> None:
-        self._lr = float(lr)
-        self._momentum = float(momentum)
-        self._weight_decay = float(weight_decay)
-        self._sign = -1.0 if maximize else 1.0
-
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        rate = rates._replace(factor=1.0).of(self._lr)  # or what is ahead would be nearer after a late push
+        rate = rates._replace(factor=1.0).of(self.lr)  # or what is ahead would be nearer after a late push
         names = ("params", "momentum", "momentum_buffer")
         gradient = span.gradient
-        mu = self._momentum
-        if self._weight_decay or self._sign < 0:
-            gradient = torch.add(gradient.float() * self._sign, span.old["params"], alpha=self._weight_decay)
+        mu = self.momentum
+        if self.weight_decay or self.maximize:
+            sign = -1.0 if self.maximize else 1.0
+            gradient = torch.add(gradient.float() * sign, span.old["params"], alpha=self.weight_decay)
         if "momentum" not in span.new:
             both = "params", "momentum_buffer"
             how = rate, mu, False, rates.scale, 0.0, span.whole
@@ -177,7 +157,7 @@ class DanaStep:
         return {"reach": rate * mu}
 
     def without(self, old: Bank, new: Bank, momenta: Sequence[Tensor], scalars: Scalars) -> None:
-        """Fill ``new`` with what ``old`` is without these workers' momenta."""
+        """Fill ``new`` with ``old`` less these workers' momenta."""
         for name in old.keys() - {"ahead"}:
             new[name].copy_(old[name])
         for momentum in momenta:
@@ -185,40 +165,24 @@ class DanaStep:
         torch.sub(new["params"], new["momentum_buffer"], alpha=scalars.get("reach", 0.0), out=new["ahead"])
 
 
+@dataclass(frozen=True)
 class Adam:
-    """Adam as `torch.optim.Adam`, by `ops.server_adam_`; with ``decoupled`` decay, as `torch.optim.AdamW`.
+    """Adam as `torch.optim.Adam`, by `ops.server_adam_`; with ``decoupled`` decay, as `torch.optim.AdamW`."""
 
-    Args:
-        lr: > 0.
-        beta1, beta2: in [0, 1).
-        eps: >= 0.
-        weight_decay, maximize: see there. Default: none of it.
-        decoupled: the decay is no part of the gradient. Default: it is L2.
-    """
-
+    lr: float
+    betas: Sequence[float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    maximize: bool
     fields = ("exp_avg", "exp_avg_sq")
-
-    def __init__(
-        self,
-        lr: float,
-        beta1: float,
-        beta2: float,
-        eps: float,
-        weight_decay: float = 0.0,
-        decoupled: bool = False,
-        maximize: bool = False,
-    ) -> None:
-        self._lr = float(lr)
-        self._betas = (float(beta1), float(beta2))
-        self._eps = float(eps)
-        self._decay = (float(weight_decay), bool(decoupled))
-        self._sign = -1.0 if maximize else 1.0
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
         step = int(scalars.get("step", 0)) + 1
-        rate = rates.of(self._lr)
+        rate = rates.of(self.lr)
+        scale = -rates.scale if self.maximize else rates.scale
         names = ("params", *self.fields)
-        how = step, rate, *self._betas, self._eps, self._sign * rates.scale, *self._decay, span.whole
+        how = step, rate, *self.betas, self.eps, scale, self.weight_decay, self.decoupled, span.whole
         _adam_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
         return {"step": step}
 
@@ -273,41 +237,30 @@ def make_optimizer(
 
 
 def _dana(options: Mapping[str, Any]) -> DanaStep:
-    return DanaStep(options["lr"], options["momentum"], options["weight_decay"], options["maximize"])
+    return DanaStep(*(options[field.name] for field in fields(DanaStep)))
 
 
 def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
-    """Return the fused optimizer that computes as torch's class does with these options; None where there is none."""
+    """Return the fused optimizer that is equal to torch's class with these options, if there is one."""
     plain = not any(options.get(each) for each in ("amsgrad", "dampening"))
     if not plain or any(isinstance(value, Tensor) for value in options.values()):
         return None
     if name == "SGD":
-        how = options["nesterov"], options["weight_decay"], options["maximize"]
-        return Sgd(options["lr"], options["momentum"], *how)
+        return Sgd(*(options[field.name] for field in fields(Sgd)))
     if name in ("Adam", "AdamW"):
-        decoupled = name == "AdamW" or options.get("decoupled_weight_decay", False)
-        beta1, beta2 = options["betas"]
-        eps = options["eps"]
-        return Adam(options["lr"], beta1, beta2, eps, options["weight_decay"], decoupled, options["maximize"])
+        decoupled = name == "AdamW" or bool(options.get("decoupled_weight_decay"))
+        plain_options = {each: options[each] for each in ("lr", "betas", "eps", "weight_decay", "maximize")}
+        return Adam(**plain_options, decoupled=decoupled)
     return None
 
 
 def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
-    """Return the scalars of an optimizer that begins with such a state: one with fields has taken a step."""
+    """Return the scalars of an optimizer that begins with this state: one with fields has taken a step."""
     return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
 
 
 class _Torch:
-    """A class of torch.optim as it is, with its own fields and scalars; they are found by trying it.
-
-    Args:
-        name: for messages.
-        kind: the class.
-        arguments: of its constructor.
-
-    Raises:
-        ValueError: it cannot be sharded.
-    """
+    """A class of torch.optim; its state is found by trying it. ValueError: it cannot be sharded."""
 
     def __init__(self, name: str, kind: type[Optimizer], arguments: Mapping[str, Any]) -> None:
         self._make: Callable[[Parameter], Optimizer] = lambda parameter: kind([parameter], **arguments)  # pyright: ignore

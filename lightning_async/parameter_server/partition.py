@@ -1,10 +1,10 @@
-"""Which server has which elements: parameters, as keys, lie in one flat shard for each server.
+"""Partition of parameters, as keys, into one flat shard for each server.
 
     keys:      weight (6 elements, split)   bias (2)   scale (1)
     server 0:  weight[0:3]                  bias[0:2]
     server 1:  weight[3:6]                             scale[0:1]
 
-It follows from shapes alone, so that all who know these have the same plan.
+It follows from shapes alone, so that all workers make the same plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -23,19 +23,13 @@ from torch import Tensor
 from lightning_async._checks import check_int
 
 TABLES = 8
-"""That a server may have: groups of parameters with settings of their own, each with a plan."""
+"""Most tables of a server: groups of parameters with settings of their own, each with a plan."""
 _BYTES = 4  # of an element on a server: fp32
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of one key, and where they lie in a server's shard.
-
-    Args:
-        key: its place in the list of keys.
-        start, stop: elements of the key, flat.
-        offset: of the first one in the shard.
-    """
+    """Consecutive elements of a key, by its number, and the offset of the first one in a server's shard."""
 
     key: int
     start: int
@@ -45,7 +39,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ServerPartition:
-    r"""The division of keys among servers.
+    r"""A division of keys among servers.
 
     Keys of ``bigarray_bound`` elements or more are split evenly; the others go, the largest first, each to the server
     that has the fewest elements. With :math:`l_s` elements on server :math:`s`, and the largest key that is whole of
@@ -60,7 +54,7 @@ class ServerPartition:
         bigarray_bound: elements. Default: 1,000,000, as MXNet's ``MXNET_KVSTORE_BIGARRAY_BOUND``.
 
     Raises:
-        TypeError, ValueError: an argument is out of range, or a name stands twice.
+        TypeError, ValueError: an argument is out of range.
 
     Source: the key-value store of MXNet, https://github.com/apache/mxnet (src/kvstore/kvstore_dist.h); Graham, "Bounds
     on Multiprocessing Timing Anomalies", 1969, for the largest first.
@@ -80,22 +74,15 @@ class ServerPartition:
     def __post_init__(self) -> None:
         check_int(self, "num_servers", at_least=1)
         check_int(self, "bigarray_bound", at_least=1)
-        if len(self.names) != len(self.shapes):
-            raise ValueError(
-                f"`ServerPartition(names=...)` has {len(self.names)} entries for {len(self.shapes)} shapes."
-            )
-        if twice := sorted({name for name in self.names if self.names.count(name) > 1}):
-            raise ValueError(f"`ServerPartition(names=...)` has {twice} more than once.")
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor], num_servers: int = 1, bigarray_bound: int = 1_000_000) -> ServerPartition:
-        """Return the plan of a model's named parameters."""
         shapes = tuple(tuple(tensor.shape) for tensor in named.values())
         return cls(tuple(named), shapes, num_servers, bigarray_bound)
 
     @cached_property
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
-        """Of each server, in the order in which they lie in its shard."""
+        """Pieces of each server, in the order of its shard."""
         servers = range(self.num_servers)
         load = [0] * self.num_servers
         found: list[list[tuple[int, int, int]]] = [[] for _ in servers]
@@ -103,7 +90,7 @@ class ServerPartition:
         for key, size in enumerate(sizes):
             if size >= self.bigarray_bound:
                 each, rest = divmod(size, self.num_servers)
-                # Who has one element more takes turns: those that have the fewest.
+                # Servers with the fewest elements get one more.
                 more = sorted(servers, key=lambda server: (load[server], server))[:rest]
                 ends = [0]
                 for server in servers:
@@ -132,14 +119,6 @@ class ServerPartition:
         """Elements of each server's shard."""
         return tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces)
 
-    def places(self, server: int, tensors: Sequence[Tensor], shard: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pair views of the keys' tensors, which are contiguous, with those of the server's flat shard."""
-        flat = [tensor.view(-1) for tensor in tensors]
-        return [
-            (flat[piece.key][piece.start : piece.stop], shard[piece.offset : piece.offset + piece.stop - piece.start])
-            for piece in self.pieces[server]
-        ]
-
     def fingerprint(self) -> str:
         """Return a text that is equal on all who have the same plan."""
         return hashlib.sha256(json.dumps(self.plain()).encode()).hexdigest()[:16]
@@ -166,35 +145,3 @@ class ServerPartition:
                 f"server {server}: {size * _BYTES / 2**20:.1f} MiB, {len(pieces)} keys, {split} of them in part"
             )
         return "\n".join(lines)
-
-
-def reshard(old: ServerPartition, shards: Sequence[Tensor], new: ServerPartition) -> list[Tensor]:
-    """Return what one plan's servers have, as another one's are to have it: to the bit, of any dtype.
-
-    Args:
-        old: the plan by which the shards are.
-        shards: one flat tensor for each of its servers.
-        new: of the same keys, on other servers.
-
-    Raises:
-        ValueError: the keys or the shards' sizes are not as the plans say.
-
-    >>> import torch
-    >>> one = ServerPartition(("a", "b"), ((3,), (1,)))
-    >>> reshard(one, [torch.arange(4)], ServerPartition(("a", "b"), ((3,), (1,)), num_servers=2))
-    [tensor([0, 1, 2]), tensor([3])]
-    """
-    if (old.names, old.shapes) != (new.names, new.shapes):
-        raise ValueError("`reshard(new=...)` must be a plan of the same keys, of the same shapes.")
-    if tuple(shard.numel() for shard in shards) != old.sizes:
-        found = [shard.numel() for shard in shards]
-        raise ValueError(f"`reshard(shards=...)` have {found} elements and must have {list(old.sizes)}.")
-    keys = [shards[0].new_empty(math.prod(shape)) for shape in old.shapes]
-    for server, shard in enumerate(shards):
-        for whole, part in old.places(server, keys, shard):
-            whole.copy_(part)
-    resharded = [shards[0].new_empty(size) for size in new.sizes]
-    for server, shard in enumerate(resharded):
-        for whole, part in new.places(server, keys, shard):
-            part.copy_(whole)
-    return resharded

@@ -1,11 +1,7 @@
-"""A server in a process of its own, as its starter sees it.
+"""Server processes, as their starter sees them.
 
-`ServerProcess` is one of them, and `ServerStart` says how those of one training are started. `Guard` has another server
-take the place of one whose memory is gone:
-
-    supervisor is killed ---> its server ends, and the memory with it
-    who started it sees that ---> the next one listens under the same name, with the newest snapshot there is
-                                  ---> workers dial it, as they would anyway
+`ServerProcess` is one of them, `ServerStart` says how those of one training are started, and `Guard` replaces one whose
+supervisor was killed, and with it the memory: the next one listens under the same name, with the newest snapshot.
 """
 
 from __future__ import annotations
@@ -14,12 +10,12 @@ import contextlib
 import errno
 import logging
 import os
-import select
 import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from lightning_async._subprocess import bare_command
@@ -43,16 +39,16 @@ _left: list[subprocess.Popen[bytes]] = []
 class ServerProcess:
     """A server on this host, under a supervisor that starts it again when it is killed, with all that it had.
 
-    It outlives who has started it: the other workers still need it. It ends when it is told to, or once its starter is
-    gone and nobody has been connected for a while.
+    It outlives its starter, as other workers still need it. It ends by `close` or `leave`, or once its starter is gone
+    and nobody has been connected for a while.
 
     Args:
         worker_rules: how it treats workers. Default: asynchronous.
-        linger_s: how long it waits for workers, once its starter is gone. Default: 30.
-        host: an address of this host's, at which workers on others reach it. Default: nothing listens there.
-        port: there. Default: a free one.
+        linger_s: seconds that it waits for workers, once its starter is gone. Default: 30.
+        host: an address of this host for workers on others. Default: it serves this host only.
+        port: at that address. Default: a free one.
         server: its number among the servers, for its snapshots. Default: 0.
-        name: by which this host's workers find it. Default: one that nobody can know.
+        name: by which this host's workers find it. Default: a secret one.
         snapshots: folder of all servers' snapshots, a path or what fsspec knows; it begins with its newest one, and
             ends with a last one. Default: none are taken.
         snapshot_every: seconds between two. Default: 60.
@@ -70,14 +66,13 @@ class ServerProcess:
             raise ValueError(f"`ServerProcess(snapshot_every={snapshot_every!r})` must be > 0 seconds.")
         self._settings = {
             "terms": (worker_rules or WorkerRules()).plain(), "linger_s": linger_s, "server": server,
-            "snapshots": snapshots,
-            "snapshot_every": snapshot_every,
+            "snapshots": snapshots, "snapshot_every": snapshot_every,
         }  # fmt: skip
         self._popen: subprocess.Popen[bytes] | None = None
         self.name = ""
-        """What `ShmDial` takes."""
+        """Argument of `ShmDial`."""
         self.address: dict[str, Any] = {}
-        """What `p2p_gloo.dial` takes, on any host; in JSON's terms."""
+        """Argument of `p2p_gloo.dial`, on any host; in JSON's terms."""
         try:
             with contextlib.ExitStack() as opened:
                 self._start(opened, name, host, port)
@@ -86,7 +81,7 @@ class ServerProcess:
 
     def _start(self, opened: contextlib.ExitStack, name: str | None, host: str | None, port: int) -> None:
         if (folder := self._settings["snapshots"]) is not None:
-            Shelf(folder, self._settings["server"]).close()  # where it cannot be written to, that is said here
+            Shelf(folder, self._settings["server"]).close()  # raises here where it cannot be written to
         memories = [os.memfd_create("lightning_async-server") for _ in range(TABLES)]
         for memory in memories:
             opened.callback(os.close, memory)
@@ -111,13 +106,13 @@ class ServerProcess:
 
     @property
     def supervisor(self) -> int:
-        """The supervisor's process number."""
+        """The supervisor's process id."""
         assert self._popen is not None
         return self._popen.pid
 
     @property
     def pid(self) -> int | None:
-        """The server's process number; None while there is none."""
+        """The server's process id; None while there is none."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{self.supervisor}/task/{self.supervisor}/children") as file:
                 children = file.read().split()
@@ -130,15 +125,15 @@ class ServerProcess:
         return self._popen is not None and (self._popen.poll() or 0) < 0
 
     def tell_to_end(self) -> None:
-        """Tell the server to end, with a last snapshot, where any are taken; `close` waits for it."""
+        """Tell the server to end, with a last snapshot where any are taken; `close` waits for it."""
         self._order(END if self._settings["snapshots"] else STOP)
 
     def close(self, drain_s: float = 0.0, snapshot_s: float = _ENDS_S) -> int:
-        """End the server, and give its memory back; idempotent.
+        """End the server, and free its memory; idempotent.
 
         Args:
-            drain_s: how long others may still be connected with it. Default: it ends now.
-            snapshot_s: seconds that it has for a last snapshot, where any are taken. Default: ten.
+            drain_s: seconds for which others may still be connected.
+            snapshot_s: seconds that it has for a last snapshot, where any are taken.
 
         Returns:
             0; 1 where it could not take its last snapshot, or has ended before, as it could not serve.
@@ -155,18 +150,14 @@ class ServerProcess:
             status = 1
             self._order(STOP)
             if self._ended(_ENDS_S) is None:
-                self._popen.kill()  # the server hears of it, and ends
+                self._popen.kill()  # the server sees that, and ends
                 self._popen.wait()
         self._control.close()
         self._popen = None
         return int(status != 0)
 
     def leave(self, within_s: float = 1.0) -> None:
-        """Leave the server to others: it ends when nobody is connected with it any more.
-
-        Args:
-            within_s: seconds that it is waited for. Default: one.
-        """
+        """Leave the server to others: it ends when nobody is connected; wait for that for ``within_s`` at most."""
         if self._popen is None:
             return
         self._order(DRAIN)
@@ -187,25 +178,14 @@ class ServerProcess:
 
 
 class Shelving(NamedTuple):
-    """The place where the servers of one training keep their snapshots.
-
-    Args:
-        folder: of all of them, and of nobody else. Default: none are taken.
-        every_s: seconds between two. Default: 60.
-    """
+    """The folder of one training's snapshots, None where none are taken, and the seconds between two."""
 
     folder: str | None = None
     every_s: float = 60.0
 
 
 class ServerStart(NamedTuple):
-    """The way in which the servers of one training are started.
-
-    Args:
-        worker_rules: how they treat workers.
-        host: this one's address, by which others reach it; None where all are on one.
-        shelving: of snapshots. Default: none.
-    """
+    """The arguments of `ServerProcess` that the servers of one training share."""
 
     worker_rules: WorkerRules
     host: str | None = None
@@ -214,19 +194,17 @@ class ServerStart(NamedTuple):
     def begin(self, server: int, port: int = 0, name: str | None = None) -> ServerProcess:
         folder, every_s = self.shelving
         return ServerProcess(
-            self.worker_rules,
-            host=self.host,
-            port=port,
-            server=server,
-            name=name,
-            snapshots=folder,
+            self.worker_rules, host=self.host, port=port, server=server, name=name, snapshots=folder,
             snapshot_every=every_s,
-        )
+        )  # fmt: skip
 
     def again(
         self, server: int, address: Mapping[str, Any], is_over: Callable[[], bool] = lambda: False
     ) -> ServerProcess:
-        """Start a server at the address of one that is gone, or has not quite ended; ``is_over``: nobody needs it.
+        """Start a server at the address of one that is gone, or about to end.
+
+        Args:
+            is_over: whether no server is needed any more.
 
         Raises:
             AsyncTrainingError: the system does not let it start.
@@ -243,13 +221,11 @@ class ServerStart(NamedTuple):
 
 
 class Guard:
-    """A thread that has another server take the place of each one beside this rank whose supervisor is killed.
-
-    A server that has ended by itself, or could not serve, stays away.
+    """A thread that replaces each server of this rank whose supervisor is killed; not one that has ended by itself.
 
     Args:
-        start: how they are started.
-        own: they, by their numbers; whoever takes a place is there. The guard's until it is closed.
+        start: how servers are started.
+        own: servers by number; the guard changes it until it is closed.
     """
 
     def __init__(self, start: ServerStart, own: dict[int, ServerProcess]) -> None:
@@ -262,7 +238,7 @@ class Guard:
         self._thread.start()
 
     def close(self) -> None:
-        """Start nobody from now on; idempotent."""
+        """Start no more servers; idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -273,11 +249,8 @@ class Guard:
 
     def _watch(self) -> None:
         while not self._closed.is_set():
-            poll = select.poll()
-            for descriptor in (self._woken, *self._watched):
-                poll.register(descriptor, select.POLLIN)
-            for descriptor, _ in poll.poll():
-                if descriptor in self._watched and not self._closed.is_set():
+            for descriptor in self._watched.keys() & connection.wait([self._woken, *self._watched]):
+                if not self._closed.is_set():
                     self._replace(descriptor)
 
     def _replace(self, descriptor: int) -> None:

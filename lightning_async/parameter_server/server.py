@@ -1,18 +1,14 @@
-"""A server: what it answers to its workers, one thread for each of them, one lock around the store.
+"""A server: its answers to workers, with one thread for each worker, and one lock around the store.
 
     hello       who I am -> which life this is, what was applied of mine        initialise  the first weights
     push        a gradient -> the version that it is in                         read        weights, or optimizer state
-    pull        -> weights of one version                                       leave       nobody waits for me any more
-    rest        nobody waits for me, until others are beyond this sync point    forget      ... for these; from anybody
-    snapshot    have it all on disk                               hold        no push is applied until I pull
+    pull        -> weights of one version                                       leave       do not wait for me any more
+    rest        do not wait for me until others are beyond this sync point      forget      ... for these; from anybody
+    snapshot    write a snapshot now                                            hold        apply no push until I pull
 
 A worker has a life: from its first hello on, over any number of connections, until another process comes under its
 name, or the others have stopped waiting for it. Pushes of one life are numbered from 1, without gaps, and applied in
-order: one that comes again, as its answer was lost, is answered and not applied. So each is applied once, whoever dies.
-Only where the memory is lost with its host, pushes are: those that came after the last snapshot. All answers say which
-version that holds, and a worker that comes back hears which of its pushes it holds.
-
-`Server` comes first; then its parts, which all work under its lock.
+order; one that is repeated, as its answer was lost, is answered and not applied. So each is applied once, whoever dies.
 """
 
 from __future__ import annotations
@@ -35,21 +31,21 @@ from lightning_async.ops.flat_ops import eager
 from lightning_async.parameter_server import consistency
 from lightning_async.parameter_server.client import Arrived
 from lightning_async.parameter_server.consistency import (
-    NEWCOMERS,
+    NOT_YET_JOINED,
     WorkerRules,
     awaited,
     live,
     round_due,
     stated_staleness,
 )
-from lightning_async.parameter_server.snapshots import GONE, RequestError, Shelf, Snapshots, memory_for, take_asked
+from lightning_async.parameter_server.snapshots import GONE, RequestError, Shelf, Snapshots, memory_for
 from lightning_async.parameter_server.store import Store, said
 
 HELLO_S = 10.0
 _LOOK_S = 0.25
 _HELD_S = 0.02
 _OF_A_PUSH = ("lag", "dropped", "called")
-_IDLE = 0.1  # of `dead_after_s`: what a clock goes on by at most, between two pushes, or two looks
+_IDLE = 0.1  # of `dead_after_s`: by how much a clock advances at most between two pushes, or two sweeps
 
 
 class Server:
@@ -58,8 +54,7 @@ class Server:
     Args:
         store: its shard.
         worker_rules: whom it waits for, and which pushes it takes.
-        shelf: for its snapshots, of which it takes the newest where the store has no weights. Default: none are taken.
-        every_s: seconds between two. Default: they are taken when a worker asks.
+        shelf, every_s: see `Snapshots`. Default: none are taken.
     """
 
     def __init__(
@@ -69,7 +64,7 @@ class Server:
         self._worker_rules = worker_rules
         self._changed = threading.Condition()
         self.snapshots = None if shelf is None else Snapshots(store, self._changed, shelf, every_s)
-        self._presence = WorkerSessions(store, worker_rules)
+        self._sessions = WorkerSessions(store, worker_rules)
         self._rounds = SyncRounds(store, worker_rules)
         self._cuts = consistency.ConsistentReads()
         self._initialization = TableInitialization(store, worker_rules)
@@ -77,28 +72,26 @@ class Server:
 
     @property
     def connected(self) -> int:
-        """Workers that have a connection."""
-        return len(self._presence.channels)
+        return len(self._sessions.channels)
 
-    def serve(self, channel: PeerChannel, said: tuple[dict[str, Any], int] | None = None) -> None:
-        """Answer one worker until it is gone; on a thread of its own. What it has said already comes first."""
+    def serve(self, channel: PeerChannel, first: tuple[dict[str, Any], int] | None = None) -> None:
+        """Answer one worker until it is gone; on a thread of its own. A ``first`` message was received already."""
         worker = None
         try:
             while True:
-                header, size = said or channel.receive(HELLO_S if worker is None else None)
-                said = None
+                header, size = first or channel.receive(HELLO_S if worker is None else None)
+                first = None
+                length = 0
                 try:
-                    if worker is None and header.get("do") == "forget":
-                        reply = self.forget(header["workers"])
-                        length = 0
-                    elif worker is None:
-                        worker, reply = self._hello(channel, header)
-                        length = 0
-                    else:
+                    if worker is not None:
                         reply, length = self._answer(worker, channel, header, size)
+                    elif header.get("do") == "forget":
+                        self.forget(header["workers"])
+                        reply = {}
+                    else:
+                        worker, reply = self._hello(channel, header)
                 except RequestError as refused:
                     reply = {"refused": refused.kind, "why": str(refused)}
-                    length = 0
                 channel.send(reply, length)
         except PeerLost:
             pass  # its others go on; it comes back, or does not
@@ -107,16 +100,14 @@ class Server:
             self._gone(worker, channel)
 
     def close(self) -> None:
-        """End all connections."""
         with self._changed:
-            for channel in self._presence.channels.values():
+            for channel in self._sessions.channels.values():
                 channel.break_off()
 
-    def forget(self, names: Sequence[str]) -> dict[str, Any]:
+    def forget(self, names: Sequence[str]) -> None:
         """Stop waiting for these workers: others know that they are lost."""
         with self._changed:
             self._evict(set(names) & self._store.known.keys())
-        return {}
 
     # All below are called by the workers' threads
 
@@ -128,7 +119,7 @@ class Server:
         with self._changed:
             self._initialization.check_plan(worker, header["fingerprint"])
             try:
-                known = self._presence.hello(worker, channel, header)
+                known = self._sessions.hello(worker, channel, header)
             except ValueError as error:
                 raise RequestError("full", str(error)) from error
             if known is None:
@@ -143,14 +134,19 @@ class Server:
         self, worker: str, channel: PeerChannel, header: Mapping[str, Any], size: int
     ) -> tuple[dict[str, Any], int]:
         if header.get("do") == "snapshot":
-            take_asked(self.snapshots)
+            if self.snapshots is None:
+                raise RequestError("request", "the server takes no snapshots: it was given no folder for them.")
+            try:
+                self.snapshots.take()
+            except OSError as error:
+                raise RequestError("request", f"the server cannot take a snapshot: {error}") from error
         with self._changed:
             self._check_current(worker, channel)
-            self._presence.heard(worker, served=False)
+            self._sessions.record_request(worker, served=False)
             try:
                 return self._answer_now(worker, channel, header, size)
             finally:
-                self._presence.heard(worker)
+                self._sessions.record_request(worker)
 
     def _answer_now(
         self, worker: str, channel: PeerChannel, header: Mapping[str, Any], size: int
@@ -160,15 +156,19 @@ class Server:
             return {}, 0
         if do in ("bring", "initialise"):
             if header.get("anew"):  # what others compute is of weights that there are no more
-                self._evict(set(self._presence.channels) - {worker})
+                self._evict(set(self._sessions.channels) - {worker})
             memory = channel.incoming[:size]
-            self._initialization.bring(header["field"], memory) if do == "bring" else self._initialization.begin(
-                header, memory
-            )
+            if do == "bring":
+                self._initialization.bring(header["field"], memory)
+            else:
+                self._initialization.begin(header, memory)
             self._changed.notify_all()
             return self._version(), 0
         if do in ("leave", "rest"):
-            self._presence.leave(worker) if do == "leave" else self._presence.rest(worker, header["sync_point"])
+            if do == "leave":
+                self._sessions.leave(worker)
+            else:
+                self._sessions.rest(worker, header["sync_point"])
             self._changed.notify_all()
             return {}, 0
         if not self._store.ready:
@@ -183,22 +183,22 @@ class Server:
         if do in ("snapshot", "pull"):
             return self._version(), self._transfer.give(worker, channel, header) if do == "pull" else 0
         if do == "lags":
-            told = self._version()
+            reply = self._version()
             lost = self._store.record.get("lost", 0)
-            kept = {} if self.snapshots is None else {"durable": told["durable"], "lost": lost}
-            return {**told, "lags": {**self._store.lags, **kept}}, 0
+            kept = {} if self.snapshots is None else {"durable": reply["durable"], "lost": lost}
+            return {**reply, "lags": {**self._store.lags, **kept}}, 0
         if do == "read":
-            told = {**self._version(), "fields": self._transfer.fields, "scalars": dict(self._store.scalars)}
-            return told, self._transfer.read(channel, header["field"])
+            reply = {**self._version(), "fields": self._transfer.fields, "scalars": dict(self._store.scalars)}
+            return reply, self._transfer.read(channel, header["field"])
         raise RequestError("request", f"worker {worker!r} asks for {do!r}, which is nothing that a server does.")
 
     def _push(
         self, worker: str, channel: PeerChannel, header: Mapping[str, Any], size: int
     ) -> tuple[dict[str, Any], int]:
         number = header["number"]
-        told = self._store.known[worker]
+        entry = self._store.known[worker]
         filled = None
-        if number == said(told) + 1:
+        if number == said(entry) + 1:
             self._until(worker, channel, lambda: self._allow({worker: number}))
             gradient = self._transfer.arrived(channel, header, size) if header["weight"] > 0.0 else None
             if in_step := self._in_step():
@@ -210,21 +210,21 @@ class Server:
             else:
                 self._store.count({worker: number})
             if not in_step:
-                self._evict(self._presence.pushed(header["sync_point"]))
-        elif number != told["push"]:
+                self._evict(self._sessions.pushed(header["sync_point"]))
+        elif number != entry["push"]:
             raise RequestError(
-                "request", f"push {number} of worker {worker!r} came after {said(told)}: one is missing."
+                "request", f"push {number} of worker {worker!r} came after {said(entry)}: one is missing."
             )
         self._changed.notify_all()
         self._wait(worker, channel, number, header["sync_point"])
-        told = self._store.known[worker]
-        reply = {**self._version(), "number": number, **{key: told.get(key, False) for key in _OF_A_PUSH}}
+        entry = self._store.known[worker]
+        reply = {**self._version(), "number": number, **{key: entry.get(key, False) for key in _OF_A_PUSH}}
         if not header["pull"]:
             return reply, 0
         return reply, self._transfer.give(worker, channel, header, filled == self._store.version)
 
     def _pull_at(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Give the weights with all pushes of the worker's cut, and no others; nothing, where its hold is over."""
+        """Answer with the weights at the worker's cut; with none, where its hold has ended."""
         wanted = consistency.from_plain(header["cut"])
         self._cuts.wants(worker, wanted)
         self._changed.notify_all()
@@ -240,28 +240,28 @@ class Server:
         return {**self._version(), "again": not held}, length
 
     def _allow(self, pushes: Mapping[str, int]) -> bool:
-        return self._cuts.allow(pushes, self._store.known, self._presence.channels)
+        return self._cuts.allow(pushes, self._store.known, self._sessions.channels)
 
     def _until(self, worker: str, channel: PeerChannel, there: Callable[[], bool]) -> None:
         while not there():
             self._changed.wait(_HELD_S)
             self._check_current(worker, channel)
-            if self._presence.sweep() | self._rounds.complete(self._allow):
+            if self._sessions.sweep() | self._rounds.complete(self._allow):
                 self._changed.notify_all()
 
     def _wait(self, worker: str, channel: PeerChannel, number: int, sync_point: int) -> None:
-        """Wait until this worker may go on, as all others have come far enough, or are waited for no more."""
+        """Wait until no other worker is too far behind this one, or is evicted."""
         since = time.monotonic()
         limit_s = self._worker_rules.dead_after_s
         while True:
             self._check_current(worker, channel)
-            if self._presence.sweep() | self._rounds.complete(self._allow):
+            if self._sessions.sweep() | self._rounds.complete(self._allow):
                 self._changed.notify_all()
             blockers = awaited(self._worker_rules, self._store.known, self._rounds.waiting, worker, number, sync_point)
             if not blockers:
                 return
             late = time.monotonic() - since > limit_s
-            if late and blockers == {NEWCOMERS}:
+            if late and blockers == {NOT_YET_JOINED}:
                 wanted = self._worker_rules.num_workers
                 come = f"{len(self._store.known)} of {wanted} workers have come within {limit_s:g} s"
                 raise RequestError("missing", f"{come}: see the logs of the others.")
@@ -274,45 +274,38 @@ class Server:
         if not self._store.ready:
             return {"version": None}
         durable = -1 if self.snapshots is None else self.snapshots.version
-        version = self._store.version
-        told = {"durable": durable, "incarnation": self._store.incarnation, "in_step": self._in_step()}
-        told |= {"restored": self._store.record.get("restored", 0)}
-        return {"version": version, **told}
+        return {
+            "version": self._store.version, "durable": durable, "incarnation": self._store.incarnation,
+            "in_step": self._in_step(), "restored": self._store.record.get("restored", 0),
+        }  # fmt: skip
 
     def _in_step(self) -> bool:
         return self._worker_rules.in_step(self._store.version, self._store.record.get("warmup_steps"))
 
     def _check_current(self, worker: str, channel: PeerChannel) -> None:
-        if self._presence.channels.get(worker) is not channel:
+        if self._sessions.channels.get(worker) is not channel:
             raise PeerLost(f"worker {worker!r} has another connection, or was evicted.")
 
     def _gone(self, worker: str | None, channel: PeerChannel) -> None:
         with self._changed:
-            if worker is not None and self._presence.channels.get(worker) is channel:
-                self._presence.away(worker)
+            if worker is not None and self._sessions.channels.get(worker) is channel:
+                self._sessions.away(worker)
                 self._changed.notify_all()
 
     def _evict(self, workers: set[str]) -> None:
-        """Forget these workers: what they say under this life counts no more."""
         if workers:
-            self._presence.forget(*workers)
+            self._sessions.forget(*workers)
             self._changed.notify_all()
 
 
 class WorkerSessions:
     """The workers of one server: their lives, their connections, and how long each has been silent.
 
-    A worker whose connection ends is away, and connected again once it says hello under its life. It is forgotten
-    where it leaves, is silent for too long, or does not come back; what it had of its own is given back then. If it
-    comes back under its life after that, it is refused: lives are counted over all workers, so nobody else has it.
+    A worker whose connection ends is away until it says hello under its life. It is forgotten where it leaves, is
+    silent for too long, or does not come back; its own memory is freed then, and it is refused if it comes back later.
 
-    Others' work measures silence: that clock goes on while others push, and by little while nobody does, so that a
-    pause of all, as for a validation, is nobody's silence. The clock of being away goes on while others ask.
-
-    Args:
-        store: that remembers them.
-        worker_rules: how long a worker may be silent.
-        now: seconds. Default: the system's clock.
+    Silence is measured by others' work: that clock advances while others push, and little while nobody does, so that a
+    pause of all, as for a validation, is nobody's silence. The clock of being away advances while others ask.
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules, now: Callable[[], float] = time.monotonic) -> None:
@@ -320,23 +313,22 @@ class WorkerSessions:
         self._worker_rules = worker_rules
         self._now = now
         self.channels: dict[str, PeerChannel] = {}
-        """Of those that are connected."""
         self._clock = 0.0
         self._pushed_at = now()
-        self._heard: dict[str, float] = {}
+        self._active_at: dict[str, float] = {}
         self._awake = 0.0
         self._swept_at = now()
         self._away_since = dict.fromkeys(store.workers, 0.0)
 
     def hello(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Let a worker in; what is known of it. None: it has been forgotten, or another has come under its name.
+        """Admit a worker; return its entry. None: it was forgotten, or another has come under its name.
 
         Args:
-            header: its ``life``, if it has one; its ``client``'s own name; the ``incarnation`` of the store that it
-                knows: one that was restored may never have heard of it, or less than the worker was ``said``.
+            header: its ``life``, if it has one; its ``client``'s id; the ``incarnation`` of the store that it knows,
+                and the number of the push that it has ``said`` was applied: a restored store may not know these.
 
         Raises:
-            ValueError: there is no room for it.
+            ValueError: there are too many workers.
         """
         self.sweep()
         workers = self._store.workers
@@ -347,51 +339,50 @@ class WorkerSessions:
         known = workers.pop(worker, None)
         restored = self._store.ready and incarnation not in (None, self._store.incarnation)
         if life is None or (restored and (known is None or known["life"] != life)):
-            others = [told["clock"] for told in workers.values() if told["live"]]
+            others = [entry["clock"] for entry in workers.values() if entry["live"]]
             known = {"life": self._store.record["lives"] + 1, "push": 0, "clock": min(others, default=0)}
         elif known is None and not self._store.ready:
             known = {"life": life, "push": 0, "clock": 0}
         elif known is None or known["life"] != life:
             return None
-        told = {**known, "live": True, "rests": -1, "client": header["client"]}
+        entry = {**known, "live": True, "rests": -1, "client": header["client"]}
         if restored:
-            told["said"] = header["said"]
+            entry["said"] = header["said"]
             self._store.note(lost=self._store.record.get("lost", 0) + max(0, header["said"] - said(known)))
-        self._store.remember({**workers, worker: told})
+        self._store.remember({**workers, worker: entry})
         if (before := self.channels.get(worker)) is not None:
             before.break_off()
         self.channels[worker] = channel
         self._away_since.pop(worker, None)
-        self.heard(worker)
+        self.record_request(worker)
         return known
 
-    def heard(self, worker: str, served: bool = True) -> None:
-        """Note that a worker has spoken; it is not silent while it waits for the answer, until it is ``served``."""
+    def record_request(self, worker: str, served: bool = True) -> None:
+        """Note a worker's request, and that it was ``served``: it is not silent while it waits for the answer."""
         if worker in self.channels:
-            self._heard[worker] = self._clock if served else math.inf
+            self._active_at[worker] = self._clock if served else math.inf
 
     def pushed(self, sync_point: int = 0) -> set[str]:
-        """Note a push from beyond so many sync points; return which live workers have been silent for too long."""
+        """Note a push from beyond this sync point; return the live workers that have been silent for too long."""
         now = self._now()
         self._clock += min(now - self._pushed_at, _IDLE * self._worker_rules.dead_after_s)
         self._pushed_at = now
-        late = {name for name in self.channels if self._clock - self._heard[name] > self._worker_rules.dead_after_s}
+        late = {name for name in self.channels if self._clock - self._active_at[name] > self._worker_rules.dead_after_s}
         return late & live(self._store.known, sync_point) if late else late
 
     def sweep(self) -> bool:
-        """Forget workers that have been away for too long; return whether there are any."""
+        """Forget workers that have been away for too long; return whether there were any."""
         now = self._now()
         self._awake += min(now - self._swept_at, _IDLE * self._worker_rules.dead_after_s)
         self._swept_at = now
-        late = [
-            name for name, since in self._away_since.items() if self._awake - since > self._worker_rules.dead_after_s
-        ]
+        limit_s = self._worker_rules.dead_after_s
+        late = [name for name, since in self._away_since.items() if self._awake - since > limit_s]
         if late:
             self.forget(*late)
         return bool(late)
 
     def away(self, worker: str) -> None:
-        """Note that a worker's connection has ended: nobody waits for it, it may come back, and its pushes count."""
+        """Note that a worker's connection has ended: it is not waited for, and may come back."""
         self._drop(worker)
         self._away_since[worker] = self._awake
         workers = self._store.workers
@@ -399,22 +390,24 @@ class WorkerSessions:
         self._store.remember(workers)
 
     def rest(self, worker: str, sync_point: int) -> None:
-        """Have nobody wait for a worker until somebody comes from beyond that sync point. Beyond one that all rest at,
-        where they have the same weights, nobody is ahead of anybody."""
+        """Have no worker wait for this one until a push comes from beyond that sync point.
+
+        Where all rest at it they have the same weights, so their clocks are made equal.
+        """
         workers = self._store.workers
         workers[worker]["rests"] = sync_point
         if not live(workers, sync_point):
-            ahead = max(told["clock"] for told in workers.values())
-            workers = {name: {**told, "clock": ahead} for name, told in workers.items()}
+            ahead = max(entry["clock"] for entry in workers.values())
+            workers = {name: {**entry, "clock": ahead} for name, entry in workers.items()}
         self._store.remember(workers)
 
     def leave(self, worker: str) -> None:
-        """Forget a worker that goes by itself, and is still to be answered."""
+        """Forget a worker that leaves, and is still to be answered."""
         self._drop(worker)
         self.forget(worker)
 
     def forget(self, *names: str) -> None:
-        """Forget workers for good: what they say under their lives counts no more, what they have pushed does."""
+        """Forget workers for good: they are refused under their lives; what they have pushed stays."""
         workers = self._store.workers
         lives = self._store.record["lives"]
         for name in names:
@@ -429,12 +422,12 @@ class WorkerSessions:
         self._store.remember(workers)
 
     def _drop(self, worker: str) -> PeerChannel | None:
-        self._heard.pop(worker, None)
+        self._active_at.pop(worker, None)
         return self.channels.pop(worker, None)
 
 
 class TableInitialization:
-    """How a server gets its first weights: a worker brings them, with the optimizer's state, and what they are for."""
+    """Initialization of a server by a worker: weights, optimizer, and its state."""
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
         self._store = store
@@ -442,20 +435,16 @@ class TableInitialization:
         self._brought: dict[str, Tensor] = {}
 
     def check_plan(self, worker: str, fingerprint: str) -> None:
-        """Check that a worker has the plan that the weights are of; raise RequestError, where it has not."""
+        """Raise RequestError where a worker has another plan than the weights."""
         if self._store.ready and fingerprint != (mine := self._store.contents["fingerprint"]):
             raise RequestError("settings", f"worker {worker!r} comes with plan {fingerprint}, the server has {mine}.")
 
     def bring(self, field: str, memory: Tensor) -> None:
-        """A field of the optimizer's state, for `begin`."""
+        """Keep a field of the optimizer's state for `begin`."""
         self._brought[field] = memory.view(torch.float32).clone()
 
     def begin(self, header: Mapping[str, Any], memory: Tensor) -> None:
-        """Take these weights, where there are none, or where others are to begin ``anew``.
-
-        Raises:
-            RequestError: there is no such optimizer, or another one, or what was brought for it is not there.
-        """
+        """Take these weights where there are none, or all begin ``anew``; check that the settings are the server's."""
         state = {name: self._brought.pop(name, None) for name in header["fields"]}
         if header["anew"] or not self._store.ready:
             self._begin(header, memory.view(torch.float32), state)
@@ -483,12 +472,12 @@ class TableInitialization:
             if mine[name] != header[name]:
                 raise RequestError("settings", f"`{name}` is {header[name]!r} there and {mine[name]!r} on the server.")
         policy = header.get("staleness")
-        if policy not in (None, told := stated_staleness(self._worker_rules.staleness), mine["staleness"]):
-            raise RequestError("settings", f"`staleness` is {policy!r} there and {told!r} on the server.")
+        if policy not in (None, stated := stated_staleness(self._worker_rules.staleness), mine["staleness"]):
+            raise RequestError("settings", f"`staleness` is {policy!r} there and {stated!r} on the server.")
 
 
 class RequestTransfer:
-    """Transfer between a server's store and the memory of workers' channels; views of a channel's memory are kept."""
+    """Transfer between a server's store and the memory of workers' channels, of which views are kept."""
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
         self._store = store
@@ -498,7 +487,7 @@ class RequestTransfer:
         self._targets: WeakKeyDictionary[PeerChannel, torch.Tensor] = WeakKeyDictionary()
 
     def arrived(self, channel: PeerChannel, header: Mapping[str, Any], size: int) -> Arrived:
-        """Return a push as it came; raise RequestError, where it is of another size."""
+        """Return a push as it came; raise RequestError where it has another size."""
         size = header.get("size", size)
         numel = self._store.contents["numel"]
         before, arrived = self._arrived.get(channel, ((), None))
@@ -512,7 +501,7 @@ class RequestTransfer:
         return arrived
 
     def apply(self, worker: str, channel: PeerChannel, gradient: Arrived, header: Mapping[str, Any]) -> int | None:
-        """Apply it; the version that the channel has for the worker now, if any."""
+        """Apply a push; return the version that is in the channel for the worker now, or None."""
         if gradient.compression is not None and self._decoded.numel() != gradient.numel:
             self._decoded = torch.empty(gradient.numel)
         values = gradient.floats(self._decoded)
@@ -523,7 +512,7 @@ class RequestTransfer:
         return self._store.version if there else None
 
     def give(self, worker: str, channel: PeerChannel, header: Mapping[str, Any], there: bool = False) -> int:
-        """Put what a worker pulls into the channel, unless it is there, or a field in its place; how many bytes."""
+        """Put weights, or a field, into the channel, unless they are ``there``; return their bytes."""
         target = self._target(channel)
         field = header.get("field")
         plain = field == "params"
@@ -533,7 +522,7 @@ class RequestTransfer:
         return target.nbytes if field is None or plain else self.read(channel, field)
 
     def read(self, channel: PeerChannel, field: str) -> int:
-        """Put a field into the channel and return how many bytes; raise RequestError, where there is none."""
+        """Put a field into the channel and return its bytes; raise RequestError where there is none."""
         fields = self.fields
         if field not in fields:
             raise RequestError("request", f"there is no {field!r}; there are {sorted(fields)}.")
@@ -542,7 +531,6 @@ class RequestTransfer:
 
     @property
     def fields(self) -> list[str]:
-        """That can be read."""
         return ["params", *self._store.state]
 
     def _target(self, channel: PeerChannel) -> torch.Tensor:
@@ -558,23 +546,14 @@ class RequestTransfer:
 
 @dataclass
 class Push:
-    """A push that waits.
-
-    Args:
-        number: of its worker's.
-        weight: samples that it is the mean of; 0 where there is nothing in it.
-        gradient: None where there is nothing in it.
-        lr: in place of the optimizer's own.
-        sync_point: that its worker has come from.
-        call: all are to hear of it.
-    """
+    """A push that waits, see `Client.push`; an empty one has no gradient, and weight 0."""
 
     number: int
     weight: float
     gradient: Arrived | None
     lr: float | None
     sync_point: int
-    call: bool = False
+    call: bool
 
 
 class SyncRounds:
@@ -588,23 +567,16 @@ class SyncRounds:
 
     @property
     def waiting(self) -> Collection[str]:
-        """Workers whose pushes wait."""
         return self._waiting.keys()
 
     def put(self, worker: str, push: Push) -> None:
-        """Have this push of a worker wait from now on."""
         self._waiting[worker] = push
 
     def drop(self, worker: str) -> None:
-        """Drop the push of a worker that has begun another life."""
         self._waiting.pop(worker, None)
 
-    def complete(self, allow: Callable[[Mapping[str, int]], bool] = lambda pushes: True) -> bool:
-        """Apply the pushes that wait, where they are of all live workers; return whether they were.
-
-        Args:
-            allow: whether these pushes may be. Default: any may.
-        """
+    def complete(self, allow: Callable[[Mapping[str, int]], bool]) -> bool:
+        """Apply the pushes that wait, where they are of all live workers and ``allow`` returns True; return whether."""
         if not self._waiting:
             return False
         sync_point = max((push.sync_point for push in self._waiting.values()), default=0)
@@ -619,7 +591,7 @@ class SyncRounds:
         if sum(push.weight for push in pushes) > 0.0:
             lr = next((p.lr for p in pushes if p.lr is not None), None)
             self._store.apply(self._mean(pushes), numbers, lr, called)
-        else:  # nobody has anything
+        else:  # all pushes are empty
             self._store.count(numbers, called)
         self._waiting.clear()
         return True

@@ -1,13 +1,11 @@
-"""The server's process: it answers who dials, until it is killed, told to end, or has nobody left.
+"""The server's process: it answers workers until it is killed, gets an order to end, or has no worker left.
 
-`main` waits for calls and orders. It holds `ServerTables`: a table for each group of parameters, each with its own
-memory and `Server`.
+`main` waits for calls and orders. `ServerTables` has a `Server` for each group of parameters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import resource
 import select
@@ -17,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -34,34 +32,32 @@ from lightning_async.parameter_server.supervisor import DRAIN, END, UNSAVED
 _CRASHED = 70
 _LOOK_S = 1.0
 _SOON_S = 0.02
-_MOST = 8  # threads; more do not make the memory faster
-_CALLERS = 64  # that have not said yet who they are
+_MAX_THREADS = 8  # more do not make the memory faster
+_CALLERS = 64  # that have not sent their first message
 _GREETING_S = 20.0
 
 
 def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
-    """Serve, with the memory as the one before has left it.
+    """Serve, with the memory as the process before has left it.
 
     Args:
-        life: a pipe: its end, and this process ends; a byte: an order, see `supervisor`.
-        handed: descriptors: of the `TABLES` memories, and of the sockets that workers dial.
-        settings: ``terms``, see `WorkerRules`; ``linger_s``; its ``address``; its number, ``server``; its folder of
-            ``snapshots``, if any, and ``snapshot_every`` so many seconds; whether it is ``orphaned`` already.
+        life: a pipe: at its end this process ends; a byte is an order, see `supervisor`.
+        handed: descriptors of the `TABLES` memories, and of the sockets that workers dial.
+        settings: of `ServerProcess`; its ``address``; whether it is ``orphaned`` already.
     """
     # Threads of torch's own would wait for each other at every operation, beside workers that take the cores.
-    threads = min(_MOST, torch.get_num_threads())
+    threads = min(_MAX_THREADS, torch.get_num_threads())
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # where there are none left, Gloo ends the process
     memories = handed[:TABLES]
     listeners = handed[TABLES:]
-    keeping = Keeping(settings["snapshots"], settings["server"], settings["snapshot_every"])
-    server = ServerTables(memories, WorkerRules(**settings["terms"]), threads, keeping)
+    server = ServerTables(memories, WorkerRules(**settings["terms"]), threads, settings)
     orphaned = bool(settings["orphaned"])
     alone_since = time.monotonic()
     linger_s = float(settings["linger_s"])
-    told = {**settings["address"], "server": settings["server"], "terms": settings["terms"]}
-    calls = {each: _Calls(server, socket.socket(fileno=each), told) for each in listeners}
+    about = {**settings["address"], "server": settings["server"], "terms": settings["terms"]}
+    calls = {each: _Calls(server, socket.socket(fileno=each), about) for each in listeners}
     poll = select.poll()
     for each in (life, *listeners):
         poll.register(each, select.POLLIN)
@@ -100,20 +96,20 @@ class _Calls:
 
     Args:
         server: that answers.
-        listener: of this host's processes, or of others'.
-        told: of the server, to whoever asks.
+        listener: for this host's processes, or for other hosts'.
+        about: the server, for callers that ask.
     """
 
-    def __init__(self, server: ServerTables, listener: socket.socket, told: dict[str, Any]) -> None:
+    def __init__(self, server: ServerTables, listener: socket.socket, about: dict[str, Any]) -> None:
         self._server = server
         self._listener = listener
-        self._told = told
+        self._about = about
         self._near = listener.family == socket.AF_UNIX
         self._greeting: dict[socket.socket, float] = {}
         listener.setblocking(False)
 
     def see_to(self, ready: bool) -> None:
-        """Answer who has called; whoever has not said by now who it is, is no worker."""
+        """Answer a caller, if ``ready``; close connections that have sent no first message for too long."""
         now = time.monotonic()
         for sock, since in list(self._greeting.items()):
             if now - since > _GREETING_S:
@@ -123,7 +119,7 @@ class _Calls:
             return
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # who called is gone already
+        except OSError:  # the caller is gone already
             return
         if len(self._greeting) >= _CALLERS:
             sock.close()
@@ -138,7 +134,7 @@ class _Calls:
         except PeerLost as error:
             print(error, file=sys.stderr)
         except BaseException:
-            # A server that has gone wrong is no server: the next one has the last whole version; workers ask again.
+            # A faulty server must not go on: the next one has the last whole version, and workers ask again.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(_CRASHED)
@@ -147,37 +143,34 @@ class _Calls:
         try:
             if self._near:
                 return answer(sock, "a worker")
-            return answer_pair(sock, f"a worker at {_shown(sock)}", seal_of_servers(), self._told)
+            place = "an unknown place"
+            with contextlib.suppress(OSError):
+                place = str(sock.getpeername()[0])
+            return answer_pair(sock, f"a worker at {place}", seal_of_servers(), self._about)
         finally:
             self._greeting.pop(sock, None)
 
 
-def _shown(sock: socket.socket) -> str:
-    with contextlib.suppress(OSError):
-        return str(sock.getpeername()[0])
-    return "an unknown place"
-
-
 class ServerTables:
-    """The tables of one server; those that its memory holds, and each other one from when a worker first names it.
+    """The tables of one server: those that its memory holds, and others from when a worker first names them.
 
     Args:
-        memories: `TABLES` descriptors of anonymous files, one for each table, see `Store`; its own from now on.
+        memories: `TABLES` descriptors of anonymous files, one for each table, see `Store`.
         worker_rules: how workers are treated.
-        threads: that work on a large shard. Default: 1.
-        keeping: of snapshots. Default: none.
+        threads: that work on a large shard.
+        settings: of `ServerProcess`, for snapshots.
     """
 
     def __init__(
-        self, memories: Sequence[int], worker_rules: WorkerRules, threads: int = 1, keeping: Keeping | None = None
+        self, memories: Sequence[int], worker_rules: WorkerRules, threads: int, settings: Mapping[str, Any]
     ) -> None:
         self._memories = list(memories)
         self._worker_rules = worker_rules
         self._threads = threads
-        self._keeping = keeping or Keeping()
+        self._settings = settings
         self._making = threading.Lock()
         self.over = False
-        """A worker has said that training is over."""
+        """Whether a worker has said that training is over."""
         self._servers: dict[int, Server] = {}
         for table, memory in enumerate(self._memories):
             if os.fstat(memory).st_size or table == 0:
@@ -185,11 +178,10 @@ class ServerTables:
 
     @property
     def connected(self) -> int:
-        """Connections of workers, to all tables."""
         return sum(server.connected for server in self._all)
 
     def serve(self, channel: PeerChannel) -> None:
-        """Answer one worker, of the table that it names, until it is gone; on a thread of its own."""
+        """Answer one worker, for the table that it names, until it is gone; on a thread of its own."""
         try:
             header, size = channel.receive(HELLO_S)
             try:
@@ -198,7 +190,10 @@ class ServerTables:
                     self.over = True
                     channel.send({})
                     raise PeerLost("nothing more is said.")
-                server = self._called(header)
+                table = header.get("table", 0)
+                if type(table) is not int or not 0 <= table < TABLES:
+                    raise RequestError("settings", f"there is no table {table!r}: the server has {TABLES}.")
+                server = self._server(table)
                 if header.get("do") == "forget":
                     for each in self._all:
                         each.forget(header["workers"])
@@ -220,13 +215,6 @@ class ServerTables:
     def _all(self) -> list[Server]:
         return list(self._servers.values())
 
-    def _called(self, header: Mapping[str, Any]) -> Server:
-        """Return the server of the table that a first message names."""
-        table = header.get("table", 0)
-        if type(table) is not int or not 0 <= table < TABLES:
-            raise RequestError("settings", f"there is no table {table!r}: the server has {TABLES}.")
-        return self._server(table)
-
     def _server(self, table: int) -> Server:
         with self._making:
             if (found := self._servers.get(table)) is None:
@@ -234,30 +222,17 @@ class ServerTables:
             return found
 
     def _make(self, table: int) -> Server:
-        folder, server, every_s = self._keeping
-        shelf = None if folder is None else Shelf(folder, server, table)
-        found = Server(Store(self._memories[table], self._threads), self._worker_rules, shelf, every_s)
-        if found.snapshots is not None:
-            found.snapshots.begin()
-        return found
-
-
-class Keeping(NamedTuple):
-    """The way in which snapshots are kept.
-
-    Args:
-        folder: of all servers' snapshots. Default: none are taken.
-        server: the number of this one. Default: 0.
-        every_s: seconds between two. Default: they are taken when a worker asks.
-    """
-
-    folder: str | None = None
-    server: int = 0
-    every_s: float = math.inf
+        folder = self._settings["snapshots"]
+        shelf = None if folder is None else Shelf(folder, self._settings["server"], table)
+        store = Store(self._memories[table], self._threads)
+        made = Server(store, self._worker_rules, shelf, self._settings["snapshot_every"])
+        if made.snapshots is not None:
+            made.snapshots.begin()
+        return made
 
 
 def _check_first(header: Mapping[str, Any]) -> None:
-    """Check that a first message is whole, so that whoever says something else harms no server.
+    """Raise RequestError where a first message is malformed, so that a stranger does no harm.
 
     >>> _check_first({"do": "hello"})
     Traceback (most recent call last):

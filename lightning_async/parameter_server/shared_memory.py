@@ -1,10 +1,9 @@
-"""Where the arrays of a shard lie in the file that outlives its server.
+"""Arrays of a shard, in a file that outlives its server.
 
     journal | params 0, params 1, momentum 0, momentum 1, ... | a worker's own: momentum 0, momentum 1, pulled, spare |
 
-What is updated has two places: who writes fills the other one, and the journal says which one counts. What each worker
-has of its own is mapped when it is first needed, and its memory given back when the worker is gone for good; the spare
-place of what has one only is mapped for those who ask for it. `SharedArrays` are the arrays, and `Journal` the record.
+What is updated has two places: a writer fills the other one, and the journal says which one is valid. What each worker
+has of its own is mapped when it is first needed, and freed when the worker is gone for good.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from lightning_async.engine._threads import share_out
 T = TypeVar("T")
 Arrays = dict[str, Tensor]
 WHOLE = slice(None)
-_PIECE = 1 << 19  # elements: few enough for the cache, enough that a call costs little beside them
-_LARGE = 1 << 21  # from so many on a second thread is worth its start
+_PIECE = 1 << 19  # elements: they fit the cache, and the cost of a call is small beside theirs
+_LARGE = 1 << 21  # elements from which on a second thread is worth its start
 _SLOT = 1 << 16
 SIZE = 2 * _SLOT
 """Bytes of memory that a journal takes."""
@@ -36,28 +35,17 @@ ROOM = _SLOT - _HEAD.size
 
 
 class SharedArrays:
-    """Flat fp32 arrays of one size, in a file.
+    """Flat fp32 arrays of one size, in a file. OSError: there is no memory.
 
     Args:
-        descriptor: of the file.
-        numel: of each array.
-        shared: names of those that have two places, in `banks`.
-        own: names of each worker's, in two places.
-        kept: names of each worker's, in one.
-        threads: that work on large ones. Default: 1.
-
-    Raises:
-        OSError: there is no memory.
+        shared: names of arrays in two places, see `banks`.
+        own: names of arrays of each worker, in two places.
+        kept: names of arrays of each worker, in one place.
+        threads: that work on large arrays.
     """
 
     def __init__(
-        self,
-        descriptor: int,
-        numel: int,
-        shared: Sequence[str],
-        own: Sequence[str] = (),
-        kept: Sequence[str] = (),
-        threads: int = 1,
+        self, descriptor: int, numel: int, shared: Sequence[str], own: Sequence[str], kept: Sequence[str], threads: int
     ) -> None:
         self._descriptor = descriptor
         self._numel = numel
@@ -75,11 +63,7 @@ class SharedArrays:
         """The shared arrays, twice."""
 
     def slot(self, number: int) -> tuple[Arrays, Arrays]:
-        """Return a worker's own arrays, twice; those that have one place only are the same in both.
-
-        Raises:
-            OSError: there is no memory.
-        """
+        """Return a worker's own arrays, twice; those with one place are the same in both. OSError: no memory."""
         if number not in self._slots:
             size = self._slot_bytes - len(self._kept) * self._array_bytes
             memory = mapped(self._descriptor, self._slots_at + number * self._slot_bytes, size)
@@ -90,7 +74,7 @@ class SharedArrays:
         return self._slots[number]
 
     def spare(self, number: int) -> Arrays:
-        """Return a second place of those that have one only, beside that of `slot`; OSError as there."""
+        """Return the second place of arrays that have one in `slot`. OSError: no memory."""
         if number not in self._spares:
             size = len(self._kept) * self._array_bytes
             memory = mapped(self._descriptor, self._slots_at + (number + 1) * self._slot_bytes - size, size)
@@ -98,7 +82,7 @@ class SharedArrays:
         return self._spares[number]
 
     def keep_only(self, slots: Collection[int]) -> None:
-        """Give back the memory of all other slots."""
+        """Free the memory of all other slots."""
         size = os.fstat(self._descriptor).st_size
         end = self._slots_at + (max(slots, default=-1) + 1) * self._slot_bytes
         for number in set(self._slots) - set(slots):
@@ -107,17 +91,16 @@ class SharedArrays:
         if size > end:
             os.ftruncate(self._descriptor, end)
         for number in set(range(max(slots, default=0))) - set(slots):
-            with mmap.mmap(
-                self._descriptor, self._slot_bytes, offset=self._slots_at + number * self._slot_bytes
-            ) as slot:
+            at = self._slots_at + number * self._slot_bytes
+            with mmap.mmap(self._descriptor, self._slot_bytes, offset=at) as slot:
                 slot.madvise(mmap.MADV_REMOVE)
 
     def share_out(self, do: Callable[[slice], T]) -> list[T]:
-        """Call a function with all pieces of an array; return what it makes of them, in no order."""
+        """Call a function with each piece of an array; return the results, in no order."""
         return share_out(do, self._pieces, self._threads)
 
     def copy(self, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Copy to memory of the arrays' size, from such memory, all in one pass."""
+        """Copy pairs of target and source, of the arrays' size, in one pass."""
 
         def copy(here: slice) -> None:
             for target, source in pairs:
@@ -126,7 +109,6 @@ class SharedArrays:
         self.share_out(copy)
 
     def close(self) -> None:
-        """Let go of the memory; the file is another's."""
         self.banks = ({}, {})
         self._slots.clear()
         self._spares.clear()
@@ -141,18 +123,18 @@ class SharedArrays:
 
 
 def piece_of(array: Tensor, here: slice) -> Tensor:
-    """Return a piece of those that `SharedArrays.share_out` makes; where there is one only, no view is made."""
+    """Return a piece for `SharedArrays.share_out`; the only one is no view."""
     return array if here is WHOLE else array[here]
 
 
 class Journal:
-    """A record that is there whole, whenever the process that writes it is killed.
+    """A record that stays whole, whenever the process that writes it is killed.
 
-    There are two slots, written in turn; each has its number and a digest in front. The newest one whose digest is
-    right is the record: what was being written when its process died is not, and the one before is untouched.
+    There are two slots, written in turn, each with a number and a digest. The newest one with a valid digest is the
+    record: one that was being written when the process died is not, and the one before is untouched.
 
     Args:
-        memory: uint8, `SIZE` of it; zeros, or what a journal has left there.
+        memory: `SIZE` bytes, uint8; zeros, or as a journal has left them.
 
     >>> import torch
     >>> memory = torch.zeros(SIZE, dtype=torch.uint8)
@@ -172,15 +154,11 @@ class Journal:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """What was written last; None: nothing."""
+        """The newest record; None: there is none."""
         return None if self._text is None else json.loads(self._text)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Make this the record, from when this returns, and not before.
-
-        Raises:
-            ValueError: it is too long.
-        """
+        """Write a record, which is valid from when this returns; raise ValueError where it is too long."""
         text = self._texts.of(record).encode()
         if len(text) > ROOM:
             raise ValueError(f"a record of {len(text)} bytes does not fit into {ROOM}.")
@@ -199,8 +177,8 @@ class Journal:
 
 
 class _Texts:
-    """Records in JSON: what is the same object as before is not written anew, nor are those parts of a mapping of
-    mappings, as there is one for each worker; none is changed in place."""
+    """Records in JSON. Entries that are the same object as before are not encoded again, nor are those of a mapping of
+    mappings, as workers have one; records are never changed in place."""
 
     def __init__(self) -> None:
         self._last: Mapping[str, Any] = {}
@@ -230,8 +208,7 @@ class _Texts:
         for key, entry in value.items():
             before, text = self._known.get((name, key), (None, ""))
             texts[key] = text if before is entry else f"{json.dumps(key)}: {json.dumps(entry)}"
-        gone = [key for key in self._known if key[0] == name and key[1] not in value]
-        for key in gone:
+        for key in [key for key in self._known if key[0] == name and key[1] not in value]:
             del self._known[key]
         self._known.update({(name, key): (value[key], text) for key, text in texts.items()})
         return f"{json.dumps(name)}: {{{', '.join(texts.values())}}}"
@@ -246,11 +223,7 @@ def _digest(number: int, text: bytes) -> bytes:
 
 
 def mapped(descriptor: int, at: int, size: int) -> Tensor:
-    """Map a part of a file as uint8: all of it is there before it is first written to.
-
-    Raises:
-        OSError: there is no such memory.
-    """
+    """Map a part of a file as uint8, with its memory reserved; raise OSError where there is none."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
     os.posix_fallocate(descriptor, at, size)  # an error here, where a write would be a signal

@@ -1,11 +1,9 @@
-"""A server's shard on disk, for the loss of its host: whole and verified, or passed over.
+"""Snapshots of a server's shard on disk, for the loss of its host; a damaged one is passed over.
 
     server-2/00000007.bin    the weights, and each field of the optimizer's state, one behind the other
-    server-2/00000007.json   what they are of, with the sum of that file and of itself; written when that one is durable
+    server-2/00000007.json   the record, with checksums of that file and of itself; written when that one is durable
 
-A snapshot is there when its second file is. Of two, the older one is deleted when a third one is there. `Snapshots`
-takes them, and `Shelf` is the folder that they are in. A `RequestError` is what workers are told of what a server does
-not do.
+A snapshot is there when its second file is. Two are kept. `Snapshots` takes them, and `Shelf` is their folder.
 """
 
 from __future__ import annotations
@@ -35,17 +33,14 @@ GONE = (
     "was taken for dead, or was started again elsewhere; or another training has begun anew with the same servers, or "
     "has a worker of the same name, as it may not in the modes sync and ssp."
 )
-"""What may have become of a worker that is refused."""
 
 
 class Snapshots:
-    """The snapshots of one store: taken now and then, and when somebody asks.
+    """The snapshots of one store, which begins with the newest one where it has no weights.
 
     Args:
-        store: the server's.
         lock: that the store is used under.
-        shelf: the server's.
-        every_s: seconds between two, where anything has changed.
+        every_s: seconds between two, where anything has changed. Default: they are taken when a worker asks.
     """
 
     def __init__(self, store: Store, lock: Any, shelf: Shelf, every_s: float = math.inf) -> None:
@@ -63,7 +58,7 @@ class Snapshots:
 
     @property
     def version(self) -> int:
-        """What is on the shelf has all of this version, and of those before; -1 where it has none. Under the lock."""
+        """The version that the shelf has in full, with those before; -1: none. Under the lock."""
         if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
             return -1
         version = self._taken["version"]
@@ -76,22 +71,19 @@ class Snapshots:
         then = self._taken
         if any(then.get(each) != now[each] for each in ("incarnation", "version")):
             return False
-        before = {(name, told["life"]): told["push"] for name, told in then["workers"].items()}
-        return all(told["push"] <= before.get((name, told["life"]), 0) for name, told in now["workers"].items())
+        before = {(name, entry["life"]): entry["push"] for name, entry in then["workers"].items()}
+        return all(entry["push"] <= before.get((name, entry["life"]), 0) for name, entry in now["workers"].items())
 
     def begin(self) -> None:
-        """Take snapshots from now on, on a thread."""
+        """Take snapshots in intervals, on a thread."""
         if self._every_s < math.inf:
             threading.Thread(target=self._now_and_then, name="lightning_async snapshots", daemon=True).start()
 
     def take(self, last: bool = False) -> None:
-        """Write the present version; workers are held up for as long as it takes to copy it.
+        """Write the present version; workers wait while it is copied. OSError: it cannot be written.
 
         Args:
-            last: nothing is to come after it: the lock is kept. Default: False.
-
-        Raises:
-            OSError: it cannot be written.
+            last: keep the lock, so that nothing is applied after it.
         """
         with self._taking:
             if last:
@@ -124,12 +116,11 @@ class Snapshots:
 
 
 class Shelf:
-    """The folder that one server keeps its snapshots in; no two have one at a time.
+    """The folder of one server's snapshots, locked for this server.
 
     Args:
         folder: of all servers' snapshots; a path, or what fsspec knows.
-        server: which one.
-        table: of its tables. Default: the first.
+        server, table: their numbers.
 
     Raises:
         OSError: it cannot be written to.
@@ -145,23 +136,19 @@ class Shelf:
             self._files.unlink(self._path(torn, ".bin"))
 
     def put(self, snapshot: Snapshot) -> None:
-        """Write a snapshot; when this returns, it is there, whatever happens to this host.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Write a snapshot; it is durable when this returns. OSError: it cannot be written."""
         number = self._number + 1
         try:
             self._write(number, snapshot)
         except OSError:
-            self._delete(number)  # half of one would take the room that the next one needs
+            self._delete(number)  # a part of one would take the room that the next one needs
             raise
         self._number = number
         for old in [each for each in self._numbers(".json") if each <= number - _KEPT]:
             self._delete(old)
 
     def newest(self) -> Snapshot | None:
-        """Return the newest snapshot that is whole; what is damaged is said, and passed over."""
+        """Return the newest snapshot that is whole; print damaged ones, and pass over them."""
         for number in sorted(self._numbers(".json"), reverse=True):
             try:
                 return self._read(number)
@@ -170,32 +157,31 @@ class Shelf:
         return None
 
     def close(self) -> None:
-        """Let others have it."""
         if self._lock is not None:
             self._lock.close()
 
     def _write(self, number: int, snapshot: Snapshot) -> None:
         data = self._path(number, ".bin")
-        told = self._path(number, ".json")
+        described = self._path(number, ".json")
         names = {name: part.numel() for name, part in snapshot.parts.items()}
         arrays: list[Any] = [part.numpy() for part in snapshot.parts.values() if part.numel()]
         file = self._files.write(data, [memoryview(each).cast("B") for each in arrays])
         self._files.sync(self._folder)
         value = {"format": _FORMAT, "record": dict(snapshot.record), "parts": names, "file": asdict(file)}
-        self._files.write(told, [seal(value)])
+        self._files.write(described, [seal(value)])
         self._files.sync(self._folder)
 
     def _delete(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # what cannot be deleted now is in nobody's way but the disk's
+        with contextlib.suppress(OSError):  # what cannot be deleted takes room, and does no other harm
             self._files.unlink(self._path(number, ".json"))
             self._files.unlink(self._path(number, ".bin"))
 
     def _read(self, number: int) -> Snapshot:
-        told = self._path(number, ".json")
+        described = self._path(number, ".json")
         data = self._path(number, ".bin")
-        value = unseal(self._files.read(told), told)
+        value = unseal(self._files.read(described), described)
         if not isinstance(value, dict) or value.get("format") != _FORMAT:
-            raise DamagedCheckpoint(f"{told} is no snapshot that this version can read.")
+            raise DamagedCheckpoint(f"{described} is no snapshot that this version can read.")
         self._files.check(data, FileRecord(**value["file"]))
         whole = torch.frombuffer(bytearray(self._files.view(data)) or bytearray(1), dtype=torch.uint8)
         parts = {}
@@ -216,12 +202,7 @@ class Shelf:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One version of a shard.
-
-    Args:
-        record: what the store's journal had of it, in JSON's terms.
-        parts: the weights and the optimizer's fields by name: flat, fp32.
-    """
+    """One version of a shard: the record and the arrays of its store."""
 
     record: Mapping[str, Any]
     parts: Mapping[str, Tensor]
@@ -239,7 +220,7 @@ def _locked(files: Files, path: str) -> Any:
 
 
 class RequestError(Exception):
-    """A request that comes to nothing: of what kind, and why."""
+    """A request that a server refuses, with a kind and a text for the worker."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -248,21 +229,8 @@ class RequestError(Exception):
 
 @contextmanager
 def memory_for(worker: str, worker_rules: WorkerRules) -> Iterator[None]:
-    """Refuse what there is no memory for."""
     try:
         yield
     except OSError as error:
-        raise RequestError(
-            "memory",
-            f"its host has no memory for what `staleness={worker_rules.staleness!r}` keeps of {worker!r}: {error}.",
-        ) from error
-
-
-def take_asked(snapshots: Snapshots | None) -> None:
-    """Take a snapshot, as a worker has asked for one."""
-    if snapshots is None:
-        raise RequestError("request", "the server takes no snapshots: it was given no folder for them.")
-    try:
-        snapshots.take()
-    except OSError as error:
-        raise RequestError("request", f"the server cannot take a snapshot: {error}") from error
+        why = f"its host has no memory for what `staleness={worker_rules.staleness!r}` keeps of {worker!r}: {error}."
+        raise RequestError("memory", why) from error

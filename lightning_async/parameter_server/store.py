@@ -1,16 +1,12 @@
-"""A server's shard, in memory that outlives the server: weights, optimizer state, and what was applied of whom.
+"""A server's shard, in memory that outlives the server: weights, optimizer state, and which pushes were applied.
 
     journal: record of version 7, bank 1      bank 0: version 6, then what becomes of 7
                                               bank 1: version 7, read
     an update: bank 1 --- gradient ---> bank 0, then one record: version 8, bank 0, the worker's push is applied
 
-Whoever is killed in between leaves version 7 as it was; with the record, version 8 is there, and so is the word of
-whose push it holds. So an update and its acknowledgement are whole or absent, together. That goes for the buffer of a
-policy that gathers pushes, and for what each worker has of its own, too: each has two places, and a record says which
-one counts.
-
-Read `Store`, then `ShardArrays`, which holds record and arrays. Pure functions of records, and of the histogram of lag
-in them, follow.
+A server that is killed in between leaves version 7 as it was; with the record, version 8 is there, and so is the note
+whose push it holds. So an update and its acknowledgement are whole or absent, together. `ShardArrays` holds the arrays
+and the record.
 """
 
 from __future__ import annotations
@@ -43,20 +39,19 @@ from lightning_async.parameter_server.update import (
 
 _SINGLE = 32  # lags that a histogram counts one by one
 BOTH = 2
-"""In ``bank``: both places of what a worker has pulled are there."""
+"""Flag in ``bank``: both places of what a worker has pulled are in use."""
 LOST_LIVES = 1 << 32
-"""Lives that may have been given after a snapshot: nobody is to have one of these again."""
-_TOLD = 214
-_SPARE = 2048  # bytes that a worker may take beside its name, and that the rest may grow by
+"""Lives that may have been given after a snapshot, and must not be given again."""
+_WORKER_BYTES = 214  # of a worker's entry in the journal, beside its name
+_GROWTH_BYTES = 2048  # by which the rest of the record may grow
 
 Record = Mapping[str, Any]
 """What a store remembers beside its arrays.
 
-``workers`` holds for each name its ``life``; its ``client``'s own name; the ``push`` that was applied last, its
-``lag``, whether it was ``dropped``, and whether all were ``called`` with it; its ``clock``; whether it is ``live``,
-waited for by others, and at which sync point it ``rests``; the ``slot`` of memory that it has of its own, and which
-``bank`` of that counts, with `BOTH` added where it has both places of what it has pulled. Where the server's memory
-was lost, the push that it had ``said`` was applied. Beside them ``lives``: the highest that one has had.
+``workers`` holds for each name: its ``life``; its ``client``'s id; the last applied ``push``, with its ``lag``, whether
+it was ``dropped``, and whether all were ``called`` with it; its ``clock``; whether it is ``live``; the sync point that
+it ``rests`` at; its ``slot`` of memory, and the valid ``bank`` of that; after the loss of a server's memory, the number
+of the push that the worker had ``said`` was applied. ``lives`` is the highest life so far.
 """
 
 
@@ -64,11 +59,8 @@ class Store:
     """One server's shard.
 
     Args:
-        descriptor: of an anonymous file, empty or as a store has left it; the store's from now on.
+        descriptor: of an anonymous file, empty or as a store has left it; OSError where there is no memory.
         threads: that work on a large shard. Default: 1.
-
-    Raises:
-        OSError: there is no memory.
     """
 
     def __init__(self, descriptor: int, threads: int = 1) -> None:
@@ -81,7 +73,7 @@ class Store:
 
     @property
     def ready(self) -> bool:
-        """Whether there are weights; a store without refuses pushes."""
+        """Whether there are weights."""
         return "version" in self._held.record
 
     @property
@@ -91,52 +83,50 @@ class Store:
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """What the weights are of: their number, optimizer, policy, and the fingerprint that workers came with."""
+        """The number of weights, their optimizer and policy, and the plan's fingerprint."""
         return self._held.record["contents"]
 
     @property
     def params(self) -> Tensor:
-        """The weights of `version`; as they are until the second update from now."""
+        """The weights of `version`; unchanged until the second update from now."""
         return self._held.bank["params"]
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """The fields of optimizer and policy, as `params`."""
+        """The fields of optimizer and policy."""
         return {name: tensor for name, tensor in self._held.bank.items() if name not in ("params", AHEAD, BUFFER)}
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """All that is of the weights' size, by name, as `params`; with `record`, all that there is."""
+        """All arrays of the weights' size, by name."""
         return self._held.parts
 
     @property
     def record(self) -> Mapping[str, Any]:
-        """All else, in JSON's terms."""
         return self._held.record
 
     @property
     def incarnation(self) -> str:
-        """Another one wherever versions may not follow on those before: a store that was restored has lost some."""
+        """An id that changes where versions do not follow on those before, as in a store that was restored."""
         return self.record["incarnation"]
 
     @property
     def scalars(self) -> Mapping[str, float]:
-        """The optimizer's state besides."""
         return self.record["scalars"]
 
     @property
     def lags(self) -> Mapping[str, Any]:
-        """How late pushes were: ``counts``, see `counted`; the ``mean`` of recent ones; how many were ``dropped``."""
+        """The histogram of lag, see `counted`, with the ``mean`` of recent lags."""
         return {**self.record["lags"], "mean": Means(*self.record["means"]).lag}
 
     @property
     def workers(self) -> dict[str, dict[str, Any]]:
-        """What is remembered of each worker, by name; a copy, see `remember`."""
-        return {name: dict(told) for name, told in self.known.items()}
+        """A copy of the workers' entries in the record, to be changed and given to `remember`."""
+        return {name: dict(entry) for name, entry in self.known.items()}
 
     @property
     def known(self) -> Mapping[str, Mapping[str, Any]]:
-        """The same, to be read only."""
+        """The workers' entries, read-only."""
         return self._held.record["workers"]
 
     def initialise(
@@ -153,18 +143,23 @@ class Store:
 
         Args:
             optimizer, arguments: see `make_optimizer`.
-            fingerprint, policy: of the plan, and of staleness. Default: none, and nothing is done about it.
-            state, scalars: of the optimizer, as it is to begin; momenta of workers' own begin anew. Default: none.
+            fingerprint: of the plan.
+            policy: of staleness.
+            state, scalars: of the optimizer; momenta of workers' own begin anew.
 
         Raises:
-            ValueError: there are weights, or no such optimizer, or not one for the policy, or it has no such state.
+            ValueError: there are weights; or the optimizer is unknown, not for the policy, or has no such state.
         """
         self._check_empty()
         contents = {
             "numel": params.numel(), "optimizer": optimizer, "arguments": dict(arguments), "fingerprint": fingerprint,
             "staleness": described(policy),
         }  # fmt: skip
-        record = first_record(self.record, contents, begun(state, scalars))
+        record = {
+            **self.record, "version": 0, "bank": 0, "scalars": begun(state, scalars), "contents": contents,
+            "means": (0.0, 0) * 2, "lags": {"counts": {}, "dropped": 0}, "gathered": 0, "buffer": 0,
+            "incarnation": secrets.token_hex(8),
+        }  # fmt: skip
         self._map(record)
         if unknown := (state or {}).keys() - self._held.shard.banks[0].keys():
             raise ValueError(f"`optimizer={optimizer!r}` has no {sorted(unknown)} in its state.")
@@ -177,11 +172,7 @@ class Store:
         self._held.clear()
 
     def restore(self, record: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
-        """Go on with what was in `record` and `parts` once.
-
-        Raises:
-            ValueError: there are weights, or there is no such optimizer.
-        """
+        """Go on with the `record` and the `parts` of a snapshot; raise ValueError where there are weights."""
         self._check_empty()
         self._map(record, known=True)
         self._held.record = dict(record)
@@ -189,24 +180,22 @@ class Store:
             field.copy_(parts[name])
         self.note(**restored(record))
 
-    def note(self, **told: Any) -> None:
-        """Put this into the record."""
-        self._held.commit({**self.record, **told})
+    def note(self, **entries: Any) -> None:
+        self._held.commit({**self.record, **entries})
 
     def push(
         self, worker: str, number: int, gradient: Tensor, lag: int, lr: float | None = None,
         reply: Tensor | None = None, spare: bool = False,
     ) -> bool:  # fmt: skip
-        """Apply one worker's push, as the policy will have it; return whether ``reply`` has what it is to pull now.
+        """Apply one worker's push, as the policy decides; return whether ``reply`` was filled.
 
         Args:
             number: of the push.
             gradient: fp32, bf16 or fp16, flat.
             lag: updates since its worker has pulled.
-            lr: in place of the optimizer's own. Default: that one.
-            reply: memory of the shard's size, which may be filled with what `pull` would fill it with, as that comes
-                at no cost then. Default: none.
-            spare: it was computed at what was pulled to the worker's spare place. Default: the first one.
+            lr: in place of the optimizer's own.
+            reply: memory of the shard's size; filled as by `pull` where that costs nothing.
+            spare: it was computed at what was pulled to the worker's spare place.
 
         Raises:
             OSError: there is no memory for what is kept of the worker.
@@ -236,15 +225,15 @@ class Store:
         return weight is not None and reply is not None
 
     def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
-        """Make the next version of what several workers have made together, with their pushes; return the version.
+        """Make the next version of a gradient that several workers have made together; return the version.
 
-        What is not finite changes nothing, and the pushes count as come.
+        A gradient that is not finite changes nothing, and its pushes are counted.
 
         Args:
             gradient: as of `push`.
-            pushes: the number of each worker's push that the gradient is made of.
-            lr: in place of the optimizer's own. Default: that one.
-            called: with one of them, all were called. Default: False.
+            pushes: number of each worker's push.
+            lr: in place of the optimizer's own.
+            called: whether one of them has called all workers.
         """
         updates = self._updates()
         changes = dict[str, Any]()
@@ -256,25 +245,20 @@ class Store:
         return self.version
 
     def count(self, pushes: Mapping[str, int], called: bool = False) -> None:
-        """Count pushes that have come with nothing in them."""
         self.remember(with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called}))
 
     def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
-        """Copy what a worker computes its next gradient at, or ``plain`` weights, to memory of their size."""
+        """Copy what a worker computes its next gradient at, or the ``plain`` weights, to ``target``."""
         kept = self._held.own(worker, spare)[0].get(PULLED)
         seen = self.params if plain else self._held.visible
         self._held.shard.copy(*((each, seen) for each in (target, kept) if each is not None))
 
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Remember this of workers from now on; the memory of those that are gone is given back.
-
-        Raises:
-            ValueError: there is no room for so many.
-        """
+        """Replace the workers' entries, and free the memory of those that are gone. ValueError: there are too many."""
         if len(workers) > len(self.record["workers"]):
             check_room(self.record, workers)
-        lives = max([self.record["lives"], *(told["life"] for told in workers.values())])
-        record = {**self.record, "workers": {name: dict(told) for name, told in workers.items()}, "lives": lives}
+        lives = max([self.record["lives"], *(entry["life"] for entry in workers.values())])
+        record = {**self.record, "workers": {name: dict(entry) for name, entry in workers.items()}, "lives": lives}
         if not self.ready:
             self._held.record = record  # it comes with the first weights: a server without has nothing to lose
             return
@@ -290,16 +274,15 @@ class Store:
             self._held.free()
 
     def copy_(self, target: Tensor, field: str = "params") -> None:
-        """Copy what `params` or one of the `state` holds to memory of its size."""
+        """Copy `params`, or a field of the `state`."""
         self._held.shard.copy((target, self._held.bank[field]))
 
     def copy_parts(self, targets: Mapping[str, Tensor]) -> None:
-        """Copy what all `parts` hold."""
         parts = self.parts
         self._held.shard.copy(*((target, parts[name]) for name, target in targets.items()))
 
     def close(self) -> None:
-        """Give the memory back; whoever else has the file keeps it."""
+        """Free the memory; another process with the file keeps it."""
         self._optimizer = None
         self._held.close()
 
@@ -327,67 +310,51 @@ class Store:
 class ShardArrays:
     """The record and the arrays of one server.
 
-    Whatever is updated has two places, and the record says which of them count. The weights that a worker has pulled
-    have one. They are written before the worker is answered, and a worker that was not answered asks again before it
-    pushes: none is ever weighed by what is there in part. A worker that pulls while it computes a gradient at what it
-    had before has two of them, and says which one it means.
-
-    Args:
-        descriptor: of an anonymous file, empty or as another one has left it; this one's from now on.
-        threads: that work on large arrays. Default: 1.
-
-    Raises:
-        OSError: there is no memory.
+    What is updated has two places, and the record says which of them is valid. The weights that a worker has pulled
+    have one: they are written before the worker is answered, and a worker without an answer asks again before it
+    pushes. A worker that pulls while it computes a gradient at earlier weights has two, and says which one it means.
     """
 
-    def __init__(self, descriptor: int, threads: int = 1) -> None:
+    def __init__(self, descriptor: int, threads: int) -> None:
         self._descriptor = descriptor
         self._threads = threads
         self.journal = Journal(mapped(descriptor, 0, SIZE))
         self.record: dict[str, Any] = self.journal.record or {"workers": {}, "lives": 0}
-        """What the journal has; only in memory, before there are weights."""
+        """As in the journal; only in memory before there are weights."""
         self._shard: SharedArrays | None = None
         self._own: tuple[str, ...] = ()
         self._kept: tuple[str, ...] = ()
 
     @property
     def shard(self) -> SharedArrays:
-        """The arrays."""
         assert self._shard is not None, "the store has no weights"
         return self._shard
 
     @property
     def bank(self) -> Arrays:
-        """The shared ones that count."""
+        """The valid bank of shared arrays."""
         return self.shard.banks[self.record["bank"]]
 
     @property
     def visible(self) -> Tensor:
-        """What workers pull."""
         bank = self.bank
         return bank[AHEAD if AHEAD in bank else "params"]
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """All arrays that count, by name; with `record`, all that there is."""
         parts = dict(self.before().old)
         for slot, bank in slots_of(self.record).items():
             parts |= {f"{name} {slot}": array for name, array in self.shard.slot(slot)[bank].items()}
-        for slot in (told["slot"] for told in self.record["workers"].values() if told.get("bank", 0) & BOTH):
+        for slot in (entry["slot"] for entry in self.record["workers"].values() if entry.get("bank", 0) & BOTH):
             parts |= {f"{name} {slot}, spare": array for name, array in self.shard.spare(slot).items()}
         return parts
 
     def map(self, numel: int, policy: StalenessPolicy, optimizer: ServerOptimizer) -> None:
-        """Have the arrays that these two need, as they are in the file."""
+        """Map the arrays that these two need, as they are in the file."""
         self._own = own_arrays(policy)
         self._kept = kept_arrays(policy)
         shared = shared_arrays(policy, optimizer)
         self._shard = SharedArrays(self._descriptor, numel, shared, self._own, self._kept, self._threads)
-
-    @property
-    def personal(self) -> bool:
-        """Whether anything is kept of each worker."""
-        return bool(self._own or self._kept)
 
     def fill(self, params: Tensor, state: Mapping[str, Tensor]) -> None:
         """Fill the first shared bank: the weights, and fields of the optimizer's state; zeros for all others."""
@@ -401,25 +368,20 @@ class ShardArrays:
 
     def clear(self) -> None:
         """Drop the weights, and all that is a worker's own."""
-        kept = {name: self.record[name] for name in ("workers", "lives")}
         own = ("slot", "bank")
-        kept["workers"] = {n: {k: v for k, v in told.items() if k not in own} for n, told in kept["workers"].items()}
-        self.commit(kept)
+        entries = self.record["workers"].items()
+        workers = {name: {key: entry[key] for key in entry if key not in own} for name, entry in entries}
+        self.commit({"workers": workers, "lives": self.record["lives"]})
         self.shard.close()
         self._shard = None
 
     def commit(self, record: dict[str, Any]) -> None:
-        """Make this the record, from when this returns, and not before."""
+        """Write the record; it is valid from when this returns, and not before."""
         self.journal.write(record)
         self.record = record
 
     def before(self, own: tuple[Arrays, Arrays] = ({}, {}), bank: int = 0) -> StateBeforePush:
-        """Return what an update finds.
-
-        Args:
-            own: of its worker, see `own`.
-            bank: of that, which counts.
-        """
+        """Return what an update finds, with the arrays of its worker's `own` and their valid ``bank``."""
         # Fields are in the banks with the first step: one that makes its own then has nothing to begin with.
         banks = self.shard.banks
         here = self.record["bank"]
@@ -434,41 +396,38 @@ class ShardArrays:
         return StateBeforePush(old, new, scalars, means, self.record["gathered"])
 
     def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
-        """Return what a worker has of its own, in memory from now on until it is not remembered any more.
+        """Return a worker's own arrays, twice; they stay until the worker is forgotten. OSError: there is no memory.
 
         Args:
-            spare: with the other one of the two places of what it has pulled. Default: with the first one.
-
-        Raises:
-            OSError: there is no memory.
+            spare: with the second place of what it has pulled, in place of the first one.
         """
-        if not self.personal:
+        if not (self._own or self._kept):
             return {}, {}
-        told = self.record["workers"][worker]
-        if "slot" not in told:
-            told = {**told, "slot": free_slot(self.record), "bank": 0}
-            first, _ = self.shard.slot(told["slot"])
+        entry = self.record["workers"][worker]
+        if "slot" not in entry:
+            used = slots_of(self.record)
+            entry = {**entry, "slot": next(slot for slot in range(len(used) + 1) if slot not in used), "bank": 0}
+            first, _ = self.shard.slot(entry["slot"])
             if MOMENTUM in first:
                 first[MOMENTUM].zero_()
             if PULLED in first:
                 first[PULLED].copy_(self.visible)
-            self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
-        old, new = self.shard.slot(told["slot"])
+            self.commit({**self.record, "workers": {**self.record["workers"], worker: entry}})
+        old, new = self.shard.slot(entry["slot"])
         if not (spare and self._kept):
             return old, new
-        other = self.shard.spare(told["slot"])
-        if not told["bank"] & BOTH:
+        other = self.shard.spare(entry["slot"])
+        if not entry["bank"] & BOTH:
             other[PULLED].copy_(old[PULLED])
-            told = {**told, "bank": told["bank"] | BOTH}
-            self.commit({**self.record, "workers": {**self.record["workers"], worker: told}})
+            entry = {**entry, "bank": entry["bank"] | BOTH}
+            self.commit({**self.record, "workers": {**self.record["workers"], worker: entry}})
         return {**old, **other}, {**new, **other}
 
     def free(self) -> None:
-        """Give back what is nobody's."""
+        """Free the slots that no worker has."""
         self.shard.keep_only(slots_of(self.record))
 
     def close(self) -> None:
-        """Give the memory back; whoever else has the file keeps it."""
         if self._shard is not None:
             self._shard.close()
         self._shard = None
@@ -477,32 +436,25 @@ class ShardArrays:
         self._descriptor = -1
 
 
-def least(lag: int) -> int:
-    """Return the smallest lag that is counted with this one: small lags alone, others by powers of two.
-
-    >>> [least(lag) for lag in (0, 5, 31, 32, 63, 64, 100)]
-    [0, 5, 31, 32, 32, 64, 64]
-    """
-    return lag if lag < _SINGLE else 1 << (lag.bit_length() - 1)
-
-
 def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[str, Any]:
-    """Return the histogram with one push more; its keys are strings, as JSON's are.
+    """Return the histogram with one more push; its keys are strings, as in JSON.
+
+    Small lags have a bin each, others share those by powers of two.
 
     >>> counted(counted({"counts": {}, "dropped": 0}, 3), 40, dropped=True)
     {'counts': {'3': 1, '32': 1}, 'dropped': 1}
     """
     counts = lags["counts"]
-    key = str(least(lag))
+    key = str(lag if lag < _SINGLE else 1 << (lag.bit_length() - 1))
     return {"counts": {**counts, key: counts.get(key, 0) + 1}, "dropped": lags["dropped"] + dropped}
 
 
 def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Say how late pushes were, over several servers, how many were dropped, what is in snapshots, and what was lost.
+    """Summarise how late pushes were on several servers.
 
     Args:
-        lags: of each server: its ``counts``, by numbers, and ``dropped``; the ``durable`` version, and how many
-            acknowledged pushes of all workers it has ``lost``, if it takes snapshots.
+        lags: for each server, ``counts`` of pushes by lag (a key stands for all lags up to the next one) and the number
+            of ``dropped`` ones; where it takes snapshots, the ``durable`` version, and the number of ``lost`` pushes.
 
     >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
     {'lag, in updates': '0: 38%, 1: 62%', 'dropped': '1'}
@@ -525,23 +477,8 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
-def first_record(before: Record, contents: Mapping[str, Any], scalars: Mapping[str, float]) -> dict[str, Any]:
-    """Return the record of version 0, where there were no weights.
-
-    Args:
-        before: that says of workers alone.
-        contents: what the weights are of.
-        scalars: of the optimizer's state.
-    """
-    return {
-        **before, "version": 0, "bank": 0, "scalars": dict(scalars), "contents": dict(contents), "means": (0.0, 0) * 2,
-        "lags": {"counts": {}, "dropped": 0}, "gathered": 0, "buffer": 0, "incarnation": secrets.token_hex(8),
-    }  # fmt: skip
-
-
 def restored(snapshot: Record) -> dict[str, Any]:
-    """Return what differs from a snapshot where a store begins with it; ``restored`` grows each time, also where two
-    begin with the same one."""
+    """Return what differs from a snapshot in a store that begins with it; ``restored`` grows each time."""
     when = max(snapshot.get("restored", 0) + 1, int(time.time()))
     return {"incarnation": secrets.token_hex(8), "lives": snapshot["lives"] + LOST_LIVES, "restored": when}
 
@@ -549,7 +486,7 @@ def restored(snapshot: Record) -> dict[str, Any]:
 def with_pushes(
     workers: Mapping[str, Mapping[str, Any]], pushes: Mapping[str, int], changes: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the workers once these pushes are applied; those that are forgotten stay so.
+    """Return the workers' entries once these pushes are applied; forgotten workers stay so.
 
     >>> with_pushes({"a": {"push": 1, "clock": 3}}, {"a": 2}, {"lag": 0})
     {'a': {'push': 2, 'clock': 4, 'lag': 0}}
@@ -562,32 +499,22 @@ def with_pushes(
     return {**workers, **pushed}
 
 
-def said(told: Mapping[str, Any]) -> int:
-    """Return the last push that the worker has heard is applied, also where it was lost since; or a later one that is.
+def said(entry: Mapping[str, Any]) -> int:
+    """Return the last push that is applied, or that the worker knows was applied before it was lost.
 
     >>> said({"push": 3}), said({"push": 3, "said": 5}), said({"push": 6, "said": 5})
     (3, 5, 6)
     """
-    return max(told["push"], told.get("said", 0))
+    return max(entry["push"], entry.get("said", 0))
 
 
 def slots_of(record: Record) -> dict[int, int]:
-    """Return the slots that are some worker's, and the bank of each that counts."""
-    return {told["slot"]: told["bank"] & ~BOTH for told in record["workers"].values() if "slot" in told}
-
-
-def free_slot(record: Record) -> int:
-    """Return the first slot that is nobody's.
-
-    >>> free_slot({"workers": {"a": {"slot": 0, "bank": 1}, "b": {}, "c": {"slot": 2, "bank": 0}}})
-    1
-    """
-    used = slots_of(record)
-    return next(slot for slot in range(len(used) + 1) if slot not in used)
+    """Return the workers' slots, and the valid bank of each."""
+    return {entry["slot"]: entry["bank"] & ~BOTH for entry in record["workers"].values() if "slot" in entry}
 
 
 def check_room(record: Record, names: Mapping[str, Any]) -> None:
-    """Raise ValueError where these workers might not fit into the journal, whatever becomes of them."""
+    """Raise ValueError where these workers might not fit into the journal."""
     rest = len(json.dumps({**record, "workers": {}}))
-    if len(json.dumps([*names])) + _TOLD * len(names) + rest + _SPARE > ROOM:
+    if len(json.dumps([*names])) + _WORKER_BYTES * len(names) + rest + _GROWTH_BYTES > ROOM:
         raise ValueError(f"a server remembers {len(names) - 1} workers, and has no room for one more.")

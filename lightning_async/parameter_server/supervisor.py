@@ -1,11 +1,11 @@
-"""The process above a server: it starts it again, and holds all that the server must find again.
+"""The process above a server: it starts the server again, and holds all that this must find again.
 
-    who starts it ---- a socket: "stop", or its end ----> supervisor ---- a pipe: its end ----> server
-                                                          memory, listening sockets: open in all three
+    starter ---- a socket: "stop", or its end ----> supervisor ---- a pipe: its end ----> server
+                                                    memory, listening sockets: open in all three
 
-It does nothing that could fail: no torch, no memory to speak of. The memory is an anonymous file, so it lives as long
-as somebody has it open; the listening sockets take calls while there is no server, and the next one answers them.
-Orders are a byte each: a starter's to its supervisor, and that one's to the server.
+It does nothing that could fail: no torch, little memory. The server's memory is an anonymous file, which lives as long
+as a process has it open; the listening sockets take calls while there is no server, and the next one answers them.
+Orders are a byte each: from the starter to its supervisor, and from that to the server.
 """
 
 from __future__ import annotations
@@ -27,26 +27,24 @@ STOP = b"s"
 END = b"e"
 """End, with a last snapshot where any are taken."""
 DRAIN = b"d"
-"""The same as soon as nobody is connected any more."""
+"""`END` as soon as nobody is connected."""
 ORPHANED = b"o"
-"""Who started it is gone: the same once nobody has been connected for a while."""
+"""The starter is gone: `END` once nobody has been connected for a while."""
 UNSAVED = 74
-"""The exit code of a server that has ended as it was to, without the last snapshot: another one would have no more."""
+"""The exit code of a server that has ended by an order, without its last snapshot: another one would not help."""
 _QUICK_S = 20.0
-_QUICK_DEATHS = 5  # one after the other: what kills a server so soon would kill the next one, too
+_QUICK_DEATHS = 5  # in a row: what kills a server so soon would kill the next one, too
 
 
 def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
-    """Keep a server running, until told to stop, or it ends by itself.
+    """Keep a server running, until an order to stop, or its own end.
 
     Args:
-        control: a connected socket. A byte: an order to end; its end, and the server is to end when nobody is
-            connected with it any more.
-        handed: descriptors, handed on: of the memory, and of listening sockets.
-        settings: handed on.
+        control: a connected socket. A byte is an order; at its end the server ends when nobody is connected.
+        handed, settings: of `server_main.main`.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for who started it, and who decides
+        signal.signal(number, signal.SIG_IGN)  # they are for the starter, which decides
     quick = 0
     with socket.socket(fileno=control) as orders:
         orphaned = False
@@ -71,7 +69,7 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
 
 
 def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, orphaned: bool) -> tuple[str, bool]:
-    """Wait until the server has ended; return whether it was to, and whether nobody can say so any more."""
+    """Wait until the server has ended; return the order that it has followed, and whether the starter is gone."""
     death = os.pidfd_open(server.pid)
     stop = ""
     try:

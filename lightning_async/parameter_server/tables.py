@@ -1,7 +1,6 @@
-"""All that one worker has on servers: a table for each group of parameters with settings of its own.
+"""The tables of one worker: one for each group of parameters with settings of its own.
 
-`ParameterGroups` holds a `Worker` for each table. The functions after it describe a training's optimizers to servers,
-and move their state.
+Functions describe a training's optimizers to servers, and move their state.
 """
 
 from __future__ import annotations
@@ -22,40 +21,30 @@ from lightning_async.parameter_server.optimizers import make_optimizer
 from lightning_async.parameter_server.partition import TABLES
 from lightning_async.parameter_server.worker import Send, Worker
 
-_HOW = {"foreach", "fused", "capturable", "differentiable"}  # how it is computed, not what
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # arguments that change no numbers
 _OF_SERVERS = {"begun", "reach"}  # scalars that torch does not know
 
 
 class ParameterGroups:
-    """The tables of one worker; each has servers' memory of its own. Used by one thread at a time, but for `give_up`.
-
-    Args:
-        workers: one for each table.
-        totals: count what moves. Default: ones of their own.
-    """
+    """The tables of one worker, each with a `Worker`. Used by one thread at a time, but for `give_up`."""
 
     def __init__(self, workers: Sequence[Worker], totals: PushTotals | None = None) -> None:
         self.workers = list(workers)
         self._totals = totals or PushTotals()
         self._asked: Sequence[int] = ()
         self.called = False
-        """With the last push, somebody has called all, see `ServerAnswer.called`."""
+        """`ServerAnswer.called` of the last push."""
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of the weights that were pulled last, of all tables' servers."""
         return tuple(version for worker in self.workers for version in worker.versions)
 
     @property
     def restored(self) -> int:
-        """`ServerAnswer.restored` of these versions."""
         return sum(worker.restored for worker in self.workers)
 
     def updates(self, groups: Sequence[ParameterGroup]) -> int:
-        """Steps of all optimizers in the weights that were pulled last; a step is of all of its optimizer's tables.
-
-        Args:
-            groups: of each table.
+        """Return the steps of all optimizers in the weights that were pulled last; ``groups``: of each table.
 
         >>> from types import SimpleNamespace as Table
         >>> tables = ParameterGroups([Table(versions=(3, 2)), Table(versions=(3, 3)), Table(versions=(5,))])
@@ -70,16 +59,14 @@ class ParameterGroups:
 
     @property
     def in_step(self) -> bool:
-        """Versions are made of a push of each worker, still."""
         return any(worker.in_step for worker in self.workers)
 
     @property
     def pulled(self) -> bool:
-        """The last request has brought weights."""
+        """Whether the last request has brought weights."""
         return any(self.workers[table].pulled for table in self._asked)
 
     def take_(self) -> None:
-        """Write to the parameters what the last request has brought."""
         for table in self._asked:
             if self.workers[table].pulled:
                 self.workers[table].take_()
@@ -89,7 +76,7 @@ class ParameterGroups:
 
     @contextmanager
     def backward(self, send: Send | None) -> Iterator[None]:
-        """Run a backward pass, see `StreamingPush`; without ``send`` gradients leave after it."""
+        """Run a backward pass, see `StreamingPush`; without ``send`` gradients are sent after it."""
         for worker in self.workers:
             worker.begin_gradients()
             if send is not None:
@@ -106,17 +93,15 @@ class ParameterGroups:
             self.workers[table].fill_gradients()
 
     def has_gradients(self, tables: Sequence[int]) -> bool:
-        """Whether any parameter of these tables has one."""
         return any(p.grad is not None for table in tables for p in self.workers[table].params)
 
     def is_finite(self, tables: Sequence[int]) -> bool:
-        """Whether all that these tables have been filled with is, for the next push."""
         return all(self.workers[table].is_finite for table in tables)
 
     def push(self, rates: Mapping[int, float | None], **how: Any) -> None:
         """Push the gradients of these tables, with their learning rates."""
         self._asked = list(rates)
-        self._heard([self.workers[table].push(lr=lr, **how) for table, lr in rates.items()], how["weight"] > 0.0)
+        self._count([self.workers[table].push(lr=lr, **how) for table, lr in rates.items()], how["weight"] > 0.0)
 
     def fill_change(self) -> None:
         for worker in self.workers:
@@ -124,13 +109,11 @@ class ParameterGroups:
 
     @property
     def has_change(self) -> bool:
-        """Whether `fill_change` has found any."""
         return any(worker.has_change for worker in self.workers)
 
     def push_change(self, **how: Any) -> None:
-        """Push the changes of all tables."""
         self._asked = range(len(self.workers))
-        self._heard([worker.push_change(**how) for worker in self.workers], how["weight"] > 0.0)
+        self._count([worker.push_change(**how) for worker in self.workers], how["weight"] > 0.0)
 
     def meet(self) -> None:
         self._asked = range(len(self.workers))
@@ -140,27 +123,22 @@ class ParameterGroups:
 
     def rest(self, sync_point: int) -> None:
         for worker in self.workers:
-            worker.rest(sync_point)
+            worker.client.rest(sync_point)
 
     def lags(self) -> list[dict[str, Any]]:
-        """Return `Client.lags` of all tables' servers."""
         self._asked = ()
-        return [told for worker in self.workers for told in worker.lags()]
+        return [lags for worker in self.workers for lags in worker.client.lags()]
 
     def state(self, first: bool) -> dict[str, Any] | None:
-        """Return, for a checkpoint, the residual of compression, see `Worker`; of the ``first`` worker the plans, too,
-        by which servers have what it holds, see `ServerPartition.from_plain`."""
-        carried_residual = {
-            name: tensor for worker in self.workers for name, tensor in worker.carried_residual().items()
-        }
-        plans = [worker.plan.plain() for worker in self.workers] if first else []
-        return {
-            **({"carried_residual": carried_residual} if carried_residual else {}),
-            **({"plans": plans} if first else {}),
-        } or None
+        """Return what a checkpoint keeps: the residual of compression; of the ``first`` worker the plans, too."""
+        state: dict[str, Any] = {}
+        if residual := {name: each for worker in self.workers for name, each in worker.carried_residual().items()}:
+            state["carried_residual"] = residual
+        if first:
+            state["plans"] = [worker.plan.plain() for worker in self.workers]
+        return state or None
 
     def load_residual(self, saved: Mapping[str, Any]) -> None:
-        """Go on with the residual in that `state`."""
         for worker in self.workers:
             worker.load_residual(saved.get("carried_residual", {}))
 
@@ -169,8 +147,8 @@ class ParameterGroups:
         for table in tables:
             fill_state(optimizer, self.workers[table])
 
-    def _heard(self, answers: Sequence[ServerAnswer], filled: bool) -> None:
-        """Note the answers to a push, of all tables that were asked."""
+    def _count(self, answers: Sequence[ServerAnswer], filled: bool) -> None:
+        """Count the answers to a push, of all tables that were asked."""
         self.called = any(answer.called for answer in answers)
         for table in self._asked:
             pushed, pulled = self.workers[table].traffic
@@ -180,7 +158,7 @@ class ParameterGroups:
 
     def give_up(self) -> None:
         for worker in self.workers:
-            worker.give_up()
+            worker.client.give_up()
 
     def close(self) -> None:
         for worker in self.workers:
@@ -188,13 +166,7 @@ class ParameterGroups:
 
 
 class ParameterGroup(NamedTuple):
-    """Parameters that have settings of their own, and with them a table on servers.
-
-    Args:
-        optimizer: its number in the training.
-        group: its number there.
-        name, arguments: see `make_optimizer`.
-    """
+    """A group of parameters with a table on servers: its numbers in the training, and `make_optimizer`'s arguments."""
 
     optimizer: int
     group: int
@@ -202,25 +174,11 @@ class ParameterGroup(NamedTuple):
     arguments: dict[str, Any]
 
 
-def tables_of(groups: Sequence[ParameterGroup], optimizer: int) -> list[int]:
-    """Return the tables of an optimizer, by their numbers.
-
-    >>> sgd, adam = ParameterGroup(0, 0, "SGD", {}), ParameterGroup(1, 0, "Adam", {})
-    >>> tables_of([sgd, adam, ParameterGroup(0, 1, "SGD", {})], 0)
-    [0, 2]
-    """
-    return [table for table, group in enumerate(groups) if group.optimizer == optimizer]
-
-
 def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGroup]:
     """Return the names and arguments by which servers make the same optimizers; the rate comes with every push.
 
-    Args:
-        owner: for messages.
-        optimizers: of the training.
-
     Raises:
-        ValueError: servers cannot have it.
+        ValueError: servers cannot have one; the text begins with the ``owner``.
 
     >>> described("Strategy", [torch.optim.Adagrad([torch.zeros(1)], lr=0.1)])[0].arguments
     {'eps': 1e-10, 'initial_accumulator_value': 0, 'lr': 0.1, 'lr_decay': 0, 'maximize': False, 'weight_decay': 0}
@@ -240,26 +198,22 @@ def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGrou
 def described_again(
     owner: str, optimizers: Sequence[Optimizer], before: Sequence[ParameterGroup]
 ) -> list[ParameterGroup]:
-    """Describe optimizers that have taken up a checkpoint's settings since; the first rates stay."""
+    """Describe optimizers again, after they have loaded a checkpoint's settings; the first rates stay."""
     found = described(owner, optimizers)
     rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
     return [now._replace(arguments={**now.arguments, **rate}) for now, rate in zip(found, rates, strict=True)]
 
 
 def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Sequence[int]) -> dict[int, float | None]:
-    """Return the learning rates of these tables, which go with a push.
-
-    Raises:
-        ValueError: another setting is not what servers were told; names it.
-    """
+    """Return the learning rates of these tables for a push; raise ValueError where another setting has changed."""
     rates: dict[int, float | None] = {}
     for table in tables:
         now = optimizer.param_groups[groups[table].group]
-        told = groups[table].arguments
-        for name in told.keys() - {"lr"}:
-            if (value := _plain(now[name])) != told[name]:
+        sent = groups[table].arguments
+        for name in sent.keys() - {"lr"}:
+            if (value := _plain(now[name])) != sent[name]:
                 raise ValueError(
-                    f"{groups[table].name}'s `{name}` was {told[name]!r} as training began, and is {value!r} now: of "
+                    f"{groups[table].name}'s `{name}` was {sent[name]!r} as training began, and is {value!r} now: of "
                     "all settings servers hear of new learning rates only. Leave it as it is (of a `OneCycleLR` or "
                     "`CyclicLR`, `cycle_momentum=False`), or pass `update_on_server=False`."
                 )
@@ -268,7 +222,7 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
 
 
 def refuse_groups(original: Any) -> Any:
-    """Make what replaces an optimizer's ``add_param_group``, while servers have its parameters."""
+    """Return what replaces an optimizer's ``add_param_group`` while servers have its parameters."""
 
     def add_param_group(param_group: Mapping[str, Any]) -> None:
         raise ValueError(
@@ -281,13 +235,13 @@ def refuse_groups(original: Any) -> Any:
 
 def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup]:
     kind = type(optimizer)
-    name = type(optimizer).__name__
+    name = kind.__name__
     if getattr(torch.optim, name, None) is not kind:
         raise ValueError(
             f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim, and servers run no code of others. "
             f"{rest}"
         )
-    known = set(inspect.signature(kind).parameters) - _HOW - {"params"}
+    known = set(inspect.signature(kind).parameters) - _IMPLEMENTATION - {"params"}
     found = []
     for i, group in enumerate(optimizer.param_groups):
         arguments = {key: _plain(group[key]) for key in sorted(known & group.keys())}
@@ -304,11 +258,7 @@ def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup
 
 
 def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
-    """Return the parameters of these groups of optimizers, by name, in the module's order.
-
-    Raises:
-        ValueError: some are not the module's.
-    """
+    """Return the groups' parameters by name, in the module's order. ValueError: some are not the module's."""
     theirs = {id(p) for group in groups for p in group["params"]}
     found = {name: p for name, p in module.named_parameters() if id(p) in theirs}
     if len(found) < len(theirs):
@@ -320,7 +270,7 @@ def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, list[Tensor | None]], dict[str, float]]:
-    """Return what servers are to begin with, of a checkpoint: tensors for each parameter by field, and scalars."""
+    """Return an optimizer's state for servers: for each field a tensor for each parameter, and scalars."""
     states = [optimizer.state.get(p, {}) for p in params]
     fields: dict[str, list[Tensor | None]] = {}
     scalars: dict[str, float] = {}
@@ -335,20 +285,17 @@ def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, 
 
 
 def fill_state(optimizer: Optimizer, worker: Worker) -> None:
-    """Put what the servers' optimizer holds of a worker's parameters where torch has its own."""
-    told, _ = worker.read("params")
-    begun = told["version"] or told["scalars"]
-    scalars = {key: torch.tensor(float(value)) for key, value in told["scalars"].items() if key not in _OF_SERVERS}
-    fields = {name: worker.read(name)[1] for name in told["fields"] if name != "params"} if begun else {}
+    """Put the state of the servers' optimizer, for a worker's parameters, where torch has its own."""
+    reply, _ = worker.read("params")
+    begun = reply["version"] or reply["scalars"]
+    scalars = {key: torch.tensor(float(value)) for key, value in reply["scalars"].items() if key not in _OF_SERVERS}
+    fields = {name: worker.read(name)[1] for name in reply["fields"] if name != "params"} if begun else {}
     for number, p in enumerate(worker.params):
-        found = {name: _as(p, tensors[number].to(p.device)) for name, tensors in fields.items()}
+        found = {name: tensors[number].to(p.device) for name, tensors in fields.items()}
+        if p.is_complex():  # servers have both parts, torch has complex state
+            found = {name: torch.view_as_complex(tensor) for name, tensor in found.items()}
         if found or scalars:
             optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}
-
-
-def _as(p: Tensor, state: Tensor) -> Tensor:
-    """Servers have both parts of complex numbers, torch has such numbers in the state, too."""
-    return torch.view_as_complex(state) if p.is_complex() else state
 
 
 def _plain(value: Any) -> Any:

@@ -1,9 +1,9 @@
-"""What a policy of staleness makes of a push: `ShardUpdates` takes it through these steps, piece by piece.
+"""The steps of a push on a server, as its policy of staleness asks for them.
 
 measured     how far the weights have moved since its worker pulled them; the gradient's norm
-weighed      the policy says how much it counts, or that it does not
+weighed      by the policy, which may also drop it
 corrected    the gradient, in a copy of a piece
-gathered     in a buffer, until an update has as many pushes as the policy wants
+gathered     in a buffer, until there are as many pushes as the policy wants
 stepped      from one bank to the other; then what workers pull, where that is not the weights themselves
 """
 
@@ -30,18 +30,11 @@ MOMENTUM = "momentum"
 PULLED = "pulled"
 
 Pieces = Callable[[Callable[[slice], Any]], list[Any]]
-"""Calls a function with all pieces of a shard; returns what it makes of them, in no order."""
+"""Calls a function with each piece of a shard; returns the results, in no order."""
 
 
 class Means(NamedTuple):
-    """Running means of a shard.
-
-    Args:
-        step: of the norm of an update.
-        steps: updates that it is the mean of.
-        lag: of the lag.
-        pushes: that it is the mean of.
-    """
+    """Running means of a shard: norm of a ``step`` over the last ``steps``, ``lag`` over the last ``pushes``."""
 
     step: float = 0.0
     steps: int = 0
@@ -49,7 +42,7 @@ class Means(NamedTuple):
     pushes: int = 0
 
     def with_step(self, norm: float, decay: float) -> Means:
-        """Count one update more: plain means at first, so that the first one is not the mean for long."""
+        """Count one more update: the mean is a plain one at first."""
         part = max(1 - decay, 1 / (self.steps + 1))
         return self._replace(step=self.step + (norm - self.step) * part, steps=self.steps + 1)
 
@@ -59,15 +52,8 @@ class Means(NamedTuple):
 
 
 class StateBeforePush(NamedTuple):
-    """The state that a push finds.
-
-    Args:
-        old: the bank that counts, with the worker's own arrays.
-        new: the other one, to be filled.
-        scalars: of the optimizer.
-        means: of the shard.
-        gathered: pushes in the buffer.
-    """
+    """The state that a push finds: the valid bank and the one to be filled, both with the worker's own arrays; scalars
+    of the optimizer; means of the shard; number of pushes in the buffer."""
 
     old: Bank
     new: Bank
@@ -78,26 +64,15 @@ class StateBeforePush(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardUpdates:
-    """The updates of one shard.
-
-    Args:
-        policy, optimizer: of the server.
-        pieces: of the shard, see `Pieces`.
-    """
-
     policy: StalenessPolicy
     optimizer: ServerOptimizer
     pieces: Pieces
 
     def is_finite(self, gradient: Tensor) -> bool:
-        """Return whether no element is infinite or NaN."""
         return all(self.pieces(lambda here: ops.all_finite(piece_of(gradient, here))))
 
     def weigh(self, before: StateBeforePush, gradient: Tensor, lag: int) -> Weight | None:
-        """Return how much a push counts. None: it does not, as the policy has it too late, or as it is not finite.
-
-        Workers push nothing that is not finite, but a server does not rely on them.
-        """
+        """Return the weight of a push; None where it is dropped, as it is too late, or not finite."""
         if not self.is_finite(gradient):
             return None
         measures = self.policy.measures
@@ -112,7 +87,7 @@ class ShardUpdates:
         return self.policy.weigh(PushFacts(lag, moved, before.means.step, norm))
 
     def gather(self, before: StateBeforePush, gradient: Tensor, weight: Weight) -> None:
-        """Put a push with those in the buffer."""
+        """Add a push to the buffer."""
         old = before.old
         new = before.new
 
@@ -138,8 +113,8 @@ class ShardUpdates:
             gradient: fp32, bf16 or fp16.
             weight: of `weigh`.
             lr: in place of the optimizer's own.
-            late: whether the policy is for this gradient: not for one that several workers have made together.
-            reply: filled with what workers pull then. Default: nobody does now.
+            late: whether the policy applies: not for a gradient that several workers have made together.
+            reply: filled with what workers pull.
         """
         policy = self.policy
         old = before.old

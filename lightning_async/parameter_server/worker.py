@@ -1,15 +1,8 @@
-"""A model as its servers' keys: gradients or changes go to them, weights come back into the parameters.
+"""A worker's model as a table of its servers: gradients or changes go to them, weights come back.
 
-`Worker` does this for one table. With a `StreamingPush` gradients leave while the backward pass still makes others:
-
-    the training thread                         the thread that pushes                   a server
-    a hook: the last parameters' are there
-    put where they leave -------------------->  sent, where memory is not shared -->     kept in the channel's memory
-    a hook: those before them --------------->  ...
-    a step: the rest, and what has changed
-    since, and a push ----------------------->  a push, as any other
-
-`Written` notices what others write to parameters.
+With a `StreamingPush` gradients leave while the backward pass still makes others: parts are sent to servers that share
+no memory, which keep them, and the push at the step sends the rest, and what has changed since. `ExternalWrites` finds
+what others write to parameters.
 """
 
 from __future__ import annotations
@@ -32,21 +25,18 @@ from lightning_async.parameter_server.client import Client, ServerAnswer
 from lightning_async.parameter_server.partition import ServerPartition
 
 Send = Callable[[Callable[[], Any]], Any]
-"""Has another thread do something, one after the other."""
+"""Runs a function on another thread, in order."""
 Parts = list[tuple[slice, Tensor]]
-"""Of a parameter: which of its elements, and the part of a shard that has them."""
+"""Slices of a parameter, and the parts of shards that hold them."""
 
 
 class Worker:
     """The model of one worker, as a table of its servers. Used by one thread at a time, but for `give_up`.
 
     Args:
-        name: this worker's.
         named: the parameters, on any device, of any floating-point type of 32 bits or fewer.
         plan: see `plan_of`.
-        dials: one for each server.
-        timeout_s: for each request. Default: 180.
-        compression, consistent, table, overlap: see `Client`. Default: none, no, the first, and no.
+        name, dials, timeout_s, compression, consistent, table, overlap: see `Client`.
     """
 
     def __init__(
@@ -63,25 +53,24 @@ class Worker:
     ) -> None:
         self.plan = plan
         self.params = list(named.values())
-        self._client = Client(
+        self.client = Client(
             name, dials, plan.fingerprint(), timeout_s, compression=compression, consistent=consistent, table=table,
             overlap=overlap,
         )  # fmt: skip
-        self.ahead = StreamingPush(self.params, plan, self._client, self._put_gradients)
-        """Gradients that leave while the backward pass makes others."""
-        self._written = Written(list(named), self.params)
+        self.ahead = StreamingPush(self.params, plan, self.client, self._put_gradients)
+        self._written = ExternalWrites(list(named), self.params)
         self.versions: tuple[int, ...] = (0,) * plan.num_servers
-        """Of the weights that were pulled last."""
+        """Versions of the weights that were pulled last."""
         self.restored = 0
-        """`ServerAnswer.restored` of these."""
+        """`ServerAnswer.restored` of these versions."""
         self._laid_out: dict[str, tuple[list[int], list[Parts]]] = {}
         self.pulled = False
-        """The last request has brought weights."""
+        """Whether the last request has brought weights."""
         self._taken: tuple[int, ...] | None = None  # versions: in the parameters,
-        self._at: tuple[int, ...] | None = None  # that the backward pass is at,
-        self._bases: tuple[int, ...] | None = None  # and that the next push was computed at
+        self._at: tuple[int, ...] | None = None  # of the backward pass,
+        self._bases: tuple[int, ...] | None = None  # and of the next push
         self.in_step = False
-        """The next version is made of a push of each worker, as far as this one knows."""
+        """Whether the next version is made of a push of each worker, as far as this one knows."""
 
     def start(
         self,
@@ -92,51 +81,36 @@ class Worker:
         anew: bool = False,
         warmup_steps: int | None = None,
     ) -> None:
-        """Join; servers without weights take the parameters as they are. Pull.
+        """Join, and pull, see `Client.start`; servers without weights take the parameters.
 
         Args:
-            optimizer, arguments: see `make_optimizer`.
-            state: that it begins with: fields, with a tensor for each parameter, and scalars. Default: none.
-            staleness, anew, warmup_steps: see `Client.start`.
+            state: of the optimizer: fields, with a tensor for each parameter, and scalars.
         """
         fields, scalars = state
         for name, tensors in fields.items():
             self._fill(tensors)
-            self._client.bring(name)
+            self.client.bring(name)
         self._fill([p.detach() for p in self.params])
-        self._took(self._client.start(optimizer, arguments, fields, scalars, staleness, anew, warmup_steps))
+        self._took(self.client.start(optimizer, arguments, fields, scalars, staleness, anew, warmup_steps))
         self.take_()
 
     def close(self) -> None:
-        """Say goodbye; idempotent."""
         self.ahead.close()
-        self._client.close()
+        self.client.close()
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of a push, as it travels, and of what is pulled; of all servers."""
-        feedback = self._client.feedback
-        pushed = [each.message_bytes for each in feedback] or [each.nbytes for each in self._client.gradients]
-        return sum(pushed), sum(each.nbytes for each in self._client.weights)
-
-    def rest(self, sync_point: int) -> None:
-        self._client.rest(sync_point)
-
-    def lags(self) -> tuple[dict[str, Any], ...]:
-        return self._client.lags()
-
-    def give_up(self) -> None:
-        """Fail the request that is under way; callable from any thread."""
-        self._client.give_up()
-
-    # ---- what goes ----
+        """Bytes of a push, as it travels, and of a pull, to and from all servers."""
+        feedback = self.client.feedback
+        pushed = [each.message_bytes for each in feedback] or [each.nbytes for each in self.client.gradients]
+        return sum(pushed), sum(each.nbytes for each in self.client.weights)
 
     def begin_gradients(self) -> None:
-        """Begin a backward pass: it is at the versions that are in the parameters."""
+        """Note the versions in the parameters, as a backward pass begins."""
         self._at = self._taken
 
     def fill_gradients(self) -> None:
-        """Have the gradients leave with the next push; zeros for a parameter that has none."""
+        """Fill the next push with the gradients; zeros for a parameter without one."""
         self._bases = self._at
         self._at = None
         if self.ahead.under_way:
@@ -146,58 +120,53 @@ class Worker:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all is that leaves with the next push. It is fp32, in memory of the host."""
-        return all(ops.all_finite(outgoing) for outgoing in self._client.gradients)
+        """Whether all elements of the next push are."""
+        return all(ops.all_finite(outgoing) for outgoing in self.client.gradients)
 
     def fill_change(self) -> None:
-        """Have the change of the parameters since `take_` leave with the next push."""
+        """Fill the next push with the change of the parameters since `take_`."""
         self._bases = None
         self._fill([p.detach() for p in self.params])
-        for outgoing, base in zip(self._client.gradients, self._client.weights, strict=True):
+        for outgoing, base in zip(self.client.gradients, self.client.weights, strict=True):
             outgoing.sub_(base)
         self._written.end("pushed")
 
     @property
     def has_change(self) -> bool:
-        """Whether `fill_change` has found any."""
-        return any(bool(outgoing.any()) for outgoing in self._client.gradients)
+        return any(bool(outgoing.any()) for outgoing in self.client.gradients)
 
     def written(self, coming: bool, every: bool) -> list[str]:
-        """Return parameters that hold other values than were pulled, see `Written`; ``coming``: more is under way."""
+        """Return `ExternalWrites.since`; ``coming``: newer weights are under way."""
         return self._written.since(None if coming else self._incoming, every)
 
     def push(self, **how: Any) -> ServerAnswer:
-        answer = self._client.push(**how, bases=self._bases)
+        answer = self.client.push(**how, bases=self._bases)
         self.pulled = how.get("pull", True)
         if self.pulled:
             self._took(answer)
         return answer
 
     def push_change(self, **how: Any) -> ServerAnswer:
-        """Push what `fill_change` has put there."""
         answer = self.push(**how)
         if not self.pulled:  # the next change begins where this one has ended
-            for outgoing, base in zip(self._client.gradients, self._client.weights, strict=True):
+            for outgoing, base in zip(self.client.gradients, self.client.weights, strict=True):
                 base.add_(outgoing)
         return answer
 
     def pull(self, field: str | None = None) -> ServerAnswer:
-        answer = self._client.pull(field)
+        answer = self.client.pull(field)
         self._took(answer)
         return answer
 
     def meet(self) -> ServerAnswer:
-        """Pull the servers' weights as they are, also where workers have others to compute gradients at."""
+        """Pull the servers' weights, also where workers compute gradients at others."""
         return self.pull("params")
-
-    # ---- what comes ----
 
     @torch.no_grad()
     def take_(self) -> None:
         """Write what was pulled to the parameters.
 
-        What `fill_change` compares with is what they hold then, and not what the servers hold: parameters of half
-        precision hold less.
+        The base of `fill_change` is then what they hold: half precision holds less than the servers' weights.
         """
         self._written.begin()
         self._taken = self.versions
@@ -213,22 +182,20 @@ class Worker:
         self._written.end("pulled")
 
     def read(self, field: str) -> tuple[dict[str, Any], list[Tensor]]:
-        """Read what the servers' optimizer holds: what they say of it, and a tensor for each parameter, fp32."""
+        """Read a field of the optimizer's state; return a server's reply, and an fp32 tensor for each parameter."""
         self._written.base = "gone"  # it comes where weights do
-        told, *_ = self._client.read(field)
-        return told, self._whole(self._client.weights)
-
-    # ---- the residual of compression ----
+        reply, *_ = self.client.read(field)
+        return reply, self._whole(self.client.weights)
 
     def carried_residual(self) -> dict[str, Tensor]:
-        """Return what pushes have lacked so far, fp32, copied, by the parameters' names; empty without compression."""
-        feedback = self._client.feedback
+        """Return a copy of compression's residual, fp32, by parameters' names; empty without compression."""
+        feedback = self.client.feedback
         whole = self._whole([each.residual for each in feedback]) if feedback else ()
         return dict(zip(self.plan.names, whole, strict=bool(feedback)))
 
     def load_residual(self, carried_residual: Mapping[str, Tensor]) -> None:
-        """Have the next push bring this, too, as far as it is of parameters that are here, in their size."""
-        if not (feedback := self._client.feedback):
+        """Add this residual to the next push, as far as it is of parameters that are here, in their size."""
+        if not (feedback := self.client.feedback):
             return
         shards = [each.residual for each in feedback]
         names = zip(self.plan.names, self.plan.shapes, self._parts(shards), strict=True)
@@ -237,18 +204,16 @@ class Worker:
                 for part, piece in parts:
                     piece.copy_(carried_residual[name].reshape(-1)[part])
 
-    # ---- where it lies ----
-
     @property
     def _outgoing(self) -> list[Parts]:
-        return self._known_parts("gradients", self._client.gradients)
+        return self._known_parts("gradients", self.client.gradients)
 
     @property
     def _incoming(self) -> list[Parts]:
-        return self._known_parts("weights", self._client.weights)
+        return self._known_parts("weights", self.client.weights)
 
     def _known_parts(self, what: str, shards: Sequence[Tensor]) -> list[Parts]:
-        """Return where shards lie: elsewhere, once another server has one."""
+        """Return the parts of shards; their memory moves where a connection is made anew."""
         at = [shard.data_ptr() for shard in shards]
         if self._laid_out.get(what, ([], []))[0] != at:
             self._laid_out[what] = at, self._parts(shards)
@@ -262,7 +227,7 @@ class Worker:
         _put([self.params[i].grad for i in numbers], [outgoing[i] for i in numbers])
 
     def _whole(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Return a tensor for each parameter, fp32, of what shards hold."""
+        """Return an fp32 tensor for each parameter, from shards."""
         found = [torch.empty(shape) for shape in self.plan.shapes]
         for tensor, parts in zip(found, self._parts(shards), strict=True):
             for part, piece in parts:
@@ -288,7 +253,7 @@ def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) 
     """Return the plan of a model's parameters; complex ones are pairs of real numbers.
 
     Raises:
-        ValueError: one has more than 32 bits, which servers do not hold; names it.
+        ValueError: one has more than 32 bits, which servers do not hold.
     """
     found = {name: real(p.detach()) for name, p in named.items()}
     if wide := [name for name, t in found.items() if t.dtype.itemsize > torch.float32.itemsize]:
@@ -299,16 +264,13 @@ def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) 
 
 
 class StreamingPush:
-    """The gradients of one worker's model that leave within the backward pass; on the training thread. On GPUs they
-    leave after it.
+    """Gradients that are sent within the backward pass, on the training thread; on GPUs they are sent after it.
 
-    Where most of what has left changes behind the backward pass (it is clipped), nothing leaves within it any more.
+    Where most of them change after they were sent (they are clipped), nothing is sent within the pass any more.
 
     Args:
         params: of the model, in the plan's order.
-        plan: which server has what.
-        client: by which it leaves.
-        put: puts the gradients of these parameters, by number, where they leave.
+        put: puts the gradients of these parameters, by number, into the client's memory.
     """
 
     def __init__(
@@ -324,11 +286,10 @@ class StreamingPush:
 
     @property
     def under_way(self) -> bool:
-        """`begin` was called, and not `finish`."""
         return self._backward is not None and self._backward.under_way
 
     def begin(self, send: Send) -> None:
-        """Begin a backward pass, with no push under way: `finish` follows."""
+        """Begin a backward pass, with no push under way."""
         if self._wasted or any(p.device.type != "cpu" for p in self._params):
             return
         if self._backward is None:
@@ -338,24 +299,23 @@ class StreamingPush:
         self._backward.begin()
 
     def finish(self) -> None:
-        """Put the gradients that are pushed."""
+        """End it: send again what has changed since it was sent."""
         assert self._backward is not None
         if changed := self._backward.finish():
             self._put(changed)
             sizes = [p.numel() for p in self._params]
             self._wasted = 2 * sum(sizes[i] for i in changed) > sum(sizes)
-            for i in () if self._wasted else changed:
-                self._send(partial(self._client.leave, self._parts(i, i + 1)))
             if self._wasted:
                 self._send(self._client.begin_parts)
+                return
+            for i in changed:
+                self._send(partial(self._client.leave, self._parts(i, i + 1)))
 
     def give_up(self) -> None:
-        """Take back a backward pass that has failed."""
         if self._backward is not None:
             self._backward.give_up()
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
         if self._backward is not None:
             self._backward.close()
 
@@ -366,7 +326,7 @@ class StreamingPush:
         self._send(partial(self._client.leave, self._parts(first, last)))
 
     def _parts(self, first: int, last: int) -> list[tuple[int, int]]:
-        """Return, of each server, where in its shard these parameters lie."""
+        """Return the range of these parameters in each server's shard."""
         found = []
         for pieces, size in zip(self._plan.pieces, self._plan.sizes, strict=True):
             offsets = [next((p.offset for p in pieces if p.key >= key), size) for key in (first, last)]
@@ -374,15 +334,8 @@ class StreamingPush:
         return found
 
 
-class Written:
-    """The writes to one worker's parameters, since weights were pulled, that others make: a callback, say.
-
-    Servers do not hear of these.
-
-    Args:
-        names: of the parameters.
-        params: themselves.
-    """
+class ExternalWrites:
+    """Writes to parameters since weights were pulled, beside the optimizer's step: by a callback, say."""
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self._names = names
@@ -390,10 +343,10 @@ class Written:
         self._seen = self._versions()
         self._overwritten: set[int] = set()
         self.base: Literal["pulled", "pushed", "gone"] = "gone"
-        """What the parameters held last, and what is where it came: something else, where it is ``"gone"``."""
+        """What the parameters held last; ``"gone"``: the memory of pulls holds something else now."""
 
     def begin(self) -> None:
-        """Note that weights are about to be written to the parameters: what others wrote is lost by that."""
+        """Note that weights are about to overwrite the parameters."""
         self._overwritten |= self._changed()
 
     def end(self, base: Literal["pulled", "pushed"]) -> None:
@@ -402,12 +355,11 @@ class Written:
         self.base = base
 
     def since(self, pulled: Sequence[Sequence[tuple[slice, Tensor]]] | None, every: bool) -> list[str]:
-        """Return the names of parameters that hold something else than was pulled, or did, and were overwritten since.
+        """Return the names of parameters that others have written to, also where a pull has overwritten that.
 
         Args:
-            pulled: the pieces of each parameter, where they came; None while newer ones are coming. A parameter that
-                was written to, and back again, counts as one that was not; where nothing can be compared, too.
-            every: look at all, and not only at those that autograd has seen a change of: ``.data`` hides it.
+            pulled: the pieces of each parameter, to compare values; None while newer ones are coming.
+            every: compare all, and not only those with a new version in autograd: writes to ``.data`` have none.
         """
         found = self._changed()
         if pulled is not None and self.base != "pushed":
@@ -427,26 +379,27 @@ class Written:
 
 
 def _same(param: Tensor, pieces: Sequence[tuple[slice, Tensor]]) -> bool:
-    """Compare to the bit: what is not a number is equal to itself."""
+    """Compare to the bit, also NaN."""
     flat = real(param.detach()).reshape(-1).to("cpu", torch.float32)
     return all(torch.equal(flat[part].view(torch.int32), piece.view(torch.int32)) for part, piece in pieces)
 
 
 @torch.no_grad()
 def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
-    """Put the elements of parameters where they belong; zeros for none."""
+    """Copy the elements of tensors to their places; zeros for None."""
     given = [(t, parts) for t, parts in zip(tensors, places, strict=True) if t is not None]
     flat = [real(strided(t)).reshape(-1) for t, _ in given]
     elements, pieces = _paired(flat, [parts for _, parts in given])
     if pieces:
         torch._foreach_copy_(pieces, elements)
     for tensor, parts in zip(tensors, places, strict=True):
-        for _, piece in parts if tensor is None else ():
-            piece.zero_()
+        if tensor is None:
+            for _, piece in parts:
+                piece.zero_()
 
 
 def _paired(flat: Sequence[Tensor], places: Sequence[Parts]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what belongs together: views of the elements, and of shards."""
+    """Return views of the elements, and of their places in shards."""
     elements = []
     pieces = []
     for tensor, parts in zip(flat, places, strict=True):

@@ -24,19 +24,12 @@ from lightning_async.strategies.server_lifecycle import (
     Servers,
     StartQuorum,
     WaitForWorkers,
+    find_again,
     join_or_start,
     register_worker,
 )
 from lightning_async.strategies.server_options import Mode, resolve_staleness
-from lightning_async.strategies.server_placement import (
-    Placement,
-    ServerRoles,
-    check_momentum,
-    end,
-    handed_over,
-    join,
-    take_handed_over,
-)
+from lightning_async.strategies.server_placement import Placement, ServerRoles, check_momentum, end, join
 from lightning_async.strategies.server_steps import PushSteps, States
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS
@@ -72,15 +65,14 @@ class ParameterServerStrategy(AsyncStrategy):
     Args:
         mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: see above. ``"ssp"``: as they come,
             and weights lack at most ``max_staleness`` of the slowest one's pushes, of as many as their worker has made
-            since a gate. MXNet's names ("dist_async", "dist_sync", "dist_sync_device" and others) are taken, too.
+            since a sync point. MXNet's names ("dist_async", "dist_sync", "dist_sync_device" and others) are taken, too.
         num_servers: that share out each group of parameters. None (default): one on each host; one, where
             they are ranks.
         placement: ``"colocated"`` (default): servers are processes beside the workers. ``"dedicated"``: the last
             ``num_servers`` ranks serve: they build no data, never train, and end with 0 in their first run, once all
             workers have ended.
         wait_for_workers: training begins with ``"all"`` (default); with a number, as soon as so many have come, the
-            first rank among them; with (a number, a timedelta), once others have had so long to come. Who comes later
-            joins, as who comes back does.
+            first rank among them; with (a number, a timedelta), once others have had so long to come. Later ones join.
         server_address: ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. They keep
             their weights from training to training: who comes first brings them. Default: servers are started here.
         snapshots, snapshot_every: folder in which servers that are started here keep what they have, every so many
@@ -104,7 +96,7 @@ class ParameterServerStrategy(AsyncStrategy):
             synchronous mode it always is. Default False.
         overlap: the next batch is computed while a push is under way, at weights without it. Default False.
         bigarray_bound: elements from which on a parameter is split evenly over servers. Default 1,000,000.
-        buffers: floating-point buffers (BatchNorm statistics) at gates, see `AsyncAveragingStrategy`.
+        buffers: floating-point buffers (BatchNorm statistics) at sync points, see `AsyncAveragingStrategy`.
         min_replicas, max_replicas: see `AsyncAveragingStrategy`.
         timeouts: how long to wait for what.
         transport: see `AsyncAveragingStrategy`.
@@ -186,11 +178,10 @@ class ParameterServerStrategy(AsyncStrategy):
         self.served_run: int | None = None
         self.states = States(self)
         self.brings = False
-        """What this training has is to be on the servers, whatever they have: it goes on from a checkpoint."""
+        """Whether servers take this training's weights, whatever they have: it goes on from a checkpoint."""
         self.groups = [ParameterGroup(0, 0, "delta", {})]
-        """Of parameters, each with a table on servers."""
+        """Groups of parameters, each with a table on servers."""
         self.progress = WorkerSteps()
-        """Of learning rates that follow versions."""
 
     strategy_name = "parameter_server"
     alone = "without servers: nothing is pushed, and the optimizer is its own"
@@ -199,21 +190,18 @@ class ParameterServerStrategy(AsyncStrategy):
     join_servers = join
     served = True
 
-    # ---- the servers ----
-
     def connect_ranks(self) -> None:
         if not self.quorum.is_all and self.live_ranks is None and not is_joining(self):
             join_or_start(self, type(self).__name__)
         try:
             super().connect_ranks()
-        finally:  # who serves is to hear that this one was there, and has ended
+        finally:  # servers must see that this worker was there, and has ended
             if self.roles.dedicated:
                 register_worker(self, *self.roles.of(self.cluster_environment))
         if self.roles.dedicated and self.connection is not None:
-            self.connection.on_end = lambda: None  # the store lasts until they have heard
+            self.connection.on_end = lambda: None  # the store lasts until they have seen it
 
     def come_late(self) -> None:
-        """Others have begun: this worker joins them."""
         self._environment = numbered_last(self._environment)
 
     def setup(self, trainer: Any) -> None:
@@ -225,14 +213,21 @@ class ParameterServerStrategy(AsyncStrategy):
             check_momentum(self, trainer)
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
-        if rank == 0 and self.servers is not None:  # nobody is to wait for their pushes
+        if rank == 0 and self.servers is not None:  # so that no worker waits for their pushes
             self.servers.forget(names)
 
     def handed_over(self) -> dict[str, Any]:
-        return handed_over(self)
+        servers = self.servers
+        return {
+            "servers": [] if servers is None else servers.addresses, "run": self.served_run,
+            "job": "" if servers is None else servers.job, "progress": self.progress.plain(),
+        }  # fmt: skip
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        take_handed_over(self, told)
+        self.served_run = told["run"]
+        self.progress.take(told["progress"])
+        self.servers = find_again(self, self.served_run, told["servers"])
+        self.servers.job = told["job"]
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
@@ -248,15 +243,12 @@ class ParameterServerStrategy(AsyncStrategy):
         super().teardown()
         end(self, in_order=not failed)
 
-    # ---- checkpoints ----
-
     @property
     def alike(self) -> frozenset[str]:
-        """What of a checkpoint is equal on all ranks where they have met."""
+        """Names of what is equal on all ranks in a checkpoint."""
         return ALIKE if self.update_on_server else REPLICAS
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The servers' state of it, as torch would have it."""
         self.states.fetch([optimizer])
         return super().optimizer_state(optimizer)
 
@@ -272,10 +264,7 @@ class ParameterServerStrategy(AsyncStrategy):
         super().summarise()
         self.states.fetch(self.optimizers)  # for a checkpoint that is saved when the servers are gone
 
-    # ---- settings ----
-
     def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
         return {
             **super().settings(), **server_options.settings_of(self), "wait_for_workers": self.quorum,
             "placement": "dedicated" if self.roles.dedicated else "colocated",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from lightning_async._checks import check_choice, check_int, check_real
 from lightning_async.algorithms.staleness import (
@@ -18,7 +18,8 @@ from lightning_async.checkpoint.storage import files_at
 from lightning_async.comm.p2p_gloo import places_of
 from lightning_async.trainer.configuration_checks import LrClock
 
-# What the arguments of a parameter server say of pushes that are late: a policy, and a bound.
+if TYPE_CHECKING:
+    from lightning_async.strategies.parameter_server import ParameterServerStrategy
 
 _SSP_BOUND = 3
 _POLICIES = {
@@ -27,22 +28,10 @@ _POLICIES = {
 """Of each argument, the short names of policies that it is for."""
 
 
-class StalenessView(Protocol):
-    """What a strategy has that was asked for so."""
-
-    mode: Any
-    update_on_server: bool
-    max_staleness: int | None
-    staleness_lr_factor: float | None
-    buffer_size: int | None
-    pull_every: int
-    overlap: bool
-
-
 def resolve_staleness(
-    strategy: StalenessView, staleness: str | StalenessPolicy
+    strategy: ParameterServerStrategy, staleness: str | StalenessPolicy
 ) -> tuple[str | StalenessPolicy, int | None]:
-    """The policy, with the arguments that are for it, and the bound of mode ``"ssp"``, None in other modes.
+    """Return the policy, with the arguments that are for it, and the bound of mode ``"ssp"``, None in other modes.
 
     ``"auto"`` stays so until the optimizer is known, where the server has one.
 
@@ -52,34 +41,22 @@ def resolve_staleness(
     for name in _POLICIES:
         if getattr(strategy, name) is not None:
             _check(strategy, name, staleness)
-    bound = strategy.max_staleness
-    if strategy.mode == "ssp":
-        return _policy(strategy, staleness), _SSP_BOUND if bound is None else bound
-    return _policy(strategy, staleness), None
+    policy = _policy(strategy, staleness)
+    if strategy.mode != "ssp":
+        return policy, None
+    return policy, _SSP_BOUND if strategy.max_staleness is None else strategy.max_staleness
 
 
-def ahead(strategy: StalenessView) -> int:
-    """Pushes that a worker may be ahead of the slowest one, so that the weights which it computes at lack at most
-    ``max_staleness`` of any worker's pushes, of as many as it has made itself: those that it makes before it has the
-    next weights count. Who is slow lacks what faster ones are ahead, too: one more than so many, as they wait behind a
-    push."""
+def ahead(strategy: ParameterServerStrategy) -> int:
+    """Return how many pushes a worker may be ahead of the slowest one.
+
+    The weights that it computes at then lack at most ``max_staleness`` of any worker's pushes: the pushes that it makes
+    before it has the next weights count.
+    """
     return (strategy.max_staleness or 0) - (strategy.pull_every - 1) - strategy.overlap
 
 
-def check_bound(strategy: StalenessView) -> None:
-    """Raise ValueError where weights would be older than the bound of ``"ssp"`` whoever waits."""
-    if strategy.mode == "ssp" and (over := -ahead(strategy)) > 0:
-        owner = type(strategy).__name__
-        bound = strategy.max_staleness
-        every = strategy.pull_every
-        raise ValueError(
-            f"`{owner}(mode='ssp', max_staleness={bound}, pull_every={every}, overlap={strategy.overlap})`: before "
-            f"newer weights come, a worker makes {every + strategy.overlap} pushes, so that its weights lack more than "
-            f"{bound} of another's. Take `max_staleness={(bound or 0) + over}` or more, or pull more often."
-        )
-
-
-def _check(strategy: StalenessView, name: str, staleness: str | StalenessPolicy) -> None:
+def _check(strategy: ParameterServerStrategy, name: str, staleness: str | StalenessPolicy) -> None:
     owner = type(strategy).__name__
     value = getattr(strategy, name)
     policies = _POLICIES[name]
@@ -105,7 +82,7 @@ def _check(strategy: StalenessView, name: str, staleness: str | StalenessPolicy)
         )
 
 
-def _policy(strategy: StalenessView, staleness: str | StalenessPolicy) -> str | StalenessPolicy:
+def _policy(strategy: ParameterServerStrategy, staleness: str | StalenessPolicy) -> str | StalenessPolicy:
     bound = strategy.max_staleness
     factor = strategy.staleness_lr_factor
     size = strategy.buffer_size
@@ -137,26 +114,8 @@ _ALIKE = (
 """What must be equal on all ranks."""
 
 
-class _Service(StalenessView, Protocol):
-    mode: Mode
-    num_servers: int | None
-    server_address: str | None
-    snapshots: str | None
-    snapshot_every: float | None
-    update_on_server: bool
-    staleness: str | StalenessPolicy
-    warmup_steps: int
-    update_frequency: int
-    consistent_pull: bool
-    bigarray_bound: int
-
-
 def folder_of(owner: str, snapshots: str | os.PathLike[str] | None) -> str | None:
-    """The folder of snapshots, as it is named wherever this process goes.
-
-    Raises:
-        TypeError, ValueError: it is none.
-    """
+    """Return the absolute path, or the URL, of the folder of snapshots."""
     if snapshots is None:
         return None
     if not isinstance(snapshots, str | os.PathLike) or not isinstance(os.fspath(snapshots), str):
@@ -169,10 +128,7 @@ def folder_of(owner: str, snapshots: str | os.PathLike[str] | None) -> str | Non
 
 
 def mode_of(owner: str, mode: str) -> Mode:
-    """The mode of this name, ours or MXNet's.
-
-    Raises:
-        ValueError: there is none.
+    """Return the mode of this name, ours or MXNet's.
 
     >>> mode_of("Strategy", "dist_sync_device"), mode_of("Strategy", "dist")
     ('sync', 'sync')
@@ -181,13 +137,9 @@ def mode_of(owner: str, mode: str) -> Mode:
     return _ALIASES.get(mode, mode)  # pyright: ignore
 
 
-def clock_of(strategy: _Service, lr_clock: LrClock | None) -> LrClock:
-    """Whose steps learning rates follow; where nothing is said, the servers' versions, unless all step together or the
-    optimizer is the worker's.
-
-    Raises:
-        ValueError: there is no such clock, or not with this optimizer.
-    """
+def clock_of(strategy: ParameterServerStrategy, lr_clock: LrClock | None) -> LrClock:
+    """Return the clock of learning rates. Default: the servers' versions, unless all step together or the optimizer is
+    the worker's."""
     owner = type(strategy).__name__
     check_choice(owner, "lr_clock", lr_clock, (*get_args(LrClock), None))
     if lr_clock == "global" and not strategy.update_on_server:
@@ -198,12 +150,8 @@ def clock_of(strategy: _Service, lr_clock: LrClock | None) -> LrClock:
     return lr_clock or ("global" if strategy.update_on_server and strategy.mode != "sync" else "local")
 
 
-def check_service(strategy: _Service) -> None:
-    """Whether its settings are in their ranges, and fit together.
-
-    Raises:
-        TypeError, ValueError: one is not, or two do not; names them.
-    """
+def check_service(strategy: ParameterServerStrategy) -> None:
+    """Raise TypeError or ValueError where a setting is out of range, or two contradict each other."""
     owner = type(strategy).__name__
     least = {"bigarray_bound": 1, "warmup_steps": 0, "update_frequency": 1, "pull_every": 1}
     for name, minimum in least.items():
@@ -238,7 +186,14 @@ def check_service(strategy: _Service) -> None:
             f"`{owner}(mode='sync', pull_every={strategy.pull_every}, overlap={strategy.overlap})`: all workers have "
             'the same weights after each step, so each pulls after each push. Leave both out, or use `mode="async"`.'
         )
-    check_bound(strategy)
+    if strategy.mode == "ssp" and (over := -ahead(strategy)) > 0:
+        bound = strategy.max_staleness
+        every = strategy.pull_every
+        raise ValueError(
+            f"`{owner}(mode='ssp', max_staleness={bound}, pull_every={every}, overlap={strategy.overlap})`: before "
+            f"newer weights come, a worker makes {every + strategy.overlap} pushes, so that its weights lack more than "
+            f"{bound} of another's. Take `max_staleness={(bound or 0) + over}` or more, or pull more often."
+        )
     if strategy.mode == "sync" and strategy.warmup_steps:
         raise ValueError(
             f"`{owner}(mode='sync', warmup_steps={strategy.warmup_steps})`: all steps are synchronous. Leave "
@@ -251,8 +206,7 @@ def check_service(strategy: _Service) -> None:
         )
 
 
-def settings_of(strategy: _Service) -> dict[str, object]:
-    """What must be equal on all ranks."""
+def settings_of(strategy: ParameterServerStrategy) -> dict[str, object]:
     return {**{name: getattr(strategy, name) for name in _ALIKE}, "snapshots": strategy.snapshots is not None}
 
 
@@ -267,7 +221,7 @@ def _check_address(owner: str, address: object) -> None:
         ) from None
 
 
-def _check_snapshots(owner: str, strategy: _Service) -> None:
+def _check_snapshots(owner: str, strategy: ParameterServerStrategy) -> None:
     every = strategy.snapshot_every
     folder = strategy.snapshots
     if folder is None and every is not None:

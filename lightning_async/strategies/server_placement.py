@@ -8,13 +8,12 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
 from lightning_async._checks import check_choice
-from lightning_async.algorithms.compression import PushCompression
-from lightning_async.algorithms.staleness import StalenessPolicy, make_policy, momentum_warning
+from lightning_async.algorithms.staleness import make_policy, momentum_warning
 from lightning_async.comm.p2p_gloo import machine_name
 from lightning_async.comm.peer_storage import facing
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -25,10 +24,9 @@ from lightning_async.parameter_server.process import ServerStart, Shelving
 from lightning_async.parameter_server.tables import ParameterGroup, ParameterGroups, described_again, keys_of, state_of
 from lightning_async.parameter_server.worker import Worker, plan_of
 from lightning_async.strategies import server_lifecycle
-from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import Roles
 from lightning_async.strategies.server_lifecycle import Servers, serve
-from lightning_async.strategies.server_options import Mode, StalenessView, ahead
+from lightning_async.strategies.server_options import ahead
 from lightning_async.trainer.configuration_checks import check_momentum_stays
 from lightning_async.trainer.environment.subprocess_launcher import leave
 from lightning_async.trainer.namespace import rank_zero_info
@@ -36,27 +34,16 @@ from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
 
+if TYPE_CHECKING:
+    from lightning_async.strategies.parameter_server import ParameterServerStrategy
+
 log = logging.getLogger(__name__)
-
-
-# Which ranks train, and which serve: the last ones.
 
 Placement = Literal["colocated", "dedicated"]
 
 
 class ServerRoles(Roles):
-    """Roles where some ranks may serve.
-
-    Args:
-        owner: the strategy's name, for messages.
-        placement: ``"colocated"``: all ranks train. ``"dedicated"``: the last ranks serve.
-        num_servers: None: one.
-        server_address: servers are elsewhere.
-        begin_together: training begins when all workers have come.
-
-    Raises:
-        ValueError: an unknown placement.
-    """
+    """The ranks that train, and the last ones, which serve where they are ``"dedicated"``."""
 
     def __init__(
         self,
@@ -78,7 +65,7 @@ class ServerRoles(Roles):
             )
         self.begin_together = begin_together
         self.expects_more = False
-        """Workers that begin do so without others, which are to be taken in."""
+        """Whether workers begin without others, which join later."""
 
     @property
     def dedicated(self) -> bool:
@@ -87,7 +74,7 @@ class ServerRoles(Roles):
 
     @property
     def num_servers(self) -> int:
-        """Of those that do not train."""
+        """Number of servers that are ranks."""
         return self._num_servers or 1
 
     @property
@@ -95,7 +82,7 @@ class ServerRoles(Roles):
         return self.num_servers if self.dedicated else 0
 
     def of(self, environment: Any) -> tuple[str, int]:
-        """ "worker" or "server", and which of these this process is."""
+        """Return ``"worker"`` or ``"server"``, and its number among these."""
         rank = getattr(environment, "started_as", None)
         rank = environment.global_rank() if rank is None else rank
         started = environment.world_size()
@@ -103,11 +90,11 @@ class ServerRoles(Roles):
         return ("server", rank - first) if first <= rank < started else ("worker", rank)  # new ones train
 
     def reached_at(self, environment: Any, num_nodes: int) -> str | None:
-        """This server's address, by which other hosts reach it; none where all are on one host."""
+        """Return this server's address for other hosts; None where all are on one host."""
         return facing(environment.main_address, environment.main_port) if num_nodes > 1 else None
 
     def transport(self, transport: Transport | TransportName) -> Transport | TransportName:
-        """The one by which workers meet: where some ranks serve, these are no part of a group of all."""
+        """Return the transport by which workers meet: those that serve are in no group of theirs."""
         return "torch" if transport == "auto" and self.dedicated else transport
 
     def is_alone(self, world_size: int) -> bool:
@@ -119,10 +106,8 @@ class ServerRoles(Roles):
             serve(strategy, number)
             leave(strategy.module.trainer)
 
-    # ---- checks ----
-
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError where its groups are of all ranks."""
+        """Raise ValueError where the transport's groups are of all ranks, and some serve."""
         if not self.dedicated:
             return
         mpi = isinstance(transport, TorchTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
@@ -147,49 +132,13 @@ class ServerRoles(Roles):
             )
 
 
-_REQUEST_S = 1800.0  # as long as torch's process groups wait: whoever is lost is told of by the ranks themselves
+_REQUEST_S = 1800.0  # as long as torch's process groups wait: the ranks themselves find lost ones
 
 
-class ServerDiscoveryView(server_lifecycle.ServedByRanks, StalenessView, Protocol):
-    """What a strategy has whose servers these are."""
+def join(strategy: ParameterServerStrategy, averager: BackgroundAverager) -> ParameterGroups:
+    """Find or start the servers and join them; all workers call this together.
 
-    mode: Mode
-    bigarray_bound: int
-    compression: PushCompression | None
-    consistent_pull: bool
-    warmup_steps: int
-    num_servers: int | None
-    server_address: str | None
-    snapshot_every: float | None
-    staleness: str | StalenessPolicy
-    groups: list[ParameterGroup]
-    num_runs: int
-    servers: Servers | None
-    progress: WorkerSteps
-    served_run: int | None
-    """For which servers that are ranks were called."""
-    brings: bool
-    """What this training has is to be on the servers, whatever they have."""
-    saved: SavedState
-
-    @property
-    def module(self) -> Any: ...
-
-    @property
-    def optimizers(self) -> Sequence[Any]: ...
-
-    @property
-    def roles(self) -> ServerRoles: ...
-
-    @property
-    def world(self) -> LightningCollectives | None: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-
-def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> ParameterGroups:
-    """All workers call this together; who comes to a training of others finds their servers in ``servers``.
+    A joining rank finds the others' servers in ``strategy.servers``.
 
     Raises:
         ValueError: there are more servers than ranks, or those of an address do not suit.
@@ -207,15 +156,12 @@ def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> Paramet
         worker_rules = _worker_rules(strategy)
         elsewhere = strategy.server_address is not None
         strategy.brings |= strategy.saved.origin != "none"
-        warmup = (
-            worker_rules.warmup_steps
-            if elsewhere and not strategy.brings
-            else max(0, worker_rules.warmup_steps - max(steps))
-        )
-        strategy.servers = _find(
-            strategy, world, worker_rules if elsewhere else replace(worker_rules, warmup_steps=warmup)
-        )
-        strategy.progress = _progress(strategy, steps, replace(worker_rules, warmup_steps=warmup))
+        warmup = worker_rules.warmup_steps
+        if strategy.brings or not elsewhere:
+            warmup = max(0, warmup - max(steps))
+        with_warmup = replace(worker_rules, warmup_steps=warmup)
+        strategy.servers = _find(strategy, world, worker_rules if elsewhere else with_warmup)
+        strategy.progress = _progress(strategy, steps, with_warmup)
         totals.begin()
     servers = strategy.servers
     workers = []
@@ -247,8 +193,8 @@ def join(strategy: ServerDiscoveryView, averager: BackgroundAverager) -> Paramet
     return tables
 
 
-def end(strategy: ServerDiscoveryView, in_order: bool) -> None:
-    """Nobody needs the servers any more; where this rank has failed, the others go on with them."""
+def end(strategy: ParameterServerStrategy, in_order: bool) -> None:
+    """End the servers once nobody needs them; where this rank has failed, others go on with them."""
     servers = strategy.servers
     strategy.servers = None
     if servers is not None:
@@ -259,24 +205,7 @@ def end(strategy: ServerDiscoveryView, in_order: bool) -> None:
         server_lifecycle.dismiss(strategy, run)
 
 
-def handed_over(strategy: ServerDiscoveryView) -> dict[str, Any]:
-    """What one that comes must know of the servers."""
-    addresses = [] if strategy.servers is None else strategy.servers.addresses
-    called = "" if strategy.servers is None else strategy.servers.job
-    run = {"run": strategy.served_run, "job": called}
-    return {"servers": addresses, **run, "progress": strategy.progress.plain()}
-
-
-def take_handed_over(strategy: ServerDiscoveryView, told: dict[str, Any]) -> None:
-    """It comes, and has been told that."""
-    strategy.served_run = told["run"]
-    strategy.progress.take(told["progress"])
-    strategy.servers = server_lifecycle.found(strategy, strategy.served_run, told["servers"])
-    strategy.servers.job = told["job"]
-
-
-def _worker_rules(strategy: ServerDiscoveryView) -> WorkerRules:
-    """How servers treat workers."""
+def _worker_rules(strategy: ParameterServerStrategy) -> WorkerRules:
     bound = {"max_staleness": ahead(strategy)} if strategy.mode == "ssp" else {}
     return WorkerRules(
         mode=strategy.mode, num_workers=strategy.world_size, **bound, dead_after_s=_REQUEST_S,
@@ -284,18 +213,16 @@ def _worker_rules(strategy: ServerDiscoveryView) -> WorkerRules:
     )  # fmt: skip
 
 
-def _progress(strategy: ServerDiscoveryView, steps: Sequence[int], worker_rules: WorkerRules) -> WorkerSteps:
-    """Of schedules that follow versions."""
+def _progress(strategy: ParameterServerStrategy, steps: Sequence[int], worker_rules: WorkerRules) -> WorkerSteps:
+    """Return the progress of schedules that follow versions."""
+    if worker_rules.mode == "sync":
+        return WorkerSteps(steps, sys.maxsize, 1)
     first, *_ = strategy.groups
-    pushes = (
-        1
-        if worker_rules.mode == "sync"
-        else make_policy(worker_rules.staleness, first.name, first.arguments).buffer_size
-    )
-    return WorkerSteps(steps, sys.maxsize if worker_rules.mode == "sync" else worker_rules.warmup_steps, pushes)
+    policy = make_policy(worker_rules.staleness, first.name, first.arguments)
+    return WorkerSteps(steps, worker_rules.warmup_steps, policy.buffer_size)
 
 
-def _find(strategy: ServerDiscoveryView, world: LightningCollectives, worker_rules: WorkerRules) -> Servers:
+def _find(strategy: ParameterServerStrategy, world: LightningCollectives, worker_rules: WorkerRules) -> Servers:
     if strategy.server_address is not None:
         return Servers.at(strategy.server_address, worker_rules)
     if strategy.roles.dedicated:
@@ -305,8 +232,8 @@ def _find(strategy: ServerDiscoveryView, world: LightningCollectives, worker_rul
     return Servers.start(world, _count(strategy), ServerStart(worker_rules, host, _shelving(strategy, world)))
 
 
-def _shelving(strategy: ServerDiscoveryView, world: LightningCollectives) -> Shelving:
-    """A folder of its own for each training: none begins with what another one had, or touches what is another's."""
+def _shelving(strategy: ParameterServerStrategy, world: LightningCollectives) -> Shelving:
+    """Return a folder of its own for each training: none begins with another one's snapshots, or touches these."""
     if strategy.snapshots is None:
         return Shelving()
     first, *_ = world.gather_objects(f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
@@ -315,12 +242,11 @@ def _shelving(strategy: ServerDiscoveryView, world: LightningCollectives) -> She
 
 
 def _own_address(environment: Any) -> str:
-    """Of this host, as others reach it."""
-    told = getattr(environment, "own_address", None)  # Horovod's ranks know no address of the first one
-    return told or facing(environment.main_address, environment.main_port)
+    address = getattr(environment, "own_address", None)  # Horovod's ranks know no address of the first one
+    return address or facing(environment.main_address, environment.main_port)
 
 
-def _count(strategy: ServerDiscoveryView) -> int:
+def _count(strategy: ParameterServerStrategy) -> int:
     if strategy.num_servers is None:
         return strategy.num_nodes
     if strategy.num_servers > strategy.world_size:
@@ -331,18 +257,20 @@ def _count(strategy: ServerDiscoveryView) -> int:
     return strategy.num_servers
 
 
-def _groups_of(strategy: ServerDiscoveryView, group: ParameterGroup) -> list[Any]:
-    """The groups of optimizers whose parameters are in its table: all, where they are the worker's."""
+def _groups_of(strategy: ParameterServerStrategy, group: ParameterGroup) -> list[Any]:
+    """Return the optimizers' groups whose parameters are in this table: all, where optimizers are the worker's."""
     if strategy.update_on_server:
         return [strategy.optimizers[group.optimizer].param_groups[group.group]]
     return [each for optimizer in strategy.optimizers for each in optimizer.param_groups]
 
 
-def check_momentum(strategy: ServerDiscoveryView, trainer: Any) -> None:
-    """Refuse schedulers that change it, and warn where late gradients go on in it."""
+def check_momentum(strategy: ParameterServerStrategy, trainer: Any) -> None:
+    """Refuse schedulers that change momentum, and warn where late gradients go on in it."""
     if strategy.world_size > 1:
         check_momentum_stays(trainer, type(strategy).__name__)
-    for group in strategy.groups if strategy.mode != "sync" and strategy.global_rank == 0 else ():
+    if strategy.mode == "sync" or strategy.global_rank != 0:
+        return
+    for group in strategy.groups:
         policy = make_policy(strategy.staleness, group.name, group.arguments)
         if (warning := momentum_warning(policy, group.name, group.arguments)) is not None:
             log.warning(warning)

@@ -1,4 +1,4 @@
-"""One worker's steps: gradients, or changes, go to servers, and weights come back; failures end what is waited for."""
+"""One worker's steps: gradients, or changes of the weights, go to servers, and weights come back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 
@@ -21,7 +21,7 @@ from lightning_async.errors import AsyncTrainingError
 from lightning_async.parameter_server.discovery import Agreement
 from lightning_async.parameter_server.metrics import PushTotals
 from lightning_async.parameter_server.store import in_words
-from lightning_async.parameter_server.tables import ParameterGroups, rates_of, refuse_groups, tables_of
+from lightning_async.parameter_server.tables import ParameterGroups, rates_of, refuse_groups
 from lightning_async.strategies.local_steps import StepBatches, is_scaled, learning_rate
 from lightning_async.trainer.namespace import (
     Undo,
@@ -36,14 +36,12 @@ from lightning_async.trainer.step_runner import StepRunner
 if TYPE_CHECKING:
     from lightning_async.strategies.parameter_server import ParameterServerStrategy
 
-# How many samples are behind gradients: of each optimizer in manual optimization, and of a worker's pushes.
-
 
 class SampleCounts:
-    """Told of batches, and of the passes of `manual_backward` within them; of an optimizer whose gradients are taken.
+    """Number of samples per gradient, for each optimizer.
 
-    A batch counts once for what an optimizer takes, with however many passes. Gradients that `zero_grad` has set to
-    None have nothing behind them.
+    A batch counts once for an optimizer, with however many passes of `manual_backward`. Gradients that `zero_grad` has
+    set to None have no samples.
 
     Args:
         optimizers: no two have a parameter in common.
@@ -51,31 +49,28 @@ class SampleCounts:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.params = [{p for group in each.param_groups for p in group["params"]} for each in optimizers]
-        """Of each optimizer."""
         self.samples = [0.0] * len(self.params)
         self._counted: set[int] = set()
         """Optimizers for which the batch under way is counted."""
 
     def start_batch(self) -> None:
-        """A batch begins."""
         self._counted.clear()
 
     def begin_pass(self) -> None:
-        """A backward pass begins."""
         for number in range(len(self.params)):
             if not self._has_gradients(number):
                 self.samples[number] = 0.0
                 self._counted.discard(number)
 
     def end_pass(self, samples: float) -> None:
-        """Its batch has so many, and they are behind all gradients that are there now."""
+        """Count the samples of the pass's batch for all gradients that are there now."""
         for number in range(len(self.params)):
             if number not in self._counted and self._has_gradients(number):
                 self.samples[number] += samples
                 self._counted.add(number)
 
     def take(self, number: int) -> float:
-        """Those of this optimizer, which has none from here on; 0.0 where nobody has told of a pass."""
+        """Return an optimizer's samples, and begin anew; 0.0 where no pass was counted."""
         samples = self.samples[number]
         self.samples[number] = 0.0
         return samples
@@ -84,72 +79,54 @@ class SampleCounts:
         return any(p.grad is not None for p in self.params[number])
 
 
-class Samples:
-    """What a worker's pushes weigh.
-
-    Args:
-        optimizers: that are stepped with them.
-    """
+class PushSamples(SampleCounts):
+    """Samples of a worker's pushes, by which these are weighted."""
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self._sample_counts = SampleCounts(optimizers)
-        self._batch = self._since = self._told = 0.0
+        super().__init__(optimizers)
+        self.batch = 0.0
+        """Samples of the batch under way."""
+        self._since = self._reported = 0.0
         self.spent = False
         """There was a step since these samples began to be counted: the next batch begins anew."""
 
     def start_batch(self) -> None:
-        """A batch begins."""
         if self.spent:
             self._since = 0.0
-            self._told = 0.0
+            self._reported = 0.0
             self.spent = False
-        self._sample_counts.start_batch()
+        super().start_batch()
 
     def count(self, samples: float) -> None:
-        """It has so many."""
-        self._batch = samples
+        self.batch = samples
         self._since += samples
 
     def skip(self) -> None:
-        """There is no loss of the batch under way."""
-        self._since = self._since - self._batch
-        self._batch = 0.0
-
-    def begin_pass(self) -> None:
-        """See `SampleCounts`."""
-        self._sample_counts.begin_pass()
-
-    def end_pass(self) -> None:
-        """See `SampleCounts`."""
-        self._sample_counts.end_pass(self._batch)
+        """Take the batch under way back: it has no loss."""
+        self._since -= self.batch
+        self.batch = 0.0
 
     def drop(self) -> None:
-        """Gradients are dropped: what no step was told with yet is in none."""
-        self._told = self._since
+        """Drop the gradients: their samples are in no step."""
+        self._reported = self._since
 
     def take(self, number: int) -> float:
-        """Those behind the gradients of this optimizer, which are pushed; where nobody has told of a pass
-        (`loss.backward()`) those since the last batch with a step of any."""
-        return self._sample_counts.take(number) or self._since
+        """Return the samples of this optimizer's gradients, which are pushed.
 
-    def tell(self) -> float:
-        """A step is told of; those that no other was told with."""
-        samples = self._since - self._told
-        self._told = self._since
+        Where no pass was counted (`loss.backward()`), these are the samples since the last batch with a step.
+        """
+        return super().take(number) or self._since
+
+    def report(self) -> float:
+        """Return the samples that no step was reported with yet, for the next one."""
+        samples = self._since - self._reported
+        self._reported = self._since
         self.spent = True
         return samples
 
 
-# What one worker asks of its servers: one thing at a time, on a thread of its own, beside training.
-
-
 class Requests:
-    """Closed by `close`.
-
-    Args:
-        averager: has the gates, which end what waits in vain.
-        totals: count how long it takes.
-    """
+    """A worker's requests to its servers: one at a time, on a thread of its own; a sync point's events end a wait."""
 
     def __init__(self, averager: BackgroundAverager, totals: PushTotals) -> None:
         self._averager = averager
@@ -163,26 +140,26 @@ class Requests:
 
     @property
     def answered(self) -> bool:
-        """What is under way is done, but for `finish`."""
+        """Whether the request under way has its answer, for `finish`."""
         return self._under_way is not None and self._under_way.done()
 
     @property
     def submit(self) -> Callable[..., Any]:
-        """Beside a request, in order with it."""
+        """Run a function on the requests' thread, in order with them."""
         return self._thread.submit
 
     def begin(self, ask: Callable[[], Any]) -> None:
-        """Nothing is under way."""
+        """Begin a request; none is under way."""
         self._under_way = self._thread.submit(self._totals.timed, ask)
         self._under_way.add_done_callback(lambda _: self._averager.control.wake())
 
     def wait(self) -> None:
-        """Until it is answered; it stays under way."""
+        """Wait for the answer, and leave it to `finish`."""
         if self._under_way is not None:
             self._averager.sync_points.wait(self._under_way.done)
 
     def finish(self) -> Any:
-        """Until nothing is under way; what was answered."""
+        """Wait for the answer and return it; nothing is under way then."""
         asked = self._under_way
         assert asked is not None
         if not asked.done():
@@ -193,72 +170,53 @@ class Requests:
         return asked.result()
 
     def finish_within(self, timeout_s: float) -> None:
-        """The same where training has failed, and no gate is heard; TimeoutError where it takes longer."""
+        """Wait where training has failed and sync points end no wait; raise TimeoutError where it takes longer."""
         if self._under_way is not None:
             self._under_way.result(timeout_s)
 
     def ask_within(self, timeout_s: float, ask: Callable[[], Any]) -> None:
-        """What takes longer is under way still: `close` breaks it off."""
+        """Make a request; one that takes longer raises TimeoutError, and `close` ends it."""
         self._under_way = self._thread.submit(ask)
         self._under_way.result(timeout_s)
         self._under_way = None
 
     def close(self, tables: ParameterGroups) -> None:
-        """And the way to the servers."""
+        """End the thread, and the connections to servers."""
         if self._under_way is not None:
             tables.give_up()
         self._thread.shutdown()
         tables.close()
 
 
-# The optimizers' state of a training whose optimizers are on servers: brought here for a checkpoint.
-
-
-class _Trained(Protocol):
-    update_on_server: bool
-
-    @property
-    def optimizers(self) -> list[Any]: ...
-
-    @property
-    def is_global_zero(self) -> bool: ...
-
-    @property
-    def _session(self) -> Any: ...
-
-
 class States:
-    """Rank 0's optimizers hold it wherever a checkpoint is made; those of others inside of `here`.
+    """State of optimizers that are on servers, fetched for checkpoints.
 
-    Args:
-        strategy: its optimizers, and its servers while it trains.
+    Rank 0's optimizers hold it wherever a checkpoint is made, those of others inside of `here`.
     """
 
-    def __init__(self, strategy: _Trained) -> None:
+    def __init__(self, strategy: ParameterServerStrategy) -> None:
         self._strategy = strategy
         self._are_here = False
 
     @property
     def _step_runner(self) -> Any:
-        """What asks the servers; None where there is nothing to ask for."""
+        """The session's step runner, which asks the servers; None where their state is not needed."""
         session = self._strategy._session
         return session.step_runner if self._strategy.update_on_server and session is not None else None
 
     def fetch(self, optimizers: Iterable[Any]) -> None:
-        """On rank 0, have the servers' state in these; it waits for no other rank."""
+        """On rank 0, fetch the servers' state of these; it waits for no other rank."""
         if self._step_runner is not None and self._strategy.is_global_zero and not self._are_here:
             for optimizer in optimizers:
                 self._step_runner.fetch_state(optimizer)
 
     @contextmanager
     def here(self, alone_s: float | None = None) -> Iterator[None]:
-        """On each rank for itself: inside, its optimizers have it.
+        """Have the state in this rank's optimizers, inside of the context.
 
         Args:
-            alone_s: training has failed: take the newest weights, too, and wait so long for each. Default: it has not.
-
-        Raises:
-            TimeoutError: a server does not answer in time.
+            alone_s: where training has failed, seconds to wait for each answer; the newest weights are fetched, too.
+                TimeoutError where a server takes longer.
         """
         optimizers = self._strategy.optimizers
         step_runner = self._step_runner
@@ -275,59 +233,33 @@ class States:
             yield
         finally:
             self._are_here = False
-            for optimizer in optimizers if not self._strategy.is_global_zero else ():
-                optimizer.state.clear()
+            if not self._strategy.is_global_zero:
+                for optimizer in optimizers:
+                    optimizer.state.clear()
 
-
-# What is written to parameters beside the optimizer's step: servers hear of it, or it is refused by name.
 
 _ALWAYS = 2  # pushes before which all values are looked at
 
 
-class Writing(Protocol):
-    """What a strategy has whose parameters these are."""
-
-    update_on_server: bool
-
-    @property
-    def module(self) -> Any: ...
-
-    @property
-    def global_rank(self) -> int: ...
-
-    def start_over(self) -> None: ...
-
-
 class Writes:
-    """Looks at a worker's parameters before each push, and before a gate.
+    """Writes to a worker's parameters beside the optimizer's step, found before each push and each sync point.
 
-    A change of the weights is pushed; beside gradients there is no way for it, and it would be lost with the next pull.
-
-    Args:
-        strategy: whose worker this is.
-        tables: its servers.
+    With ``update_on_server=False`` servers get them as changes of the weights. Otherwise the next pull would overwrite
+    them, so they are refused, by name.
     """
 
-    def __init__(self, strategy: Writing, tables: ParameterGroups) -> None:
+    def __init__(self, strategy: ParameterServerStrategy, tables: ParameterGroups) -> None:
         self._strategy = strategy
         self._tables = tables
         self._pushes = 0
 
     def refuse(self, coming: bool) -> None:
-        """Before gradients are pushed; ``coming``: weights may be on their way from an earlier push.
-
-        Raises:
-            AsyncTrainingError: a parameter was written to since weights were pulled.
-        """
+        """Raise AsyncTrainingError where a parameter was written to; ``coming``: newer weights may be under way."""
         self._pushes += 1
         self._refuse(self._tables.written(coming, every=self._pushes <= _ALWAYS))
 
     def at_sync_point(self) -> bool:
-        """Nothing is under way; whether there is a change to be pushed.
-
-        Raises:
-            AsyncTrainingError: as above.
-        """
+        """Return whether there is a change to push; raise as `refuse`. No request is under way."""
         written = self._tables.written(coming=False, every=True)
         if self._strategy.update_on_server:
             self._refuse(written)
@@ -344,8 +276,7 @@ class Writes:
             )
 
     def install(self) -> list[Undo]:
-        """`StochasticWeightAveraging` ends with another model: servers are given it, and go on with all else as it is.
-        Returns what takes that back."""
+        """Have servers take the other model that `StochasticWeightAveraging` ends with; return what takes that back."""
         swas = callbacks_of(self._strategy.module.trainer, "StochasticWeightAveraging")
         return [
             replace_for_users(swa, "on_train_epoch_start", lambda original, swa=swa: self._after(swa, original))
@@ -356,12 +287,13 @@ class Writes:
         def on_train_epoch_start(trainer: Any, module: Any) -> None:
             original(trainer, module)
             if trainer.current_epoch == swa.swa_end + 1:
-                strategy: Any = self._strategy
+                strategy = self._strategy
                 averager = strategy.averager
+                assert averager is not None
                 strategy.states.fetch(strategy.optimizers)  # of the servers that end
                 clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
                 strategy.saved.go_on(clocks, averager.gathered())
-                self._strategy.start_over()
+                strategy.start_over()
 
         return on_train_epoch_start
 
@@ -370,17 +302,15 @@ _STEP = Step(Action.GRADIENTS)
 
 
 class PushSteps(StepRunner):
-    """In place of `LocalSteps`, which it is like to whoever calls it; at gates, see `SyncPointParticipant`.
+    """The step runner of a worker; it takes part in sync points.
 
-    With the optimizer on the servers its ``step`` is a push of the gradients and a pull of the weights; whoever calls
-    it, with whatever is done before and after. Else the optimizer is the worker's, and changes of the weights are
-    pushed. A gate finds nothing under way.
+    With the optimizer on the servers, ``optimizer.step`` is a push of the gradients and a pull of the weights. Else the
+    optimizer is the worker's, and changes of the weights are pushed. At a sync point no request is under way.
 
     Args:
         strategy: its module and optimizers, and how it pushes.
-        averager: has the gates, and counts the steps.
-        gradients: not needed here.
-        meet: how a gate that a step needs is opened; no step needs one here.
+        averager: has the sync points, and counts the steps.
+        gradients, meet: of other step runners; unused here.
     """
 
     def __init__(
@@ -395,17 +325,17 @@ class PushSteps(StepRunner):
         self._agreement = Agreement(averager.control)
         self._totals = cast(PushTotals, averager.summary.totals)
         by_hand = not strategy.module.automatic_optimization
-        self._samples = Samples(strategy.optimizers)
+        self._samples = PushSamples(strategy.optimizers)
         own = not strategy.update_on_server or by_hand
         # A scaler takes its scale out of gradients without a trace.
         changed = is_scaled(strategy) or changes_gradients(strategy.module, until_step=True)
         self._overlaps = not own and not changed
         self._stepped = self._steps = self.pushes = 0
         self._brings = False
-        """A local step since the last push had a gradient."""
+        """Whether a local step since the last push had a gradient."""
         self._requests = Requests(averager, self._totals)
         self.calls = self.called = False
-        """The next push is to call all; somebody has, with the last one."""
+        """Whether the next push calls all ranks to a sync point; whether a rank has, with the last one."""
         self._batches = StepBatches(strategy, self._samples.count)
         self.recent = self._batches.recent
         self.tables = strategy.join_servers(averager)
@@ -437,8 +367,6 @@ class PushSteps(StepRunner):
         self._requests.wait()
         return self.tables.state(first=self._strategy.global_rank == 0)
 
-    # ---- batches ----
-
     def start_batch(self, batch: Any) -> None:
         self.finish_batch()
         self._averager.sync_points.resume()
@@ -448,13 +376,12 @@ class PushSteps(StepRunner):
         self._batches.start(batch)
 
     def fetch_state(self, optimizer: Optimizer) -> None:
-        """Have the servers' state where torch keeps its own."""
+        """Put the servers' state where torch keeps its own."""
         self._finish()
-        self._requests.begin(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
-        self._finish()
+        self._ask(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
 
     def rescue(self, optimizers: Sequence[Optimizer], timeout_s: float) -> None:
-        """The same, and the newest weights, where training has failed; TimeoutError where a server takes longer."""
+        """Fetch state and weights where training has failed; raise TimeoutError where a server takes longer."""
         self._requests.finish_within(timeout_s)
         self._requests.ask_within(timeout_s, self.tables.meet)
         self.tables.take_()
@@ -463,11 +390,10 @@ class PushSteps(StepRunner):
             self._requests.ask_within(timeout_s, fill)
 
     def complete_summary(self) -> None:
-        self._requests.begin(self.tables.lags)
-        self._totals.lags = in_words(self._finish())
+        self._totals.lags = in_words(self._ask(self.tables.lags))
 
     def finish_batch(self) -> None:
-        """Manual optimization: what a batch has changed goes at its end."""
+        """Manual optimization: push what the batch has changed."""
         if not self._strategy.module.automatic_optimization:
             self._push_change()
 
@@ -483,39 +409,35 @@ class PushSteps(StepRunner):
         return output
 
     def skip(self, optimizer: Optimizer) -> None:
-        """Mixed precision has skipped its step: the others do not wait for it."""
+        """Push nothing for a step that mixed precision has skipped, so that others do not wait for it."""
         self._samples.take(self._strategy.optimizers.index(optimizer))
         if self._strategy.update_on_server and self.tables.in_step:
             self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
 
     def skip_batch(self) -> None:
-        """Automatic optimization: `training_step` has made no loss of the batch under way."""
+        """Automatic optimization: `training_step` has returned no loss."""
         self._batches.see()
         self._samples.skip()
 
     def backward(self) -> AbstractContextManager[None]:
-        """A backward pass: gradients leave as it makes them, where they are the step's."""
+        """Run a backward pass, and send gradients as it makes them, where they are the step's."""
         self._batches.see()
         self._samples.begin_pass()
         leaves = self._overlaps and not self._requests.under_way and not self.accumulates
         return self.tables.backward(self._requests.submit if leaves else None)
 
     def after_backward(self) -> None:
-        """Gradients are there."""
-        self._samples.end_pass()
+        self._samples.end_pass(self._samples.batch)
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
-        """After every step of the worker's own optimizers."""
         self._stepped += 1
         self._brings |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
-    # ---- pushes ----
-
     def _tables_of(self, optimizer: Optimizer) -> list[int]:
-        return tables_of(self._strategy.groups, self._strategy.optimizers.index(optimizer))
+        number = self._strategy.optimizers.index(optimizer)
+        return [table for table, group in enumerate(self._strategy.groups) if group.optimizer == number]
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
-        """In place of ``optimizer.step``."""
         groups = self._strategy.groups
         tables = self._tables_of(optimizer)
         number = self._strategy.optimizers.index(optimizer)
@@ -527,7 +449,7 @@ class PushSteps(StepRunner):
             self._finish()
             self.tables.fill_gradients(tables)
             rates = rates_of(optimizer, groups, tables)
-            empty = not self.tables.has_gradients(tables)  # somebody has dropped them all: as torch, no step
+            empty = not self.tables.has_gradients(tables)  # all were dropped: no step, as in torch
             if not empty and not self.tables.is_finite(tables):
                 empty = True
                 self._samples.take(number)
@@ -539,9 +461,9 @@ class PushSteps(StepRunner):
             self._tick(stepped=not empty or together)
             return loss
 
-        heard: Any = Optimizer.profile_hook_step(step)  # whoever has a hook on steps is called
-        heard._wrapped_by_lr_sched = True  # schedulers ask whether they are heard of steps
-        return MethodType(heard, optimizer)
+        hooked: Any = Optimizer.profile_hook_step(step)  # runs the optimizer's hooks on steps
+        hooked._wrapped_by_lr_sched = True  # as schedulers ask for
+        return MethodType(hooked, optimizer)
 
     def _push_change(self) -> None:
         """Push what local steps have changed, if there were enough."""
@@ -565,11 +487,9 @@ class PushSteps(StepRunner):
             how |= {"weight": 0.0, "pull": True}
             self._averager.summary.drop()
             reset(self._strategy.optimizers)
-        self._requests.begin(partial(self.tables.push_change, **how))
-        self._finish()
+        self._ask(partial(self.tables.push_change, **how))
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
-        """Push what these tables have been filled with."""
         self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
         if not self._strategy.overlap or self.tables.in_step:
             self._finish()
@@ -582,16 +502,21 @@ class PushSteps(StepRunner):
 
     @property
     def _sync_point(self) -> int:
-        """Gates that are behind this worker, by a number that grows from run to run, too."""
+        """Number of sync points that this worker has passed; it grows from run to run, too."""
         return (self._strategy.num_runs << 32) + self._averager.sync_points.opened
 
     def _tick(self, stepped: bool = True) -> None:
         self._batches.see()
-        samples = self._samples.tell()
+        samples = self._samples.report()
         self._averager.tick(_STEP, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
 
+    def _ask(self, ask: Callable[[], Any]) -> Any:
+        """Make a request, and wait for its answer."""
+        self._requests.begin(ask)
+        return self._finish()
+
     def _finish(self) -> Any:
-        """Until nothing is under way, and what was pulled is in the parameters; what was answered."""
+        """Wait for the request under way, write what was pulled to the parameters, and return the answer."""
         if not self._requests.under_way:
             return None
         answer = self._requests.finish()
@@ -603,15 +528,14 @@ class PushSteps(StepRunner):
             self._agreement.pulled(self.tables.versions, self.tables.restored)
         return answer
 
-    # ---- at gates, see `SyncPointParticipant` ----
+    # ---- at sync points, see `SyncPointParticipant` ----
 
     def come(self) -> None:
-        """Nothing is under way from here on, and nobody waits for this worker."""
+        """Finish what is under way, and have no worker wait for this one."""
         self._finish()
         if self._writes.at_sync_point() or self._steps or self._stepped:
             self._send_change()
-        self._requests.begin(partial(self._rest, self._sync_point))
-        self._finish()
+        self._ask(partial(self._rest, self._sync_point))
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self.calls = self.called = self.tables.called = False
 
@@ -625,12 +549,12 @@ class PushSteps(StepRunner):
         self.tables.meet()
 
     def stand(self) -> None:
-        """Pull what others have pushed since."""
+        """Pull what others have pushed meanwhile."""
         while self._agreement.behind:
-            self._requests.begin(self.tables.meet)
-            self._finish()
-        assert self._strategy.fit_sessions is not None
-        self._strategy.fit_sessions.patches.follow_schedule()
+            self._ask(self.tables.meet)
+        fit_sessions = self._strategy.fit_sessions
+        assert fit_sessions is not None
+        fit_sessions.patches.follow_schedule()
 
     def go(self, waited_s: float) -> None: ...
 

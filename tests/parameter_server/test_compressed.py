@@ -192,7 +192,7 @@ def kill_within(server: Running, monkeypatch: pytest.MonkeyPatch, worker: str) -
 
     def begins() -> None:
         server.begin = begin
-        presence = before._presence  # pyright: ignore[reportPrivateUsage]
+        presence = before._sessions  # pyright: ignore[reportPrivateUsage]
         presence.away = lambda worker: None  # the dead write nothing
         begin()
         for name, channel in list(presence.channels.items()):

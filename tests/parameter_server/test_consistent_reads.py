@@ -113,7 +113,7 @@ def test_weights_as_they_are_and_those_that_are_pulled_are_of_one_version(consis
         other.start(*sgd)
         fill(other, [1.0] * N)
         other.push()
-        client = worker._client  # pyright: ignore[reportPrivateUsage]
+        client = worker.client
         ask = client._ask_all  # pyright: ignore[reportPrivateUsage]
 
         def ask_and_push(header: Any) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def test_who_holds_and_is_gone_holds_up_nobody() -> None:
         fill(writer, [1.0] * N)
         with ThreadPoolExecutor(1) as pool:
             pushes = pool.submit(writer.push)
-            until(lambda: servers[1].server._presence._heard["w"] > 1e9)  # pyright: ignore[reportPrivateUsage]
+            until(lambda: servers[1].server._sessions._active_at["w"] > 1e9)  # pyright: ignore[reportPrivateUsage]
             assert not pushes.done()
             reader.close(leave=False)
             assert pushes.result(FOREVER_S).versions == (1, 1)

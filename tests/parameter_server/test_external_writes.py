@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_async.parameter_server.worker import Written
+from lightning_async.parameter_server.worker import ExternalWrites
 
 
 def hide(p: Tensor) -> None:
@@ -37,7 +37,7 @@ def write_and_take_back(p: Tensor) -> None:
 def test_who_was_written_to(act: Callable[[Tensor], None], coming: bool, every: bool, found: list[str]) -> None:
     params = [torch.tensor([1.0, float("nan")]), torch.tensor([3.0, 4.0], dtype=torch.bfloat16)]
     pulled = [[(slice(0, 1), p[:1].float()), (slice(1, 2), p[1:].float())] for p in params]
-    written = Written(["a", "b"], params)
+    written = ExternalWrites(["a", "b"], params)
     written.end("pulled")
     act(params[1])
     assert written.since(None if coming else pulled, every) == found
@@ -45,7 +45,7 @@ def test_who_was_written_to(act: Callable[[Tensor], None], coming: bool, every: 
 
 def test_what_was_overwritten_by_a_pull_is_told_once() -> None:
     p = torch.zeros(2)
-    written = Written(["p"], [p])
+    written = ExternalWrites(["p"], [p])
     written.end("pulled")
     write(p)
     written.begin()
@@ -58,7 +58,7 @@ def test_what_was_overwritten_by_a_pull_is_told_once() -> None:
 
 def test_nothing_is_told_where_nothing_can_be_compared() -> None:
     p = torch.zeros(2)
-    written = Written(["p"], [p])
+    written = ExternalWrites(["p"], [p])
     written.end("pulled")
     written.base = "gone"
     write(p)

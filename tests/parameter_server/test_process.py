@@ -226,7 +226,7 @@ def test_with_its_supervisor_gone_another_one_begins_with_what_was_on_disk(tmp_p
         client.gradients[0].fill_(1.0)
         client.start()
         assert client.push().versions == (1,)
-        until(lambda: client.pull().survives == "snapshot")
+        until(lambda: (answer := client.pull()).durable == answer.versions)
         os.kill(first.supervisor, signal.SIGKILL)
         until(lambda: not taken(name))  # its server has ended, with all that it was writing
         assert first.close() == 1

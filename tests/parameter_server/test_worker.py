@@ -141,5 +141,7 @@ def test_a_gradient_is_as_late_as_the_weights_that_it_was_computed_at() -> None:
             worker.take_()
             worker.fill_gradients()
             lags.append(worker.push(lr=0.1).lags)
-        assert in_words(worker.lags()) == {"lag, in updates": "0: 50%, 1: 50%", "dropped": "0"}, "there is no other"
+        assert in_words(worker.client.lags()) == {"lag, in updates": "0: 50%, 1: 50%", "dropped": "0"}, (
+            "there is no other"
+        )
     assert lags == [(0, 0), (0, 0), (1, 1), (1, 1)]

@@ -49,10 +49,10 @@ class Clocked:
 
     def push(self, name: str, sync_point: int = 0) -> set[str]:
         told = self.store.workers[name]
-        self.presence.heard(name, served=False)
+        self.presence.record_request(name, served=False)
         self.store.push(name, told["push"] + 1, torch.ones(3), 0)
         silent = self.presence.pushed(sync_point)
-        self.presence.heard(name)
+        self.presence.record_request(name)
         return silent
 
 
@@ -70,7 +70,7 @@ def test_one_that_is_silent_while_others_push_is_found(clocked: Clocked):
     silent = set[str]()
     for second in range(1, 16):
         clocked.now += 1.0
-        clocked.presence.heard("c")  # a pull
+        clocked.presence.record_request("c")  # a pull
         silent = clocked.push("a")
         assert silent == ({"b"} if second > 10 else set()), second
     clocked.presence.forget(*silent)
@@ -112,11 +112,11 @@ def test_one_that_is_being_answered_is_not_silent(clocked: Clocked):
     for name in "ab":
         clocked.hello(name)
     clocked.begin()
-    clocked.presence.heard("b", served=False)  # it waits for others
+    clocked.presence.record_request("b", served=False)  # it waits for others
     for _ in range(30):
         clocked.now += 1.0
         assert clocked.push("a") == set()
-    clocked.presence.heard("b")
+    clocked.presence.record_request("b")
     clocked.now += 1.0
     assert clocked.push("a") == set()
 

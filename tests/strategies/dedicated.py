@@ -126,7 +126,7 @@ class KillsOneWithASnapshot(KillsSupervisor):
         if trainer.global_rank == 0 and trainer.global_step == 3:
             (worker,) = trainer.strategy._session.step_runner.tables.workers
             until = time.monotonic() + 60
-            while worker._client.pull().survives != "snapshot":
+            while (answer := worker.client.pull()).durable != answer.versions:
                 assert time.monotonic() < until
                 time.sleep(0.05)
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
