@@ -76,11 +76,11 @@ class LockstepAgreement:
         self._lagged = lagged
 
     def hear(self) -> list[Row]:
-        rows = self._lagged.hear()
+        rows = self._lagged.receive()
         return [Row(Remedy(int(wanted)), loss, int(every), bool(clean)) for wanted, loss, every, clean in rows]
 
     def say(self, row: Row) -> list[Row]:
-        self._lagged.say([float(x) for x in row])
+        self._lagged.send([float(x) for x in row])
         return []
 
     def close(self) -> None:

@@ -5,7 +5,7 @@
 
 It is anonymous memory with a file descriptor, so that it needs no room in /dev/shm, has no name that could be left
 behind, and lives on in the writer when the trainer is killed. Its pages are there before they are first written to:
-else the first copy takes ten times as long. `Buffer` is this memory; `Growth` gets more of it in the background.
+else the first copy takes ten times as long.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from lightning_async.errors import CheckpointError
 PIECE = 4 << 20
 """Bytes that a thread copies at a time: so much may be waited for at the end."""
 LARGE = 32 << 20
-"""Bytes from which on a second thread is worth its start."""
 _MOST = 4  # threads; more do not make the memory faster
 ALIGNMENT = 64
 """Bytes; each tensor begins at a multiple, so that it can be viewed in place, whatever its dtype."""
@@ -40,8 +39,6 @@ _SPARE = 1 << 20  # for the text, and for a state that grows a little
 
 
 class BufferOwner(enum.Enum):
-    """Who may touch a buffer."""
-
     FREE = "free"
     FILLING = "filling"
     GROWING = "growing"
@@ -49,12 +46,6 @@ class BufferOwner(enum.Enum):
 
 
 class Buffer:
-    """One state's worth of memory that two processes share. Memory is taken when it is first needed.
-
-    Args:
-        name: shown by the system's tools.
-    """
-
     def __init__(self, name: str) -> None:
         self.owner = BufferOwner.FREE
         self._name = name
@@ -66,20 +57,15 @@ class Buffer:
 
     @property
     def descriptor(self) -> int:
-        """For the writer; another one after each growth."""
+        """The writer's file descriptor; another one after each growth."""
         return self._descriptor
 
     @property
     def size(self) -> int:
-        """Bytes that it has room for."""
         return self._whole.numel()
 
     def reserve(self, size: int) -> None:
-        """Get room for so many bytes, in memory; what the buffer held is lost where it grows.
-
-        Raises:
-            CheckpointError: the system has no memory for it.
-        """
+        """Get room for so many bytes, or raise CheckpointError; what the buffer held is lost where it grows."""
         if size <= self.size:
             return
         self.release()
@@ -137,7 +123,6 @@ class Buffer:
             self.owner = BufferOwner.FREE
 
     def view(self, size: int) -> memoryview:
-        """Return the first bytes, in place; to be let go of before the buffer is filled again."""
         array: Any = self._whole.numpy()
         return memoryview(array)[:size]
 
@@ -162,11 +147,9 @@ class Growth:
 
     @property
     def active(self) -> bool:
-        """Whether that is under way."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, buffers: Sequence[Buffer], size: int) -> None:
-        """Get room for so many bytes in each buffer that is free, soon; nobody else touches them until then."""
         growing = [buffer for buffer in buffers if buffer.owner is BufferOwner.FREE and buffer.size < size]
         if self.active or not growing:
             return
@@ -180,7 +163,6 @@ class Growth:
             self._thread.join()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until it is done; it waits for nobody itself."""
         if self._thread is not None:
             self._thread.join(timeout)
 
@@ -214,13 +196,7 @@ def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool = False) -> None:
-    """Copy ``tensors`` into contiguous ``views`` of their shapes and dtypes in the host's memory.
-
-    Args:
-        views: to be written.
-        tensors: of any device, contiguous or not.
-        non_blocking: copies from devices may arrive later. Default: False.
-    """
+    """Copy ``tensors`` into contiguous ``views`` of their shapes and dtypes in the host's memory."""
     by_torch: list[int] = []
     pieces: list[tuple[int, int, int]] = []
     for i, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
@@ -241,7 +217,6 @@ def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool
 
 
 def anonymous_file(name: str) -> int:
-    """Return the descriptor of a file that has no place in any folder, in memory where the system has such."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:

@@ -2,7 +2,7 @@
 
     FREE --- due: the training thread fills it ---> WRITER --- sent, or given up: the thread ---> FREE
 
-One buffer: while it is on its way nothing else is begun. What the other rank has is whole at any moment, see `Keeper`.
+One buffer: while it is on its way nothing else is begun. The other rank has a whole copy at any moment.
 """
 
 from __future__ import annotations
@@ -28,14 +28,7 @@ _ENDS_S = 5.0
 
 @dataclass(frozen=True)
 class Sent:
-    """What has become of one copy.
-
-    Args:
-        to: where it went.
-        size: bytes.
-        seconds: since it was handed over.
-        error: why it is not there; None where it is.
-    """
+    """The result of one copy: where it went, its bytes, seconds since it was handed over, and why it did not arrive."""
 
     to: Address
     size: int
@@ -45,32 +38,17 @@ class Sent:
 
 @dataclass(frozen=True)
 class PeerCopy:
-    """A state that another rank has kept.
-
-    Args:
-        at: where.
-        label: what its owner has said of it.
-        own: the state.
-    """
-
     at: Address
     label: Mapping[str, Any]
     own: Any
 
 
 class PeerCopySender:
-    """Brings copies of one rank's state to where they are kept; ended by `close`.
-
-    Args:
-        owner: whose state it is.
-        seal: of the job.
-        at: where an older copy is, which is forgotten once a newer one is elsewhere. Default: nowhere.
-    """
+    """Sends copies of one rank's state; ``at`` is where an older one is, which is deleted once a newer one arrived."""
 
     def __init__(self, owner: str, seal: Seal, at: Address | None = None) -> None:
         self.costs = Costs()
         self.size = 0
-        """Bytes of the last copy."""
         self._owner = owner
         self._seal = seal
         self._at = at
@@ -89,20 +67,13 @@ class PeerCopySender:
         return self._buffer.owner is not BufferOwner.FREE or self._growth.active
 
     def step(self) -> None:
-        """A step is done: its time counts as a cost where it is longer than usual and a copy is on its way."""
         self.costs.slowed_s += self._usual.step(time.monotonic(), self.busy)
 
     def send(self, to: Address, label: Mapping[str, Any], own: Any) -> bool:
         """Copy a state, which may change from then on, and send the copy; not while `busy`.
 
-        Args:
-            to: where it is to be kept.
-            label: what is said of it to whoever asks for it; the newest copy is that of the greatest ``"life"`` of its
-                owner, and of those the one with the greatest ``"at"``.
-            own: the state, see `comm.frames.flatten`.
-
-        Returns:
-            whether it has begun; False where there is no memory yet, which comes in the background.
+        Return whether it has begun; False where there is no memory yet, which comes in the background. The newest copy
+        is that of the greatest ``"life"`` in its label, and of those that of the greatest ``"at"``.
 
         Raises:
             TypeError: there is something in the state that cannot be copied; names it.
@@ -136,7 +107,7 @@ class PeerCopySender:
         self._buffer.owner = BufferOwner.WRITER
 
     def poll(self) -> list[Sent]:
-        """What has become of copies since the last call; waits for nothing."""
+        """Return the results since the last call; wait for nothing."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -146,7 +117,6 @@ class PeerCopySender:
         return found
 
     def close(self) -> None:
-        """Give up what is on its way, and the memory; idempotent."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -190,14 +160,9 @@ class PeerCopySender:
 
 
 def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCopy | None, dict[str, str]]:
-    """The newest state of an owner that anybody has, who has it still; and of those that could not be asked, why.
+    """Return the newest state of an owner that a rank has, which keeps it; and of those that could not be asked, why.
 
-    All are asked at once, and each is given up after `SILENCE_S` without a word. Older copies are forgotten.
-
-    Args:
-        owner: whose.
-        seal: of the job.
-        keepers: where to ask, by name.
+    All are asked at once, and each is given up after `SILENCE_S` without an answer. Older copies are deleted.
     """
     if not keepers:
         return None, {}
@@ -230,7 +195,7 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
 
 
 def _age(label: Mapping[str, Any]) -> tuple[float, float]:
-    """The greater the newer: which life of its owner it is of, whose clocks need not agree, and when."""
+    """Return which life of its owner a copy is of, whose clocks need not agree, and its time there."""
     life = label.get("life")
     at = label.get("at")
     return (life if isinstance(life, int) else 0.0, at if isinstance(at, int | float) else 0.0)

@@ -1,4 +1,4 @@
-"""Which checkpoint training goes on from: candidates in order, one that all ranks can read, verified before it is used.
+"""The checkpoint that training goes on from: candidates in order, one that all ranks can read, verified before use.
 
 Every file of a candidate is read, by one of the ranks that see the same directory. What is damaged is put into
 quarantine and named, and the next one is tried. What cannot be read for another reason (a disk or a network that
@@ -21,12 +21,11 @@ STRATEGIES = ("auto", "latest", "best", "last_good")
 """``"auto"`` is the newest one that is whole; ``"step=1200"`` is allowed, too."""
 
 Gather = Callable[[Any], Sequence[Any]]
-"""One plain value of every rank, known to all ranks when it returns."""
 
 
 @dataclass(frozen=True)
 class Recovered:
-    """What `recover` found.
+    """The result of `recover`.
 
     Args:
         entry: whole on every rank; None where there is none.
@@ -42,15 +41,12 @@ class Recovered:
 def candidates(
     entries: Sequence[CheckpointEntry], strategy: str = "auto", best: Best | None = None
 ) -> list[CheckpointEntry]:
-    """Those that a strategy may take, in order, the newest first unless it is ``"best"``.
+    """Return those that a strategy may take, in order, the newest first unless it is ``"best"``.
 
-    Args:
-        entries: all that the store has, the newest first.
-        strategy: one of `STRATEGIES`, or ``"step=N"``. Default: ``"auto"``.
-        best: what the best one is, for ``"best"``.
+    ``entries`` are all that the store has, the newest first.
 
     Raises:
-        ValueError: the strategy is none of these, or ``best`` is missing.
+        ValueError: the strategy is neither one of `STRATEGIES` nor ``"step=N"``, or ``best`` is missing.
     """
     kind, step = _parsed(strategy, best)
     readable = [entry for entry in entries if entry.manifest]
@@ -66,7 +62,7 @@ def candidates(
 
 
 def agree(rows: Sequence[Sequence[int]]) -> int | None:
-    """The number to try next: the first that every rank has, in the first rank's order; None where there is none.
+    """Return the number to try next: the first that every rank has, in the first one's order; None where none is.
 
     >>> agree([[7, 6, 5], [6, 5], [7, 6, 4]])
     6
@@ -76,18 +72,9 @@ def agree(rows: Sequence[Sequence[int]]) -> int | None:
 
 
 def recover(
-    store: CheckpointStore,
-    strategy: str = "auto",
-    best: Best | None = None,
-    gather: Gather = lambda value: [value],
+    store: CheckpointStore, strategy: str = "auto", best: Best | None = None, gather: Gather = lambda value: [value]
 ) -> Recovered:
-    """The first candidate that is whole on all ranks. All ranks call this, each with its own view of the directory.
-
-    Args:
-        store: the checkpoints; the ranks' directories may be one or apart.
-        strategy: see `candidates`. Default: ``"auto"``.
-        best: what the best one is, for ``"best"``. Default: None.
-        gather: one plain value of every rank, to all. Default: this process is the only rank.
+    """Return the first candidate that is whole on all ranks, which call this together, each with its own directory.
 
     Raises:
         CheckpointError: there are checkpoints, but none that the strategy asks for and all ranks can read; or a newer
@@ -125,7 +112,7 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
-    """Which directory this rank sees, which share of its files to read, of how many: those who see one divide it."""
+    """Return which directory this rank sees, which share of its files to read, and of how many."""
     identity = store.files.identity(store.dirpath)
     me = uuid.uuid4().hex
     together = [each for place, each in gather([identity, me]) if place == identity]
@@ -133,7 +120,7 @@ def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]
 
 
 def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | None, found: Recovered) -> bool:
-    """Whether nothing is wrong with this rank's files; where another rank found damage, they may be another copy."""
+    """Return whether nothing is wrong with this rank's files; put damaged ones into quarantine."""
     if isinstance(error, DamagedCheckpoint):
         try:
             store.quarantine(entry)
@@ -146,10 +133,7 @@ def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | No
 
 
 def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
-    """What there is. Where one rank cannot go on, all hear of it: none waits for it.
-
-    A newer format is such a case: to go on from an older checkpoint would throw away what was trained since.
-    """
+    """Return all entries; raise on all ranks where one cannot read them, or finds one of a newer format."""
     entries = []
     words = ""
     try:
@@ -167,7 +151,7 @@ def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
 def _refuse_to_begin_anew(
     store: CheckpointStore, strategy: str, whole: Sequence[int], unreadable: Sequence[dict[str, str]]
 ) -> None:
-    """Where all was damaged, nothing is left to resume from. But what is there is not passed over."""
+    """Raise where there are checkpoints; where all were damaged, nothing is left to resume from."""
     told = [f"rank {rank}: {path}: {why}" for rank, paths in enumerate(unreadable) for path, why in paths.items()]
     if told or any(whole):
         raise CheckpointError(

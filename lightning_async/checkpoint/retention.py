@@ -31,15 +31,7 @@ _WHY = "it was lost before its part was written"
 
 
 class RetentionThread:
-    """A thread that deletes old checkpoints and marks good ones: to delete gigabytes takes longer than a step.
-
-    One thing after the other, so that what is marked is not deleted meanwhile.
-
-    Args:
-        store: the checkpoints.
-        keep: the policy.
-        resumed_from: number of the checkpoint that training began from. Default: none.
-    """
+    """A thread that deletes old checkpoints and marks good ones, one after the other; both take longer than a step."""
 
     def __init__(self, store: CheckpointStore, keep: KeepPolicy, resumed_from: int | None = None) -> None:
         self.resumed_from = resumed_from
@@ -52,37 +44,30 @@ class RetentionThread:
         self._error: Exception | None = None
 
     def prune(self) -> None:
-        """Have the thread delete what is not kept as things stand now. Raises what the policy raised before."""
+        """Delete, on the thread, what is not kept as things stand now. Raises what the policy raised before."""
         resumed_from = self.resumed_from
         awaited = frozenset(self.awaited)
-        self._ask(lambda: prune(self._store, self._keep, resumed_from, awaited))
+        self.ask(lambda: prune(self._store, self._keep, resumed_from, awaited))
 
     def promote(self, number: int) -> None:
-        """Have the thread mark a checkpoint as good."""
-        self._ask(lambda: self._store.promote(self._entry(number)))
+        self.ask(lambda: self._store.promote(self._entry(number)))
 
     def give_up(self, temporary: str, rank: int, why: str, ranks: Collection[int] = ()) -> None:
-        """Have the thread tell others, of these ``ranks``, that nothing will come of a rank's part of a save."""
+        """Tell others, of these ``ranks``, that nothing will come of a rank's part of a save."""
 
         def give_up() -> None:
             self._store.give_up(temporary, rank, why)
             if ranks:
                 self._store.discard_if_hopeless(temporary, ranks)
 
-        self._ask(give_up)
-
-    def look(self, losses: LostParts) -> None:
-        """Have the thread find out what becomes of saves in which lost ranks take part."""
-        self._ask(losses.look)
+        self.ask(give_up)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all that was asked for is done; return whether it is."""
         done = threading.Event()
-        self._ask(done.set)
+        self.ask(done.set)
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for what was asked for, and end; return whether it has ended. What is left is cleaned by a later run."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(timeout_s)
@@ -96,7 +81,8 @@ class RetentionThread:
             return entry
         raise CheckpointError(f"There is no checkpoint of number {number} in {self._store.dirpath}.")
 
-    def _ask(self, task: Callable[[], object]) -> None:
+    def ask(self, task: Callable[[], object]) -> None:
+        """Have the thread do something. Raises what a policy has raised before."""
         error = self._error
         self._error = None
         if error is not None:
@@ -119,7 +105,6 @@ class RetentionThread:
 def prune(
     store: CheckpointStore, keep: KeepPolicy, resumed_from: int | None = None, awaited: Collection[int] = ()
 ) -> list[CheckpointEntry]:
-    """Delete what is doomed, and return it."""
     gone = doomed(store.entries(), keep, resumed_from, awaited)
     for entry in gone:
         store.remove(entry)
@@ -131,14 +116,8 @@ def doomed(
 ) -> list[CheckpointEntry]:
     """Return what ``keep`` does not keep, the oldest first.
 
-    The newest, the last good one and the one resumed from stay, and so does what cannot be read: whether that is of no
-    more use is for `recovery` to find out.
-
-    Args:
-        entries: all that the store has.
-        keep: the policy.
-        resumed_from: number of the checkpoint that training began from. Default: none.
-        awaited: numbers of those that may be marked as good yet. Default: none.
+    The newest, the last good one, the one resumed from and those that may be marked as good yet stay, and so does what
+    cannot be read: whether that is of no more use is for `recovery` to find out.
     """
     all_ = saved(entries)
     kept = keep.keep(all_) | {resumed_from, *awaited}
@@ -147,21 +126,14 @@ def doomed(
 
 
 def saved(entries: Sequence[CheckpointEntry]) -> list[Saved]:
-    """Return the checkpoints that can be read, as policies see them."""
     return [Saved(entry.number, entry.step, entry.manifest.metrics, entry.good) for entry in entries if entry.manifest]
 
 
 class LostParts:
-    """The saves of one rank in which others take part, where ranks are lost with their parts. `look` is called on one
-    thread, all else on another.
+    """The saves of one rank in which others take part, where ranks are lost with their parts.
 
     What a rank had handed over its writer brings, though the rank is dead. For what it had not, the first live rank
-    says that it has failed, and the rank that commits hears of it as of any other failure.
-
-    Args:
-        store: the checkpoints.
-        rank: this one.
-        now: a clock, in seconds.
+    says that it has failed, as any other failure. `look` is called on one thread, all else on another.
     """
 
     def __init__(self, store: CheckpointStore, rank: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -171,7 +143,6 @@ class LostParts:
         self._open: dict[int, _Open] = {}
 
     def begin(self, number: int, step: int, run: str, ranks: Collection[int]) -> None:
-        """Note that this rank hands over its part of a save."""
         store = self._store
         self._open[number] = _Open(number, store.temporary(number, step, run), store.final(number, step), ranks)
         for old in sorted(self._open)[:-_KEPT]:
@@ -198,7 +169,6 @@ class LostParts:
         return any(self._is_mine(save) for save in self._open.values())
 
     def look(self) -> None:
-        """Give up what will not come. Waits for nothing, but for the file system."""
         for save in list(self._open.values()):
             if self._is_mine(save):
                 save.since = self._now() if save.since is None else save.since
@@ -216,17 +186,17 @@ class LostParts:
         return not save.known and len(left) < len(save.ranks) and self._rank == min(left)
 
     def _settle(self, save: _Open, gone: list[int]) -> bool:
-        """Settle, and return whether it is known, what becomes of a save, of whose ranks some are ``gone``."""
+        """Settle a save, of whose ranks some are ``gone``; return whether it is known what becomes of it."""
         store = self._store
         temporary = save.temporary
         if store.files.exists(f"{save.final}/{MANIFEST}"):
             return True
         if not (names := store.files.names(temporary)):
             return not save.mine  # it was committed, and deleted since; or this rank's own writer has yet to begin
-        silent, _ = store.heard(temporary, gone)
+        silent, _ = store.silent_and_failed(temporary, gone)
         if any(self._may_come(save, rank, names) for rank in silent):
             return False
-        silent, failed = store.heard(temporary, gone)  # they may have been about to end
+        silent, failed = store.silent_and_failed(temporary, gone)  # they may have been about to end
         save.given_up = save.given_up or bool(silent)
         for rank in silent:
             store.give_up(temporary, rank, _WHY)
@@ -235,7 +205,7 @@ class LostParts:
     def _may_come(self, save: _Open, rank: int, names: list[str]) -> bool:
         begun = any(name.startswith(f"rank-{rank}.") for name in names)
         soon = save.since is not None and self._now() - save.since < SOON_S
-        return (begun or soon) and has_writer(self._store, rank)
+        return (begun or soon) and bool(has_writer(self._store, rank))
 
     def _without_the_first(self, save: _Open, first: int, failed: bool) -> bool:
         """Settle a save that nobody is left to commit but the first rank's writer, which outlives it."""
@@ -244,7 +214,7 @@ class LostParts:
         if self._store.files.exists(f"{save.final}/{MANIFEST}"):
             return True
         save.given_up = True
-        if self._store.heard(save.temporary, save.ranks)[0]:
+        if self._store.silent_and_failed(save.temporary, save.ranks)[0]:
             return failed  # then the last of the others to be ready deletes it
         self._store.discard(save.temporary)
         return True
@@ -252,35 +222,24 @@ class LostParts:
 
 @dataclass
 class _Open:
-    """A save that others take part in."""
-
     number: int
     temporary: str
     final: str
     ranks: Collection[int]
     gone: frozenset[int] = frozenset()
-    """Of these, who was lost since; one that comes back brings nothing of it."""
+    """Ranks that were lost since; one that comes back brings nothing of it."""
     mine: bool = True
-    """This rank's own part is still being written."""
     since: float | None = None
-    """When a rank that takes part was first found to be lost."""
     known: bool = False
-    """What has become of it, or will without this rank."""
     given_up: bool = False
 
 
 def abandon_saves_of(store: CheckpointStore, rank: int, timeout_s: float) -> None:
-    """Finish what the earlier life of a rank that comes back had begun to write, or have nobody wait for it.
-
-    Args:
-        store: the checkpoints.
-        rank: its stable id.
-        timeout_s: how long its earlier life's writer may take.
-    """
+    """Finish what the earlier life of a rank that comes back had begun to write, or have nobody wait for it."""
     until = time.monotonic() + timeout_s
     while has_writer(store, rank) and time.monotonic() < until:
         time.sleep(_LOOK_S)
     for temporary in store.unfinished():
         begun = any(name.startswith(f"rank-{rank}.") for name in store.files.names(temporary))
-        if begun and store.heard(temporary, [rank])[0]:
+        if begun and store.silent_and_failed(temporary, [rank])[0]:
             store.give_up(temporary, rank, _WHY)

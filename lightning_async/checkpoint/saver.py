@@ -1,7 +1,4 @@
-"""One rank's saves: `Saver` hands them to the writer, counts failures, and deletes old ones after a commit.
-
-`Costs` and `Usual` say what saves cost training.
-"""
+"""One rank's saves: handed to the writer, failures counted, old ones deleted after a commit; and what they cost."""
 
 from __future__ import annotations
 
@@ -22,7 +19,6 @@ from lightning_async.events import tell
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 600.0
-"""For what is still being written."""
 _QUIET_S = 5.0
 _BEAT_S = 0.2
 
@@ -31,15 +27,11 @@ class Saver:
     """The saves of one rank.
 
     Args:
-        store: where.
-        rank: this rank.
         run: names this run in unfinished checkpoints; the same on all ranks.
         keep: what to keep; applied after each commit by the rank that has made it.
         resumed_from: number of the checkpoint that training began from, which stays. Default: none.
         good_after: a checkpoint is good when so many steps without harm have followed. Default: none ever is.
-        buffers: copies of the state that there is memory for. Default: 2.
         max_failures: so many failed saves in a row end training. Default: 3.
-        pickles: pickle objects that are no plain values or tensors. Default: a state that holds some is refused.
         lost: the ranks without which training goes on. Default: there are none.
     """
 
@@ -60,7 +52,6 @@ class Saver:
     ) -> None:
         self.costs = Costs()
         self.pickles = pickles
-        """Whether objects are pickled."""
         self._rank = rank
         self._run = run
         self._good_after = good_after
@@ -70,28 +61,25 @@ class Saver:
         self._retention = RetentionThread(store, keep, resumed_from)
         self._steps = 0
         self._begun_at: dict[int, int] = {}
-        """Saves that may become good yet: after which of this rank's steps they were begun, by number."""
+        """The step of this rank after which each save was begun that may become good yet, by number."""
         self._shared: dict[int, int] = {}
-        """The steps of saves in which other ranks take part, too, and that are not heard of yet, by number."""
+        """The step of each save in which other ranks take part, until its result is known, by number."""
         self.gave_up = False
         """A save was given up, as ranks are lost: another one is due, and who makes that takes this back."""
         self._losses = LostParts(store, rank, now)
         self._lost = lost
         self._looked_at = -math.inf
         self._alone = -1
-        """The save that other ranks may have made first."""
         self._writer = Writer(store.dirpath, rank, buffers, pickles=pickles)
         self._usual = Usual(now())
         self._last_error = ""
         self._warn_after_s = PATIENCE_S
 
     def start(self) -> None:
-        """Start the writer, so that the first save does not."""
         self._writer.start()
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
         return self._writer.busy
 
     def save(
@@ -104,13 +92,9 @@ class Saver:
         manifest: Mapping[str, Any],
         queue: bool = False,
     ) -> None:
-        """Copy the state and have it written.
+        """Copy the state and have it written. A save that cannot begin is one that has failed, see `poll`.
 
-        Waits for the save before, if that is still under way; with ``queue`` it is written after that, where a buffer
-        is free. A save that cannot begin is one that has failed, see `poll`.
-
-        Raises:
-            SaveBusy: with ``queue``, there is no buffer free.
+        Waits for the save before; with ``queue`` it is written after that, or raises `SaveBusy`.
         """
         started = self._now()
         if not queue:
@@ -128,7 +112,7 @@ class Saver:
                 self.give_up(number, step, str(error), ranks)
             if queue and isinstance(error, SaveBusy):
                 raise
-            self._hear(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
+            self._take_result(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
         self.costs.stalled_s += self._now() - started
         self._usual.last = self._now()
 
@@ -138,9 +122,6 @@ class Saver:
         """Save a checkpoint of this rank alone, which other ranks may be saving, too: the first one counts.
 
         Waits ``patience_s`` at most for a save that is under way. Returns False where another rank has begun before.
-
-        Raises:
-            CheckpointError, TypeError, ValueError: it cannot begin.
         """
         if self._store.begun(number, self._run):
             return False
@@ -160,26 +141,20 @@ class Saver:
         self._retention.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
 
     def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
-        """Get the memory for saves before the first one.
-
-        Raises:
-            TypeError: there is something in the state that cannot be saved; names it.
-        """
+        """Get the memory for saves before the first one; raise TypeError where something cannot be saved."""
         self._writer.reserve(SaveJob(1, step, self._run, tuple(ranks), shared, own))
 
     def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
         """Get memory soon for a state that has grown, as when optimizers have stepped; wait for nothing.
 
-        Args:
-            more: bytes that saves have besides. Default: 0.
+        Saves have ``more`` bytes besides.
         """
         self._writer.expect(SaveJob(1, step, self._run, tuple(ranks), shared, own), more)
 
     def step(self, harmless: int | None = None) -> None:
         """Count a step: its time counts as a cost where it is longer than usual and a save is being written.
 
-        Args:
-            harmless: so many steps up to this one were without harm, as far as is known. Default: nobody watches.
+        ``harmless`` steps up to this one were without harm, as far as is known; None where nobody watches.
         """
         self._steps += 1
         if harmless is not None:
@@ -187,15 +162,20 @@ class Saver:
         self.costs.slowed_s += self._usual.step(self._now(), self.busy)
 
     def poll(self) -> None:
-        """Hear what has become of saves; wait for nothing. Says so where one takes very long.
+        """Take the results of saves; wait for nothing. Warns where one takes very long.
 
         Raises:
             CheckpointError: too many in a row have failed.
         """
         for result in self._writer.poll():
-            self._hear(result)
+            self._take_result(result)
         self._look()
-        self._check()
+        if self.costs.failed_in_a_row >= self._max_failures:
+            raise CheckpointError(
+                f"Rank {self._rank}: {self.costs.failed_in_a_row} saves in a row have failed, the last one with: "
+                f"{self._last_error} Training ends here rather than go on without checkpoints: make room, or another "
+                "`dirpath`, and start again; it resumes from the newest checkpoint that is whole."
+            )
         waited_s = self._writer.waited_s
         if waited_s < PATIENCE_S:
             self._warn_after_s = PATIENCE_S
@@ -208,37 +188,34 @@ class Saver:
 
     def wait(self, timeout_s: float, settled: bool = False) -> bool:
         """Wait until nothing is written, ``settled``: nor by lost ranks; return whether so. Says if it takes long."""
-        if not self._heard_within(min(timeout_s, _QUIET_S), settled) and timeout_s > _QUIET_S:
+        if not self._settled_within(min(timeout_s, _QUIET_S), settled) and timeout_s > _QUIET_S:
             log.warning(
                 "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
                 self._rank, self._writer.pid, timeout_s - _QUIET_S,
             )  # fmt: skip
-            self._heard_within(timeout_s - _QUIET_S, settled)
+            self._settled_within(timeout_s - _QUIET_S, settled)
         return not self._writer.busy
 
     def is_committed(self, number: int) -> bool:
-        """Return whether a save is a checkpoint by now, whoever has committed it."""
         return any(entry.manifest is not None for entry in self._store.entries(number))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until all is written, marked and deleted that was asked for."""
         self.wait(timeout_s)
         self._retention.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for what is being written, and end the writer."""
         began = self._now()
         self.wait(timeout_s)
         for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
-            self._hear(result)
+            self._take_result(result)
         self._retention.close(timeout_s)
 
-    def _heard_within(self, timeout_s: float, settled: bool) -> bool:
-        """Return whether nothing is under way any more, after so many seconds at most; ranks may be lost meanwhile."""
+    def _settled_within(self, timeout_s: float, settled: bool) -> bool:
+        """Return whether nothing is under way any more, after so many seconds at most."""
         until = self._now() + timeout_s
         while True:
             for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
-                self._hear(result)
+                self._take_result(result)
             self._look()
             if not self._writer.busy and not (settled and self._losses.concerned(self._lost())):
                 return True
@@ -248,24 +225,15 @@ class Saver:
                 time.sleep(_BEAT_S / 4)
 
     def _look(self) -> None:
-        """Have found out what becomes of saves that lost ranks take part in, if that is for this rank to do."""
         for number in self._losses.given_up():
             self.gave_up = True
             log.warning("Rank %d: save %d is given up: a rank is lost whose part was yet to come.", self._rank, number)
         now = self._now()
         if now - self._looked_at >= _BEAT_S / 2 and self._losses.concerned(self._lost()):
             self._looked_at = now
-            self._retention.look(self._losses)
+            self._retention.ask(self._losses.look)
 
-    def _check(self) -> None:
-        if self.costs.failed_in_a_row >= self._max_failures:
-            raise CheckpointError(
-                f"Rank {self._rank}: {self.costs.failed_in_a_row} saves in a row have failed, the last one with: "
-                f"{self._last_error} Training ends here rather than go on without checkpoints: make room, or another "
-                "`dirpath`, and start again; it resumes from the newest checkpoint that is whole."
-            )
-
-    def _hear(self, result: Result) -> None:
+    def _take_result(self, result: Result) -> None:
         costs = self.costs
         step = self._shared.pop(result.number, None)
         if result.lost and result.error is not None and step is not None:
@@ -312,15 +280,7 @@ class Saver:
 
 @dataclass
 class Costs:
-    """The cost of saves so far, in seconds.
-
-    Args:
-        saves: that were handed over.
-        committed: of these, by this rank.
-        failed: of these.
-        stalled_s: training stood still for so long.
-        slowed_s: steps took so much longer while a save was written.
-    """
+    """The cost of saves so far: their number, and the seconds that training stood still and that steps took longer."""
 
     saves: int = 0
     committed: int = 0
@@ -331,24 +291,16 @@ class Costs:
 
     @property
     def of_one(self) -> float | None:
-        """What one save costs training, its slower steps included; None before the first one is done."""
         done = self.committed + self.failed
         return (self.stalled_s + self.slowed_s) / self.saves if done else None
 
 
 class Usual:
-    """The usual time of steps while nothing is written, and how much longer they take while something is.
-
-    Args:
-        now: seconds.
-    """
-
     def __init__(self, now: float) -> None:
         self.last = now
         self._usual_s = 0.0
 
     def step(self, now: float, writing: bool) -> float:
-        """Note a step; return the seconds that it took longer than usual while something was being written."""
         took = now - self.last
         self.last = now
         if writing and self._usual_s:

@@ -35,32 +35,23 @@ from lightning_async.errors import CheckpointError, DamagedCheckpoint
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError)
 
 _Place = list[Any]
-"""Of a tensor in a file: ``[dtype, shape, offset]``."""
+"""Dtype, shape and offset of a tensor in a file."""
 
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """What one rank writes.
-
-    Args:
-        tensors: by reference, in the order in which they lie in the file.
-        text: the JSON file.
-        pickles: whether there are pickled objects among the tensors. Default: False.
-    """
-
     tensors: list[Tensor]
     text: bytes
     pickles: bool = False
 
     @property
     def size(self) -> int:
-        """Bytes of both files."""
         return layout(self.tensors)[1] + len(self.text)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was saved. ``own`` is None where the rank had no part in it: it begins from what is shared."""
+    """The content of a checkpoint. ``own`` is None where the rank had no part in it: it begins from what is shared."""
 
     shared: Any
     own: Any | None
@@ -68,7 +59,7 @@ class Loaded:
 
 
 def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Which rank writes which tensor: the largest first, each to the rank that has the fewest bytes so far.
+    """Return which rank writes which tensor: the largest first, each to the rank that has the fewest bytes so far.
 
     No rank has more than the mean and one tensor. All ranks find the same plan.
 
@@ -85,18 +76,7 @@ def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 def shard(shared: object, own: object, rank: int, ranks: Sequence[int], pickles: bool = False) -> CheckpointShard:
-    """The part of ``rank``, one of ``ranks``.
-
-    Args:
-        shared: the tree that is equal on all ranks.
-        own: the rank's.
-        rank: whose part.
-        ranks: that take part.
-        pickles: pickle objects that are no plain values or tensors. Default: they are refused.
-
-    Raises:
-        TypeError: there is something in a tree that cannot be saved; names it and where it is.
-    """
+    """Return the part of ``rank``, one of ``ranks``; raise TypeError where something cannot be saved, and name it."""
     ranks = sorted(ranks)
     dump = _Dump() if pickles else None
     tree, tensors = _flat(shared, "shared", dump)
@@ -122,8 +102,7 @@ def load(
     """Read a checkpoint that `CheckpointStore.verify` has found whole. Tensors are on the CPU, and the caller's.
 
     Args:
-        store: that it is in.
-        entry: the checkpoint.
+        store, entry: the checkpoint.
         rank: whose ``own`` to read.
         mapped: tensors are the files themselves where these are local, read when they are used. For as long as the
             checkpoint is there: over a network it must not be deleted meanwhile. Default: they are copies.
@@ -132,7 +111,6 @@ def load(
     Raises:
         CheckpointError: there are pickled objects in it, and they are not to be loaded or cannot be.
         DamagedCheckpoint: its parts do not fit together; names the file.
-        OSError: a file cannot be read.
     """
     manifest = entry.manifest or store.verify(entry)
     unpickle = _unpickler(entry, manifest, pickles)
@@ -153,43 +131,18 @@ def load(
 def load_own(
     store: CheckpointStore, entry: CheckpointEntry, rank: int, *keys: str, mapped: bool = False, pickles: bool = False
 ) -> Any | None:
-    """What is a rank's own, alone: the files of others are not read. None where it had no part in the checkpoint.
-
-    Args:
-        store: that it is in.
-        entry: the checkpoint.
-        rank: whose.
-        keys: of the only thing to read, the outermost first; None where there is no such thing. Default: all.
-        mapped: see `load`.
-        pickles: see `load`.
-
-    Raises:
-        CheckpointError: see `load`.
-        DamagedCheckpoint: its files do not fit together; names them.
-        OSError: a file cannot be read.
-    """
+    """Return what is a rank's own, or what lies at ``keys`` in it; None where there is no such thing."""
     manifest = entry.manifest or store.verify(entry)
     unpickle = _unpickler(entry, manifest, pickles)
     return _Part.read(store, entry.path, rank, mapped, unpickle).own(*keys) if rank in manifest.ranks else None
 
 
 def own_of(tensors: memoryview, text: bytes | bytearray, name: str) -> Any:
-    """What is a rank's own, of a `CheckpointShard` in memory; its tensors lie there where that can be written to.
-
-    Args:
-        tensors: what would be its file of tensors.
-        text: of the shard.
-        name: of what this is, for errors.
-
-    Raises:
-        DamagedCheckpoint: they do not fit together; names it.
-    """
+    """Return what is a rank's own, of a `CheckpointShard` in memory, where its tensors stay if that is writable."""
     return _Part(0, name, tensors, text, mapped=True).own()
 
 
 class _Read(Sequence[Tensor]):
-    """Tensors that are read when they are asked for, each once."""
-
     def __init__(self, readers: Sequence[Callable[[], Tensor]]) -> None:
         self._readers = readers
         self._read = dict[int, Tensor]()
@@ -204,8 +157,6 @@ class _Read(Sequence[Tensor]):
 
 
 class _Part:
-    """The files of one rank."""
-
     def __init__(
         self,
         rank: int,
@@ -229,11 +180,9 @@ class _Part:
         cls, store: CheckpointStore, folder: str, rank: int, mapped: bool, unpickle: Callable[[bytes], Any] | None
     ) -> _Part:
         path = f"{folder}/rank-{rank}.json"
-        tensors = store.files.view(f"{folder}/rank-{rank}.bin")
-        return cls(rank, path, tensors, store.files.read(path), mapped, unpickle)
+        return cls(rank, path, store.files.view(f"{folder}/rank-{rank}.bin"), store.files.read(path), mapped, unpickle)
 
     def shared(self) -> dict[int, Tensor]:
-        """The shared tensors that this rank has written, by number."""
         with self._naming():
             return {int(number): self._tensor(*place) for number, place in self._text["shared"]["tensors"].items()}
 
@@ -248,8 +197,7 @@ class _Part:
                 tree = next((value for name, value in tree["dict"] if name == key), None)
                 if tree is None:
                     return None
-            places = self._text["own"]["tensors"]
-            read = _Read([functools.partial(self._tensor, *place) for place in places])
+            read = _Read([functools.partial(self._tensor, *place) for place in self._text["own"]["tensors"]])
             return unflatten(tree, read, self._unpickle)
 
     def _tensor(self, name: str, shape: list[int], at: int) -> Tensor:
@@ -287,11 +235,7 @@ class _Dump:
 
 
 def _unpickler(entry: CheckpointEntry, manifest: Manifest, pickles: bool) -> Callable[[bytes], Any] | None:
-    """What loads the pickled objects of a checkpoint; None where it has none, as its manifest says.
-
-    Raises:
-        CheckpointError: it has some, and they are not to be loaded.
-    """
+    """Return what loads the pickled objects of a checkpoint; None where it has none. Refuse unless ``pickles``."""
     if not manifest.pickles:
         return None
     if not pickles:

@@ -1,11 +1,8 @@
 """Files that are durable when their writer says so, with their sizes and checksums; local ones and fsspec's.
 
-`files_at` finds the file system of a path, and `Files` says what a checkpoint needs of one: `LocalFiles` are of one
-that is mounted here, `RemoteFiles` are behind fsspec. What is lost in a power failure depends on the order of a few
-system calls, so these go through one seam, ``calls``, where tests record and replay them. `seal` and `unseal` put a
-checksum over a value, so that no changed bit goes unseen.
-
-Standard library only: the process that writes checkpoints imports this without torch.
+`files_at` finds the file system of a path. What is lost in a power failure depends on the order of a few system calls,
+so these go through one seam, ``calls``, where tests record and replay them. `seal` and `unseal` put a checksum over a
+value. Standard library only: the process that writes checkpoints imports this without torch.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ import weakref
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_async.errors import DamagedCheckpoint
 
@@ -31,7 +28,7 @@ PIECE = 4 << 20
 """Bytes that are written or read at a time; a checksum is taken while they are in the processor's cache."""
 
 STALE_S = 3600.0
-"""Where a file system has no locks: nobody writes in a folder any more that did not change for so long."""
+"""Seconds without a change after which nobody writes in a folder any more, where a file system has no locks."""
 
 Chunk = bytes | bytearray | memoryview | mmap.mmap
 _SEALED = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n"sealed": (.*)\}\n', re.DOTALL)
@@ -50,102 +47,23 @@ def files_at(dirpath: str | os.PathLike[str]) -> tuple[Files, str]:
     return LocalFiles(), os.path.abspath(os.path.expanduser(rest if found else path))
 
 
-class Files(Protocol):
-    """The interface of a file system to checkpoints. Paths are joined with ``/``."""
-
-    atomic: bool
-    """Whether a folder can be renamed in one step."""
-
-    def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """Write a new file, and its folder where that is missing; durable when it returns."""
-        ...
-
-    def read(self, path: str) -> bytes:
-        """Return all that a file holds."""
-        ...
-
-    def view(self, path: str) -> memoryview:
-        """Return all that a file holds, mapped where that is possible; what is written there stays there."""
-        ...
-
-    def check(self, path: str, record: FileRecord) -> None:
-        """Read the whole file; raises `DamagedCheckpoint` where it does not hold what the record says."""
-        ...
-
-    def sync(self, folder: str) -> None:
-        """Make the names in a folder durable."""
-        ...
-
-    def rename(self, old: str, new: str) -> None:
-        """Give a folder a new name, or a file where that is atomic; durable when it returns."""
-        ...
-
-    def commit(self, temporary: str, final: str) -> None:
-        """Give a written folder its final name: after a power failure, all of it is there or nothing."""
-        ...
-
-    def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; none where it is missing."""
-        ...
-
-    def exists(self, path: str) -> bool:
-        """Return whether there is such a file or folder."""
-        ...
-
-    def unlink(self, path: str) -> None:
-        """Delete a file, if it is there."""
-        ...
-
-    def remove(self, folder: str) -> None:
-        """Delete a folder and all in it, if it is there."""
-        ...
-
-    def hold(self, folder: str) -> contextlib.AbstractContextManager[None]:
-        """Make a folder, and let others know for a while that a living process writes in it."""
-        ...
-
-    def lock(self, path: str, shared: bool = False) -> Lock | None:
-        """Lock a file, and make it where it is missing; None where the file system has no locks.
-
-        Raises:
-            BlockingIOError: another one holds it; with ``shared``, one that does not share it.
-        """
-        ...
-
-    def identity(self, folder: str) -> str:
-        """Equal for two processes only where they see the same folder, not two of one name."""
-        ...
-
-    def idle(self, folder: str) -> bool:
-        """Return whether no living process holds the folder."""
-        ...
-
-
 @dataclass(frozen=True)
 class FileRecord:
-    """The size of what was written to a file, and its CRC-32."""
-
     size: int
     crc32: int
 
 
 class Lock:
-    """A file that is locked until its descriptor is closed here, and in every process that it was handed to.
-
-    Args:
-        descriptor: of the open file, which a fork of this process does not keep.
-    """
+    """A file that is locked until its descriptor is closed here, and in every process that it was handed to."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def write(self, data: bytes) -> None:
-        """Say something in the file, instead of what it said."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, data, 0)
 
     def close(self) -> None:
-        """Let go. Idempotent."""
         descriptor = self.descriptor
         self.descriptor = -1
         if descriptor >= 0:
@@ -156,7 +74,6 @@ class Lock:
 
 
 def pieces(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
-    """Cut all bytes as they are written."""
     for chunk in chunks:
         whole = memoryview(chunk).cast("B")
         for start in range(0, len(whole), PIECE):
@@ -164,7 +81,6 @@ def pieces(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
 
 
 def compare(path: str, record: FileRecord, size: int, parts: Iterator[bytes]) -> None:
-    """Raise `DamagedCheckpoint` where size or checksum differ."""
     if size != record.size:
         raise DamagedCheckpoint(f"{path} has {size} bytes, {record.size} were written.")
     crc = read = 0
@@ -177,7 +93,6 @@ def compare(path: str, record: FileRecord, size: int, parts: Iterator[bytes]) ->
 
 @contextlib.contextmanager
 def checking(path: str, record: FileRecord) -> Iterator[None]:
-    """Raise `DamagedCheckpoint` also where a file is missing."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -188,7 +103,7 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """In a fork, such as a loader's worker: it may outlive this process, whose locks shall end with it."""
+    """Close all locks in a fork, such as a loader's worker: it may outlive this process, with which they shall end."""
     for lock in list(_locks):
         lock.close()
 
@@ -207,11 +122,13 @@ class LocalFiles:
     """
 
     atomic = True
+    """Whether a folder can be renamed in one step."""
 
     def __init__(self, calls: Any = os) -> None:
         self._calls = calls
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
+        """Write a new file, and its folder where that is missing; durable when it returns."""
         self._make(os.path.dirname(path))
         with _naming(path):
             descriptor = self._calls.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -233,12 +150,14 @@ class LocalFiles:
             return file.read()
 
     def view(self, path: str) -> memoryview:
+        """Return all that a file holds, mapped where that is possible; what is written there stays there."""
         with _naming(path), open(path, "rb") as file:
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def check(self, path: str, record: FileRecord) -> None:
+        """Read the whole file; raise `DamagedCheckpoint` where it does not hold what the record says."""
         with checking(path, record), _naming(path), open(path, "rb", buffering=0) as file:
             compare(path, record, os.fstat(file.fileno()).st_size, iter(lambda: file.read(PIECE), b""))
 
@@ -251,15 +170,18 @@ class LocalFiles:
                     raise
 
     def rename(self, old: str, new: str) -> None:
+        """Give a folder a new name, or a file where that is atomic; durable when it returns."""
         with _naming(new):
             self._calls.rename(old, new)
         self.sync(os.path.dirname(new))
 
     def commit(self, temporary: str, final: str) -> None:
+        """Give a written folder its final name: after a power failure, all of it is there or nothing."""
         self.sync(temporary)
         self.rename(temporary, final)
 
     def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted; none where it is missing."""
         try:
             return sorted(os.listdir(folder))
         except FileNotFoundError:
@@ -283,6 +205,7 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def hold(self, folder: str) -> Iterator[None]:
+        """Make a folder, and let others know for a while that a living process writes in it."""
         self._make(folder)
         with self._opened(folder) as descriptor:
             # Without waiting: where the file system has no locks, the folder's age tells others.
@@ -291,6 +214,7 @@ class LocalFiles:
             yield
 
     def identity(self, folder: str) -> str:
+        """Return what is equal for two processes only where they see the same folder, not two of one name."""
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:  # names of hosts need not differ
                 host = file.read().strip()
@@ -313,6 +237,7 @@ class LocalFiles:
         return True
 
     def lock(self, path: str, shared: bool = False) -> Lock | None:
+        """Lock a file; None where the file system has no locks. Raise BlockingIOError where another one holds it."""
         self._make(os.path.dirname(path))
         with _naming(path):
             descriptor = self._calls.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -327,7 +252,7 @@ class LocalFiles:
         return lock
 
     def _make(self, folder: str) -> None:
-        """A new folder is durable only when the one that it lies in is."""
+        """Make a folder, durably: a new one is durable only when the one that it lies in is."""
         if not folder or os.path.isdir(folder):
             return
         above = os.path.dirname(folder)
@@ -347,7 +272,6 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Give the path to errors of calls that know a descriptor only."""
     try:
         yield
     except OSError as error:
@@ -357,12 +281,10 @@ def _naming(path: str) -> Iterator[None]:
 
 
 class RemoteFiles:
-    """Files behind fsspec: object stores, memory, whatever has a URL. A file is durable when it is closed.
+    """Files behind fsspec: object stores, memory, whatever has a URL. Methods are those of `LocalFiles`.
 
-    Folders have no atomic rename there, so whoever writes several files needs one that is written last, as a mark.
-
-    Args:
-        url: of any place in the file system, such as ``s3://bucket/run``.
+    A file is durable when it is closed. Folders have no atomic rename there: of several files, one that is written last
+    is the mark.
 
     Raises:
         ModuleNotFoundError: fsspec, or what it needs for this kind of URL, is not installed.
@@ -455,6 +377,10 @@ class RemoteFiles:
         return bool(changed) and time.time() - max(changed) > STALE_S
 
 
+Files = LocalFiles | RemoteFiles
+"""The file system of a directory of checkpoints. Paths are joined with ``/``."""
+
+
 def seal(value: object) -> bytes:
     """Return JSON with a checksum over itself, JSON still. NaN and infinities are written as Python's ``json`` does."""
     body = json.dumps(value, indent=1).encode()
@@ -462,7 +388,6 @@ def seal(value: object) -> bytes:
 
 
 def unseal(data: bytes, path: str) -> Any:
-    """Return what was sealed; raise `DamagedCheckpoint` where any bit has changed."""
     found = _SEALED.fullmatch(data)
     if found is None:
         raise DamagedCheckpoint(f"{path} has {len(data)} bytes that are no manifest.")

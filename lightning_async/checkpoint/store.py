@@ -1,14 +1,11 @@
 """The directory of a run's checkpoints: what is in it, and every step from a folder to a checkpoint.
 
-`CheckpointStore` is the directory, `Manifest` what a checkpoint says of itself, and `RankManifest` what a rank says.
-
     000017-step-1200.tmp-<run> --- all files durable, the manifest last: commit ---> 000017-step-1200
     000017-step-1200 --- damaged: quarantine ---> 000017-step-1200.damaged-1
     000017-step-1200 --- remove ---> 000017-step-1200.removed ---> nothing
 
 A final name stands for a whole checkpoint at any moment. Where folders cannot be renamed in one step (fsspec), files
-are written under the final name, and ``manifest.json``, the last one, makes them a checkpoint. Each
-manifest holds a checksum over itself, so that no changed bit goes unseen. Standard library only.
+are written under the final name, and ``manifest.json``, the last one, makes them a checkpoint. Standard library only.
 """
 
 from __future__ import annotations
@@ -35,23 +32,16 @@ _RUN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class CheckpointStore:
-    """The checkpoints in one directory.
-
-    Args:
-        dirpath: a local directory, or a URL that fsspec knows. It need not exist.
-        files: its file system. Default: found by the path.
-    """
+    """The checkpoints in one directory, which need not exist: a local one, or a URL that fsspec knows."""
 
     def __init__(self, dirpath: str | os.PathLike[str], files: Files | None = None) -> None:
         found, self.dirpath = files_at(dirpath)
         self.files = files or found
 
     def final(self, number: int, step: int) -> str:
-        """Return the path of a committed checkpoint."""
         return f"{self.dirpath}/{number:06d}-step-{step}"
 
     def temporary(self, number: int, step: int, run: str) -> str:
-        """Return the path to write a checkpoint under before it is committed."""
         if not _RUN.fullmatch(run):
             raise ValueError(f"`CheckpointStore.temporary(run={run!r})` must be letters, digits, `-` and `_`.")
         final = self.final(number, step)
@@ -71,11 +61,9 @@ class CheckpointStore:
         return self.files.hold(temporary)
 
     def add_rank(self, temporary: str, manifest: RankManifest) -> None:
-        """Say that all files of a rank are durable."""
         self.publish(f"{temporary}/{_rank_manifest(manifest.rank)}", manifest.to_bytes())
 
     def publish(self, path: str, data: bytes) -> None:
-        """Write a small file; whoever waits for it never sees a part of it."""
         if self.files.atomic:
             self.files.write(f"{path}.part", [data])
             self.files.rename(f"{path}.part", path)
@@ -94,11 +82,10 @@ class CheckpointStore:
             self.discard(temporary)
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks that did not say so yet."""
         names = set(self.files.names(temporary))
         return [rank for rank in ranks if _rank_manifest(rank) not in names]
 
-    def heard(self, temporary: str, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
+    def silent_and_failed(self, temporary: str, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
         """Return the ranks that did not say what became of their parts, and those that have said that they failed."""
         missing = self.missing(temporary, ranks)
         names = set(self.files.names(temporary)) if missing else ()
@@ -107,7 +94,7 @@ class CheckpointStore:
 
     def discard_if_hopeless(self, temporary: str, ranks: Collection[int]) -> None:
         """Delete a folder whose first rank has failed, and would not: the last rank to be ready does."""
-        silent, failed = self.heard(temporary, ranks)
+        silent, failed = self.silent_and_failed(temporary, ranks)
         if min(ranks) in failed and not silent:
             self.discard(temporary)
 
@@ -117,7 +104,6 @@ class CheckpointStore:
         Raises:
             CheckpointError: a rank is missing.
             DamagedCheckpoint: a rank's manifest does not hold what was written, two wrote one file, or one is gone.
-            OSError: the file system refuses; nothing was committed.
         """
         if missing := self.missing(temporary, manifest.ranks):
             raise CheckpointError(f"{temporary} cannot be committed: nothing is there of ranks {missing}.")
@@ -141,17 +127,10 @@ class CheckpointStore:
         return CheckpointEntry(final.rpartition("/")[2], final, manifest.number, manifest.step, manifest)
 
     def discard(self, temporary: str) -> None:
-        """Delete a folder that shall not be committed: its save has failed."""
         self.files.unlink(f"{temporary}/{MANIFEST}")
         self.files.remove(temporary)
 
     def entries(self, number: int | None = None, name: str | None = None) -> list[CheckpointEntry]:
-        """Return the checkpoints under a final name, the newest first; reads their manifests only.
-
-        Args:
-            number: of the only one to look for. Default: all.
-            name: of the only one to look for. Default: all.
-        """
         wanted = [
             match
             for match in self._matches()
@@ -161,17 +140,11 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: (entry.number, entry.step), reverse=True)
 
     def verify(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> Manifest:
-        """Read every file of a checkpoint; return its manifest, if it is whole.
-
-        Args:
-            entry: the checkpoint.
-            part: which share of the files to read, where several processes divide them. Default: 0.
-            parts: of how many. Default: 1.
+        """Read every file of a checkpoint, or one of so many ``parts`` of these; return its manifest, if it is whole.
 
         Raises:
             DamagedCheckpoint: names the file and what is wrong.
             CheckpointError: a newer version of this package wrote it.
-            OSError: a file cannot be read.
         """
         manifest = self._manifest(entry)
         by_size = sorted(manifest.files.items(), key=lambda each: (-each[1].size, each[0]))
@@ -180,7 +153,6 @@ class CheckpointStore:
         return manifest
 
     def trouble(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> CheckpointError | OSError | None:
-        """Return what `verify` raises; None where nothing is wrong."""
         try:
             self.verify(entry, part, parts)
         except (CheckpointError, OSError) as error:
@@ -188,12 +160,7 @@ class CheckpointStore:
         return None
 
     def promote(self, entry: CheckpointEntry) -> None:
-        """Mark a checkpoint as good, durably: training went on from it without harm.
-
-        Raises:
-            CheckpointError: it is gone.
-            OSError: the file system refuses.
-        """
+        """Mark a checkpoint as good, durably: training went on from it without harm."""
         if not self.files.exists(f"{entry.path}/{MANIFEST}"):  # the mark must not make a folder of that name again
             raise CheckpointError(f"{entry.path} is gone: it cannot be marked as good.")
         if self._is_good(entry):  # a mark that is there is not written a second time: it could be lost meanwhile
@@ -222,12 +189,7 @@ class CheckpointStore:
             self.discard(entry.path)
 
     def clean(self, run: str = "", damaged: bool = False) -> list[str]:
-        """Delete what was left unfinished and no living process holds, but nothing of this run; return the names.
-
-        Args:
-            run: whose folders to leave alone. Default: nobody's.
-            damaged: delete what is in quarantine, too. Default: False.
-        """
+        """Delete what was left unfinished and no living process holds, but nothing of this run; return the names."""
         left = []
         for match in self._matches():
             name = match.string
@@ -243,11 +205,9 @@ class CheckpointStore:
         return left
 
     def writing(self) -> list[str]:
-        """Return the names of folders that a living process is still writing."""
         return [path.rpartition("/")[2] for path in self.unfinished() if not self.files.idle(path)]
 
     def unfinished(self) -> list[str]:
-        """Return the paths of folders that are no checkpoints yet, and may never be."""
         return [f"{self.dirpath}/{m.string}" for m in self._matches() if (m["rest"] or "").startswith(".tmp-")]
 
     def _matches(self) -> list[re.Match[str]]:
@@ -298,7 +258,6 @@ class CheckpointEntry:
 
 
 def failure_of(rank: int) -> str:
-    """Return the name of the file by which a rank gives up."""
     return f"rank-{rank}.failed"
 
 
@@ -312,17 +271,14 @@ class Manifest:
 
     Args:
         number: counts the saves of a directory; order is by it.
-        step: optimizer steps taken, their mean over the replicas while these drift. It may go back, after a rollback.
-        round: rounds committed. Default: 0.
-        epoch: number of the epoch that was under way. Default: 0.
-        generation: of the groups. Default: 0.
-        world_size: ranks that trained. Default: 1.
-        ranks: ranks whose files are here. Default: rank 0 alone.
-        reason: why it was saved. Default: ``""``.
-        created: seconds since 1970. Default: 0.
-        metrics: what was logged, for keeping and finding the best. Default: none.
-        versions: of the packages that wrote it. Default: none.
-        notes: anything else of plain values. Default: none.
+        step: optimizer steps taken, their mean over asynchronous replicas. It may go back, after a rollback.
+        round: rounds committed.
+        generation: of the groups.
+        world_size: ranks that trained.
+        ranks: ranks whose files are here.
+        created: seconds since 1970.
+        metrics: what was logged, for keeping and finding the best.
+        notes: anything else of plain values.
         files: all files beside this one; filled in when it is committed.
         pickles: whether there are pickled objects in them, which execute code when they are loaded; filled in, too.
     """
@@ -343,17 +299,10 @@ class Manifest:
     pickles: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
         return _sealed(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str = "manifest.json") -> Manifest:
-        """Read it again.
-
-        Raises:
-            DamagedCheckpoint: any bit has changed.
-            CheckpointError: a newer version of this package wrote it.
-        """
         value = _known(cls, data, path)
         return cls(**{**value, "ranks": tuple(value["ranks"])})
 
@@ -367,12 +316,10 @@ class RankManifest:
     pickles: bool = False
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of its file."""
         return _sealed(self)
 
     @classmethod
     def from_bytes(cls, data: bytes, path: str = "rank manifest") -> RankManifest:
-        """Read it again; raise `DamagedCheckpoint` where any bit has changed."""
         return cls(**_known(cls, data, path))
 
 
@@ -406,7 +353,6 @@ def _is_number(value: object) -> bool:
 
 
 def _is_file(name: str, record: object) -> bool:
-    """Return whether a name and a record are of a file of this folder."""
     numbers = [record.get("size"), record.get("crc32")] if isinstance(record, dict) else [None]
     return _FILE.fullmatch(name) is not None and all(map(_is_number, numbers))
 

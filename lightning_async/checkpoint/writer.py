@@ -1,10 +1,8 @@
-"""The trainer's side of the process that writes checkpoints: hand over, hear, replace it if it dies or is stopped.
+"""The trainer's side of the process that writes checkpoints: hand over, take answers, replace it if it dies or stops.
 
     save --- copied into a free buffer, told by a message ---> the writer --- poll: its answer ---> the buffer is free
 
-`Writer` takes a `SaveJob` and gives a `Result`. Only the training thread uses it. Nothing waits for a disk, but
-`Writer.wait` and `Writer.close`, which have a timeout. `WriterChannel` starts the process, talks to it, and notices
-that it is dead; `Standstill` that it is stopped.
+Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` and `Writer.close`, which have a timeout.
 """
 
 from __future__ import annotations
@@ -44,19 +42,14 @@ _REMEDY = (
 _ATTEMPTS = 2  # of writers at one job: one that kills its writer would kill the next one, too
 _STOPPED_S = 20.0
 _LOOK_S = 0.5
-"""A writer that is stopped for so long is replaced; how often a wait looks whether it is."""
+"""Seconds for which a writer is stopped before it is replaced; seconds between two looks of a wait."""
 
 
 class Writer:
     """The writer of one rank's part of checkpoints, in a process of its own.
 
-    Args:
-        dirpath: where checkpoints are, a local directory or a URL that fsspec knows.
-        rank: this rank. Default: 0.
-        buffers: copies of the state that there is memory for. With 2, one save can be copied while another one is being
-            written. Default: 2.
-        deadline: how long the rank that commits waits for the parts of the others. Default: 10 minutes.
-        pickles: pickle objects that are no plain values or tensors. Default: a state that holds some is refused.
+    With two ``buffers``, one save can be copied while another one is being written. The rank that commits waits for the
+    parts of the others until ``deadline``. Without ``pickles``, a state is refused that has objects.
 
     Raises:
         ValueError: an argument is out of range.
@@ -88,25 +81,18 @@ class Writer:
 
     @property
     def waited_s(self) -> float:
-        """How long the save that is being written has been under way; 0 where there is none."""
+        """Seconds for which the save that is being written has been under way; 0 where there is none."""
         return _since(self._flights[0]) if self._flights else 0.0
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None where there is none."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process, if there is none. Takes some milliseconds.
-
-        Raises:
-            CheckpointError: the system does not let it.
-        """
         if self._process is None:
             self._process = WriterChannel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: SaveJob) -> None:
-        """Get the memory for saves like this one: the first of them then takes no longer than the others."""
         size = self._shard(job).size
         for buffer in self._buffers:
             if buffer.owner is BufferOwner.FREE:
@@ -119,9 +105,7 @@ class Writer:
     def save(self, job: SaveJob, queue: bool = False) -> float:
         """Copy the state, which may change from then on, and hand the copy over; return the seconds that this took.
 
-        Args:
-            job: what to save.
-            queue: where one save is being written, and a buffer is free, write this one after it. Default: False.
+        With ``queue``, where one save is being written and a buffer is free, this one is written after it.
 
         Raises:
             SaveBusy: a save is being written (with ``queue``: no buffer is free).
@@ -154,14 +138,12 @@ class Writer:
         return time.monotonic() - began
 
     def poll(self) -> list[Result]:
-        """What has become of saves since the last call, oldest first. Waits for nothing."""
         self._take_answers()
         results = self._done
         self._done = []
         return results
 
     def wait(self, timeout: float) -> list[Result]:
-        """The same, once nothing is being written any more, or after ``timeout`` seconds."""
         until = time.monotonic() + timeout
         self._growth.wait(timeout)
         self._take_answers()
@@ -171,7 +153,7 @@ class Writer:
         return self.poll()
 
     def close(self, timeout: float) -> list[Result]:
-        """Wait for what is being written, end the process, give the memory back; what `wait` says.
+        """Wait for the last save, end the process, give the memory back; return the results.
 
         What is not written after ``timeout`` seconds has a `Result` with an error; its process writes on, then ends.
         """
@@ -228,9 +210,7 @@ class Writer:
             if "error" in answer:
                 self._done.append(self._failure(flight, f"has failed. {answer['error']}"))
             else:
-                written = answer["bytes"]
-                committed = answer["committed"]
-                self._done.append(Result(flight.number, _since(flight), written, committed))
+                self._done.append(Result(flight.number, _since(flight), answer["bytes"], answer["committed"]))
         if self._process.died:
             self._replace(self._process)
         elif self._flights and (stopped_s := self._process.stopped_s()) >= _STOPPED_S:
@@ -242,7 +222,6 @@ class Writer:
             self._process.kill()
 
     def _replace(self, dead: WriterChannel) -> None:
-        """Have another process write what the dead one had: it is all still in memory."""
         how = dead.close()
         self._process = None
         log.warning("Rank %d: the process %d that writes checkpoints has ended (%s).", self._rank, dead.pid, how)
@@ -268,14 +247,9 @@ class Writer:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's part of one save.
+    """One rank's part of a save: ``shared`` is equal on all ``ranks``, of which the first commits; ``own`` is its own.
 
-    Args:
-        number, step, run: of the checkpoint, see `CheckpointStore.temporary`; the same on all ranks.
-        ranks: that take part. The first of them commits.
-        shared: what is equal on all of these, see `comm.serialization.flatten` for what can be in it.
-        own: what is this rank's.
-        manifest: fields of the `Manifest` besides these. Only those of the rank that commits count. Default: none.
+    ``manifest`` has further fields of the `Manifest`; only those of the rank that commits count.
     """
 
     number: int
@@ -292,7 +266,6 @@ class Result:
     """The result of one save.
 
     Args:
-        number: of the save.
         seconds: since it was handed over.
         bytes: of this rank's files.
         committed: this rank has committed it. Other ranks know that their part is durable, no more.
@@ -314,8 +287,6 @@ class SaveBusy(CheckpointError):
 
 @dataclass
 class _Flight:
-    """A save that the writer has, and where in which buffer its job lies."""
-
     number: int
     buffer: Buffer
     offset: int
@@ -329,21 +300,12 @@ def _since(flight: _Flight) -> float:
 
 
 class WriterChannel:
-    """A process that writes, and the channel to it.
-
-    Args:
-        rank: whose parts it writes.
-        lock: that the process holds as long as it lives; this one keeps nothing of it. Default: none.
-
-    Raises:
-        CheckpointError: the system does not let it start.
-    """
+    """A process that writes one rank's part, and the channel to it; it holds ``lock`` as long as it lives."""
 
     _left: ClassVar[list[subprocess.Popen[bytes]]] = []  # those that still wrote when they were closed
 
     def __init__(self, rank: int, lock: Lock | None = None) -> None:
         self.died = False
-        """Whether it has ended, as far as `answers` knows."""
         self._received = b""
         self._standstill = Standstill()
         self._looks_at = -math.inf
@@ -373,11 +335,9 @@ class WriterChannel:
             )  # fmt: skip
 
     def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
-        """Hand over a job; raises OSError where the process has ended."""
         socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return all answers that have come; notice that no more can."""
         with contextlib.suppress(BlockingIOError):
             while not self.died:
                 try:
@@ -390,7 +350,6 @@ class WriterChannel:
         return [json.loads(line) for line in lines]
 
     def wait(self, timeout: float) -> None:
-        """Wait until there is an answer, or the process has ended, or so many seconds are over."""
         wait_for(self._channel, timeout)
 
     def stopped_s(self) -> float:
@@ -402,12 +361,10 @@ class WriterChannel:
         return self._standstill.seconds
 
     def kill(self) -> None:
-        """End it, also where it is stopped; `answers` notices that it has ended."""
         self._popen.kill()
         self._standstill = Standstill()
 
     def close(self) -> str:
-        """Say that there are no more jobs; return how it has ended, if it has."""
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)  # forks of this process may have it open, too
         self._channel.close()
@@ -425,8 +382,7 @@ class WriterChannel:
 class Standstill:
     """Seconds for which a process has been stopped (SIGSTOP), by looks at it.
 
-    Between two looks at most some seconds count: a job that is suspended stops who looks, too, and when it goes on, the
-    process that is looked at may do so a moment later.
+    Between two looks at most some seconds count: a job that is suspended stops who looks, too.
     """
 
     def __init__(self) -> None:
@@ -447,7 +403,6 @@ class Standstill:
 
 
 def _is_stopped(pid: int) -> bool:
-    """Return whether a process is stopped, and not by a debugger, which would go on with it."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"T"
     except (OSError, IndexError):

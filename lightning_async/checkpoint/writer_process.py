@@ -34,14 +34,14 @@ from lightning_async.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MESSAGE = struct.Struct("<QQ?")
-"""Where in the memory the job lies, offset and length, and whether another process has died of it."""
+"""Offset and length of the job in the memory, and whether another process has died of it."""
 _LONGEST_ERROR = 4000
 Job = dict[str, Any]
-"""As `Writer` composes it."""
+"""A job, as `Writer` composes it."""
 GRACE_S = 3.0
 """A program that ends, or one that only deletes something, may let go."""
 QUIET_S = 5.0
-"""A wait that is longer is said."""
+"""Seconds after which a wait is logged."""
 _PAUSE_S = 0.02
 _WRITER = ".writer-"
 Gather = Callable[[Any], Sequence[Any]]
@@ -60,7 +60,7 @@ def main(descriptor: int, trainer: int) -> None:
 
 @contextlib.contextmanager
 def _death_of(trainer: int) -> Iterator[list[int]]:
-    """A descriptor that has something to read when the trainer has ended; none where the system knows no such thing."""
+    """Give a descriptor that can be read when the trainer has ended; none where the system knows no such thing."""
     try:
         descriptor = os.pidfd_open(trainer)
     except (AttributeError, OSError):
@@ -73,7 +73,6 @@ def _death_of(trainer: int) -> Iterator[list[int]]:
 
 
 def _next(channel: socket.socket, trainer: int, death: Sequence[int]) -> tuple[int, int, int, bool] | None:
-    """The descriptor of the memory and the `MESSAGE` of the next job; None where no more will come."""
     # Forks of the trainer have the other end of the channel, too: that it ends is not heard as long as they live.
     while not wait_for(channel, 1.0, death):
         if os.getppid() != trainer:
@@ -86,20 +85,13 @@ def _next(channel: socket.socket, trainer: int, death: Sequence[int]) -> tuple[i
 
 
 def _is_closed(channel: socket.socket) -> bool:
-    """Whether the other end is; what it has sent before can still be read."""
     poll = select.poll()
     poll.register(channel, getattr(select, "POLLRDHUP", 0))
     return bool(poll.poll(0))
 
 
 def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ()) -> bool:
-    """Wait until there is something to read, or the other end is closed; whether that is so.
-
-    Args:
-        channel: to read from.
-        seconds: at most.
-        others: descriptors that end the wait, too. Default: none.
-    """
+    """Wait until the channel can be read or is closed, and return whether it is so; ``others`` end the wait, too."""
     poll = select.poll()  # `select.select` cannot take descriptors above 1023
     for each in (channel, *others):
         poll.register(each, select.POLLIN)
@@ -126,17 +118,16 @@ def _answer(descriptor: int, offset: int, length: int, again: bool, orphaned: Ca
 def perform(
     job: Job, memory: memoryview, again: bool = False, orphaned: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """Write the files of a job, and commit the checkpoint where this rank is the first; what to answer.
+    """Write the files of a job, and commit the checkpoint where this rank is the first; return the answer.
 
     Args:
-        job: what to write, as `Writer` composes it.
+        job: as `Writer` composes it.
         memory: that its files are in.
         again: another process has died of it, and may have done all or a part. Default: False.
         orphaned: whether the trainer has ended, or its training has. Default: neither.
 
     Raises:
-        CheckpointError: another rank has failed, or was not heard of before the deadline.
-        OSError: the file system refuses.
+        CheckpointError: another rank has failed, or did not answer before the deadline.
     """
     store = CheckpointStore(job["dirpath"])
     number = job["number"]
@@ -171,27 +162,21 @@ def _write(store: CheckpointStore, temporary: str, job: Job, memory: memoryview)
 
 
 def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable[[], bool]) -> None:
-    """Wait for the others, and commit, or delete what cannot be committed any more.
-
-    Who starts a killed training again waits for this: so ranks are not waited for that were killed before they had
-    handed over their part.
-
-    Raises:
-        CheckpointError: another rank has failed, or was not heard of before the deadline; or the folder is gone.
-    """
+    # Who starts a killed training again waits for this: so ranks are not waited for that were killed before they had
+    # handed over their part.
     started = time.monotonic()
     pause = 0.005
     silent = []
     longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
     try:
         while True:
-            silent, failed = store.heard(temporary, job["ranks"])
+            silent, failed = store.silent_and_failed(temporary, job["ranks"])
             if not silent:
                 break
             if job["rank"] in silent:  # it had said so: what others have said may be gone, too
                 raise CheckpointError(f"{temporary} was deleted while it was written.")
-            if orphaned() and all(has_no_writer(store, rank) for rank in silent):
-                silent, failed = store.heard(temporary, job["ranks"])  # they may have been about to end
+            if orphaned() and all(has_writer(store, rank) is False for rank in silent):
+                silent, failed = store.silent_and_failed(temporary, job["ranks"])  # they may have been about to end
                 if silent:
                     raise CheckpointError(f"{temporary}: rank(s) {silent} have ended, as training has.")
                 break
@@ -215,7 +200,6 @@ def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable
 
 
 def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException) -> None:
-    """Give back the room, and tell the first rank, which waits for this one."""
     with contextlib.suppress(OSError):
         for name in job["files"]:
             store.files.unlink(f"{temporary}/{name}")
@@ -232,13 +216,8 @@ class DirectoryLock:
     the lock of ``.ranks``: the first one may be lost, and the others train on. The process that writes rank 0's part
     locks ``.writer-0`` from before its first save on, and outlives its trainer.
 
-    The kernel lets go of a lock when its process ends, however it ends: nothing is left that would have to be cleaned.
-    Where a file system has no locks (fsspec's), nobody is noticed. Whoever only reads needs no lock.
-
-    Args:
-        store: the checkpoints.
-        program: names the program; the same on all of its ranks.
-        does: what it does there, for those who come meanwhile. Default: it trains.
+    The kernel lets go of a lock when its process ends, however it ends. Where a file system has no locks (fsspec's),
+    nobody is noticed. Readers need no lock.
     """
 
     def __init__(self, store: CheckpointStore, program: str, does: str = "trains into it") -> None:
@@ -251,14 +230,10 @@ class DirectoryLock:
         self._shared: Lock | None = None
 
     def take(self, gather: Gather = lambda value: [value]) -> None:
-        """Take the directory for this program.
-
-        Args:
-            gather: one plain value of every rank, to all, which call this together. Default: this is the only one.
+        """Take the directory for this program; all of its ranks call this together, and ``gather`` plain values.
 
         Raises:
-            CheckpointError: on all ranks; another program has one of their directories, and which one that is; or
-                nothing can be written there.
+            CheckpointError: on all ranks; another program has a directory, and which one, or it cannot be written.
         """
         told = gather(self._take())
         if any(told):
@@ -268,11 +243,7 @@ class DirectoryLock:
             self._shared = self._store.files.lock(self._shared_path, shared=True)
 
     def join(self) -> None:
-        """Share the directory with this program's other ranks, which train there.
-
-        Raises:
-            CheckpointError: they do not train into this directory.
-        """
+        """Share the directory with this program's other ranks; raise CheckpointError where they train elsewhere."""
         try:
             lock = self._store.files.lock(self._path)
         except BlockingIOError:
@@ -280,32 +251,23 @@ class DirectoryLock:
         else:
             # The file system has no locks; or the rank that had said so was stopped when the others lost it, and has
             # let go since.
-            theirs = lock is None or self._is_left()
+            shared = _is_free(self._store.files, self._shared_path) is False
+            theirs = lock is None or (shared and self._holder().get("program") == self._program)
             if lock is not None:
                 lock.close()
         if not theirs:
             raise CheckpointError(f"{self._store.dirpath} is no directory that the other ranks train into.")
         self.take()
 
-    def _is_left(self) -> bool:
-        """Return whether ranks of this program train there, though none says so any more."""
-        shared = _is_free(self._store.files, self._shared_path) is False
-        return shared and self._holder().get("program") == self._program
-
     def keep(self) -> None:
-        """Say who trains there, where the rank that said so may be lost. Waits for nobody."""
+        """Hold the lock in the place of the rank that had it, and may be lost. Waits for nobody."""
         if self._lock is None and self._shared is not None:
             with contextlib.suppress(OSError):  # another rank was quicker, or somebody looks whether we have it
                 self._lock = self._store.files.lock(self._path)
                 self._say()
 
     def wait(self, gather: Gather = lambda value: [value], timeout_s: float = 600.0) -> None:
-        """Wait until nothing is being written there by processes of an earlier program, or so much time is over.
-
-        Args:
-            gather: as above: ranks wait in turns of some seconds, so that each hears of the others.
-            timeout_s: at most. Default: 10 minutes, as these processes wait for each other.
-        """
+        """Wait, in turns of some seconds, until processes of an earlier program write nothing there any more."""
         began = time.monotonic()
         said = False
         while any(gather(_writes(self._store, QUIET_S))):
@@ -321,13 +283,11 @@ class DirectoryLock:
                 return
 
     def release(self) -> None:
-        """Let go. Idempotent."""
-        locks = (self._lock, self._shared)
-        self._lock = None
-        self._shared = None
-        for lock in locks:
+        for lock in (self._lock, self._shared):
             if lock is not None:
                 lock.close()
+        self._lock = None
+        self._shared = None
 
     def _take(self) -> str:
         """Take the lock; return why not, and nothing where this program has the directory."""
@@ -354,24 +314,19 @@ class DirectoryLock:
         try:
             shared = self._store.files.lock(self._shared_path)
         except BlockingIOError:
-            lock = self._lock
-            self._lock = None
-            if lock is not None:
-                lock.close()
+            self.release()
             raise
         if shared is not None:
             shared.close()
 
     def _say(self) -> None:
-        if self._lock is not None:
-            self._lock.write(json.dumps(self._who()).encode())
-
-    def _who(self) -> dict[str, Any]:
-        since = datetime.now().astimezone().isoformat(" ", "seconds")
-        return {
+        if self._lock is None:
+            return
+        who = {
             "program": self._program, "does": self._does, "host": socket.gethostname(), "pid": os.getpid(),
-            "since": since,
+            "since": datetime.now().astimezone().isoformat(" ", "seconds"),
         }  # fmt: skip
+        self._lock.write(json.dumps(who).encode())
 
     def _holder(self) -> dict[str, Any]:
         try:
@@ -398,18 +353,13 @@ def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
         return None
 
 
-def has_writer(store: CheckpointStore, rank: int) -> bool:
-    """Return whether it is known that a process lives that may write a rank's part."""
-    return _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}") is False
-
-
-def has_no_writer(store: CheckpointStore, rank: int) -> bool:
-    """Return whether it is known that no process lives that would write a rank's part."""
-    return _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}") is True
+def has_writer(store: CheckpointStore, rank: int) -> bool | None:
+    """Return whether a process lives that may write a rank's part; None where that cannot be known."""
+    free = _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}")
+    return None if free is None else not free
 
 
 def _is_free(files: Files, path: str) -> bool | None:
-    """Return whether nobody has locked a file; None where that cannot be known."""
     try:
         lock = files.lock(path)
     except BlockingIOError:  # or another one that looks, just now
@@ -423,7 +373,6 @@ def _is_free(files: Files, path: str) -> bool | None:
 
 
 def _writes(store: CheckpointStore, patience_s: float) -> bool:
-    """Return whether a process still writes into the directory after so many seconds."""
     until = time.monotonic() + patience_s
     while True:
         names = [name for name in store.files.names(store.dirpath) if name.startswith(_WRITER)]

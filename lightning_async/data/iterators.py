@@ -19,19 +19,11 @@ from __future__ import annotations
 
 import copy
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, sampler
 from torch.utils.data.dataloader import _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter
 
 from lightning_async.data.random_states import (
@@ -51,19 +43,14 @@ Position = dict[str, Any]
 _REPLACED = 3
 _LOOK_S = 0.5  # torch looks every 5 s whether a worker that says nothing lives
 
-_OF_TORCH = (DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+_OF_TORCH = (
+    DistributedSampler, sampler.RandomSampler, sampler.SequentialSampler, sampler.SubsetRandomSampler,
+    sampler.WeightedRandomSampler,
+)  # fmt: skip
 
 
 class IterationPosition:
-    """Where one iteration over a loader stands.
-
-    Args:
-        loader: whose iteration it is.
-        generators: what the loader may draw from, in this process.
-        start: the position to begin at.
-        ahead: whether a batch may be held that was not trained on.
-        resumed: the loader's dataset, where this process has loaded a state into it.
-    """
+    """The place of one iteration over a loader, which begins at ``start``; with ``ahead`` a batch may be held."""
 
     def __init__(
         self,
@@ -77,7 +64,6 @@ class IterationPosition:
         self.start = start or {}
         self._ahead = ahead
         self.told: Callable[[], bool] = lambda: False
-        """Whether this process was told to stop, if that is known within a moment."""
         self.taken = 0
         self.exhausted = bool(self.start.get("exhausted"))
         self.seed: int | None = self.start.get("seed")
@@ -103,15 +89,12 @@ class IterationPosition:
         self._local = local
         self._resumed = resumed
         self.by_state = resumable(loader.dataset)
-        """Whether the dataset goes on from its own state."""
 
     def begin(self) -> Tape:
-        """An iteration begins: the tape of its calls."""
         self.tape = Tape(self._drawing, self.start.get("drawn"))
         return self.tape
 
     def start_over(self) -> None:
-        """The same workers begin another iteration."""
         self.start = {}
         self.taken = 0
         self.turn = 0
@@ -122,12 +105,11 @@ class IterationPosition:
         self.stream = None
 
     def begin_again(self) -> None:
-        """New workers take the place of those that have died: they begin where this iteration stands."""
+        """Begin where this iteration stands, with new workers in the place of those that have died."""
         self.start = self.position()
         self._first_random = None
 
     def fetching(self) -> None:
-        """The next batch is asked for."""
         if self._first_random is not None:
             self.generators.put(self._first_random)
             self._first_random = None
@@ -135,11 +117,10 @@ class IterationPosition:
             self._before = self._now(random=True)
 
     def position(self, before: bool = False) -> Position:
-        """Now, or before the last fetch."""
         return self.keep(before)()
 
     def keep(self, before: bool) -> Callable[[], Position]:
-        """The same, put together when it is asked for; what happens until then does not change it."""
+        """Return the same, put together when it is asked for; what happens until then does not change it."""
         now = (self._before if before else None) or self._now(random=before)
         tape = self.tape
         given = self.given
@@ -148,13 +129,11 @@ class IterationPosition:
         return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": stream or describe(self._loader, given, size)}
 
     def dataset(self) -> Any:
-        """What the loader takes its samples from."""
         if self.stream is not None:
             return self._loader.dataset.rest(self.stream)
         return self._loader.dataset if self._resumed is None else self._resumed
 
     def sampler(self) -> Any:
-        """What the loader takes its indices from."""
         if self.given is None:
             return self._loader._index_sampler
         drops = getattr(self._loader.batch_sampler, "drop_last", self._loader.drop_last)
@@ -179,15 +158,12 @@ class IterationPosition:
 
 
 def epoch_of(loader: Any) -> int | None:
-    """The epoch that a loader's dataset was told by ``set_epoch``, where it shows it."""
     dataset = getattr(loader, "dataset", None)
     epoch = getattr(dataset, "epoch", None) if callable(getattr(dataset, "set_epoch", None)) else None
     return epoch if isinstance(epoch, int) else None
 
 
 class _View:
-    """A loader with some of its attributes replaced, for the constructor of an iterator."""
-
     def __init__(self, loader: Any, **replaced: Any) -> None:
         self._loader = loader
         vars(self).update(replaced)
@@ -197,14 +173,14 @@ class _View:
 
 
 def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
-    """An iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
+    """Return an iterator over ``loader`` that keeps ``here`` up to date, and begins at ``here.start``."""
     start = here.start
     fetches_again = _fetches_again(loader, here)
     if here.exhausted:
         here.taken = start["taken"]
         fetches_again = False
         if not loader.persistent_workers:
-            return _Nothing(here)
+            return _nothing(here)
     if loader.num_workers == 0:
         iterator: Any = _Single(loader, here, fetches_again)
     else:
@@ -221,7 +197,6 @@ def _fetches_again(loader: Any, here: IterationPosition) -> bool:
 
 
 def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> None:
-    """Leave the iterator behind the batches that were taken before."""
     start = here.start
     if not start or not fetches_again:
         here.taken = start.get("taken", 0)
@@ -234,25 +209,17 @@ def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> 
 
 
 def _indices(loader: Any, here: IterationPosition) -> Any:
-    """In place of the loader's sampler; an iterable dataset has none."""
+    """Return what stands in place of the loader's sampler; an iterable dataset has none."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return loader._index_sampler
     start = here.start
     return Indices(here.sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
 
 
-class _Nothing:
-    """The end of an iteration over a loader without workers that stay."""
-
-    def __init__(self, here: IterationPosition) -> None:
-        self._here = here
-
-    def __iter__(self) -> _Nothing:
-        return self
-
-    def __next__(self) -> Any:
-        self._here.fetching()
-        raise StopIteration
+def _nothing(here: IterationPosition) -> Iterator[Any]:
+    """Yield nothing: the end of an iteration over a loader without workers that stay."""
+    here.fetching()
+    yield from ()
 
 
 class _Single(_SingleProcessDataLoaderIter):
@@ -285,7 +252,6 @@ class _Single(_SingleProcessDataLoaderIter):
 
 class _Multi(_MultiProcessingDataLoaderIter):
     _replaced = -1, 0
-    """The number of batches behind which workers were replaced last, and how often there."""
 
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
         self._here = here

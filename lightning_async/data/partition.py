@@ -20,13 +20,11 @@ from torch.utils.data import DistributedSampler, IterableDataset, get_worker_inf
 
 from lightning_async._checks import check_int, check_protocol
 
-# Who takes which samples of an epoch: pure functions, alike on all replicas, for any number of them.
-
 __all__ = ["ByKey", "Partition", "Random", "Sequential", "Weighted", "largest_remainder", "rendezvous"]
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    r"""Whole shares of a total, as near to these weights as can be.
+    r"""Return whole shares of a total, as near to these weights as can be.
 
     .. math:: n_i = \Big\lfloor \frac{w_i}{\sum_j w_j} n \Big\rfloor + [i \text{ has one of the largest remainders}]
 
@@ -52,7 +50,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
-    r"""The place among ``members`` of the one that a key belongs to.
+    r"""Return the place among ``members`` of the one that a key belongs to.
 
     .. math:: \arg\max_m h(\text{seed}, \text{key}, m)
 
@@ -73,7 +71,7 @@ def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
 
 @runtime_checkable
 class Partition(Protocol):
-    """What makes the parts of an epoch: each sample is in exactly one, whoever the replicas are.
+    """A division of an epoch: each sample is in exactly one part, whoever the replicas are.
 
     One of your own states `owners`; for streams, `dealer`.
     """
@@ -83,16 +81,16 @@ class Partition(Protocol):
 
     @abstractmethod
     def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
-        """The place among ``members`` of who takes each of these indices.
+        """Return the place among ``members`` of who takes each of these indices.
 
         Args:
             order: indices of samples, as they are taken in this epoch.
-            members: the replicas, by the names that they have for life.
+            members: the replicas, by stable ids.
         """
         ...
 
     def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
-        """The same for a stream: called with each sample in turn.
+        """Return the same for a stream: a function that is called with each sample in turn.
 
         Raises:
             TypeError: this partition is not one of streams.
@@ -100,20 +98,20 @@ class Partition(Protocol):
         raise TypeError(f"`{self!r}` needs to know all indices: it cannot divide a stream.")
 
     def order(self, length: int, epoch: int) -> Tensor:
-        """The order of an epoch: shuffled by seed and epoch, or as the data is."""
+        """Return the order of an epoch: shuffled by seed and epoch, or as the data is."""
         if not self.shuffle:
             return torch.arange(length)
         return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def part(self, length: int, members: Sequence[str], me: int, epoch: int) -> Tensor:
-        """What the replica at place ``me`` takes in an epoch, in order."""
+        """Return what the replica at place ``me`` takes in an epoch, in order."""
         order = self.order(length, epoch)
         return order[self.owners(order, members) == me]
 
 
 @dataclass(frozen=True)
 class Sequential(Partition):
-    r"""Each replica has one block of the data, in its order.
+    r"""One block of the data for each replica, in its order.
 
     .. math:: \{ i : b_r \le i < b_{r+1} \}, \quad b_r = r \lfloor L / N \rfloor + \min(r, L \bmod N)
 
@@ -131,7 +129,7 @@ class Sequential(Partition):
 
 @dataclass(frozen=True)
 class Random(Partition):
-    r"""Each epoch shuffled, and dealt out in turn.
+    r"""Parts of an epoch that is shuffled, and dealt out in turn.
 
     .. math:: \{ \pi(p) : p \bmod N = r \}
 
@@ -214,14 +212,14 @@ class Weighted(Partition):
         return deal
 
     def _of(self, members: Sequence[str]) -> list[float]:
-        """All equal where those that are left have none."""
+        """Return the weights of these members; all equal where the live ranks have none."""
         found = [float(self.weights.get(int(name), 1.0)) for name in members]
         return found if any(found) else [1.0] * len(members)
 
 
 @dataclass(frozen=True)
 class ByKey(Partition):
-    r"""All samples of a key on one replica: users, documents, shards of a file.
+    r"""Parts that have all samples of a key: users, documents, shards of a file.
 
     .. math:: \{ i : \text{rendezvous}(\text{key}(i)) = r \}
 
@@ -272,12 +270,8 @@ class ByKey(Partition):
 
 
 def _blocks(sizes: Sequence[int]) -> Tensor:
-    """So many of each number, in turn."""
     return torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
 
-
-# Whose a sample of a stream is, where those that are left read it again for what the lost had left: pure
-# functions.
 
 Told = Mapping[str, Any]
 """One rank's part of a stream, in plain values: its ``members`` and ``rank``; or ``place``, of ``parts``, in what
@@ -285,7 +279,7 @@ others had ``left``, each with the number of the first batch that counts. Its lo
 
 
 def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
-    """Called with each sample of a stream in turn: its place in this part, or None where it is in another one."""
+    """Return a function of each sample of a stream in turn: its place in this part, or None where it has none."""
     if "left" in told:
         return _place_in_rest(partition, told)
     owner = partition.dealer(told["members"])
@@ -320,7 +314,7 @@ def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | No
 
 
 def _batch(place: int, of: Told) -> int:
-    """The number of the batch with this sample: workers have samples in turn, and give batches in turn.
+    """Return the number of the batch with this sample: workers have samples in turn, and give batches in turn.
 
     >>> [_batch(place, {"workers": 2, "batch_size": 2}) for place in range(7)]
     [0, 1, 0, 1, 2, 3, 2]
@@ -330,11 +324,7 @@ def _batch(place: int, of: Told) -> int:
 
 
 def dealt(left: Iterable[tuple[Told, int]], takers: Mapping[str, Told]) -> dict[str, Told]:
-    """What is left of these parts, each with the number of the first batch that counts, dealt out by samples in turn.
-
-    Args:
-        takers: by name, what each has: its loader stays.
-    """
+    """Deal out, by samples in turn, these parts from the first batch on that counts; each taker's loader stays."""
     lost = [(dict(each), begin) for each, begin in left]
     return {
         name: {
@@ -349,13 +339,13 @@ _HOROVODS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
 )  # fmt: skip
 _LAUNCHERS = (*_HOROVODS, ("WORLD_SIZE", "RANK"))
-"""What launchers tell ranks."""
+"""Variables by which launchers give ranks their number."""
 _looked_for: ContextVar[bool] = ContextVar("looked_for", default=False)
 
 
 @contextmanager
 def yet_to_be_numbered() -> Iterator[None]:
-    """A strategy looks for samplers, to tell each its part: what they have within this need not be equal."""
+    """Look for samplers, to tell each its part: what they have within this need not be equal."""
     token = _looked_for.set(True)
     try:
         yield
@@ -364,11 +354,7 @@ def yet_to_be_numbered() -> Iterator[None]:
 
 
 class _Place:
-    """Which part is this replica's.
-
-    Args:
-        num_replicas, rank: where both are None: those of the strategy, of torch.distributed, or of the launcher.
-    """
+    """The part that is this replica's; without arguments, as the strategy, torch.distributed or the launcher says."""
 
     def __init__(self, owner: str, num_replicas: int | None, rank: int | None) -> None:
         if (num_replicas is None) != (rank is None):
@@ -379,7 +365,7 @@ class _Place:
         self.rank = rank or 0
 
     def known(self) -> tuple[Sequence[str], int]:
-        """All replicas, and the place of this one."""
+        """Return all replicas, and the place of this one."""
         if self.members is not None:
             return self.members, self.rank
         if dist.is_available() and dist.is_initialized():
@@ -391,36 +377,35 @@ class _Place:
 
     @property
     def in_step(self) -> bool:
-        """Whether those who have the parts take every step together: no strategy of ours has numbered them, nor the
-        user, and torch.distributed or Horovod has."""
+        """Whether ranks with these parts step together: torch.distributed or Horovod has numbered them, not we."""
         if self.members is not None or _looked_for.get():
             return False
         together = dist.is_available() and dist.is_initialized()
         return together or any(size in os.environ and rank in os.environ for size, rank in _HOROVODS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For a process that is started anew, and cannot ask who it belongs to: a worker of a loader."""
+        """Return the place for a process that is started anew, and cannot ask: a worker of a loader."""
         members, rank = self.known()
         return {"members": members, "rank": rank}
 
 
 class _Numbered:
-    """Whoever has a part, and can be told another one."""
+    """A part that can be changed for another one."""
 
     _place: _Place
 
     @property
     def num_replicas(self) -> int:
-        """How many parts there are."""
+        """Number of parts."""
         return len(self._place.known()[0])
 
     @property
     def is_numbered(self) -> bool:
-        """Whether it was told which part."""
+        """Whether a strategy or the user has said which part this is."""
         return self._place.members is not None
 
     def number(self, members: Sequence[str], rank: int) -> None:
-        """These replicas are there from here on, by the numbers that they were started with."""
+        """Take the part of this rank among these replicas, by stable ids, from here on."""
         self._place.members = tuple(members)
         self._place.rank = rank
 
@@ -464,11 +449,10 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
 
     @property
     def rank(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Which one is this replica's."""
+        """Number of this replica."""
         return self._place.known()[1]
 
     def indices(self) -> list[int]:
-        """Of this epoch."""
         members, rank = self._place.known()
         wanted = (len(self.dataset), tuple(members), rank, self.epoch)
         if self._made is None or self._made[0] != wanted:
@@ -481,15 +465,10 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
         return iter(self.indices())
 
     def _check_equal(self) -> None:
-        """The one with the smallest part would end first, and the others wait for it until they fail.
-
-        Raises:
-            ValueError: parts are unequal.
-        """
+        """Refuse unequal parts: the rank with the smallest would end first, and the others wait until they fail."""
         members, _ = self._place.known()
         whole = len(self.dataset)
-        epoch = self.epoch
-        owners = self.partition.owners(self.partition.order(whole, epoch), members)
+        owners = self.partition.owners(self.partition.order(whole, self.epoch), members)
         sizes = torch.bincount(owners, minlength=len(members)).tolist()
         if len(set(sizes)) > 1:
             raise ValueError(
@@ -544,12 +523,11 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         self._rest: Told | None = None
 
     def part(self) -> dict[str, Any]:
-        """Which one is this replica's, in plain values."""
         members, rank = self._place.known()
         return {"members": list(members), "rank": rank}
 
     def rest(self, told: Told) -> PartitionedStream:
-        """The same stream, of which this replica has that part of what others had left."""
+        """Return the same stream, of which this replica has that part of what others had left."""
         found = copy.copy(self)
         found._rest = told
         return found

@@ -1,4 +1,4 @@
-"""Random generators: finding them, and their states as plain values that compare with ``==``."""
+"""Random generators: their states as plain values, calls that draw from them, and what runs in a loader's workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ States = dict[str, Any]
 DEPTH = 5
 WIDTH = 100
 OBJECTS = 1000
-"""How far `generators_in` looks: attributes of attributes, entries of one collection, objects in all."""
+"""Bounds of `generators_in`: attributes of attributes, entries of one collection, objects in all."""
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _USUAL = {"python": random, "numpy": np.random, "torch": torch.default_generator}
@@ -33,13 +33,7 @@ _PLAIN = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, np.generic,
 
 
 class Generators:
-    """Python's, NumPy's and torch's random generators of this process, and others by name.
-
-    Args:
-        named: generators of the program's own, as `generators_in` finds them.
-        devices: whether each CUDA device's generator belongs to them.
-        usual: those of this process that belong to them.
-    """
+    """Python's, NumPy's and torch's generators of this process, CUDA ``devices``', and others by name."""
 
     def __init__(
         self,
@@ -52,11 +46,10 @@ class Generators:
         self._devices = devices
 
     def take(self) -> States:
-        """The states as they are now."""
         return self.hold()()
 
     def hold(self) -> Callable[[], States]:
-        """The same, made plain values only when they are asked for, which takes longer than to hold them."""
+        """Return the same, made plain values only when they are asked for, which takes longer than to hold them."""
         held = [(name, _held(generator)) for name, generator in self._usual.items()]
         if self._devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             held += [(f"cuda:{i}", torch.cuda.get_rng_state(i)) for i in range(torch.cuda.device_count())]
@@ -64,7 +57,7 @@ class Generators:
         return lambda: {name: _plain(state) for name, state in held}
 
     def put(self, states: States) -> list[str]:
-        """Set what ``states`` names; returns the names of which there is no generator here."""
+        """Set what ``states`` names; return the names of which there is no generator here."""
         missing = []
         for name, state in states.items():
             kind, _, rest = name.partition(":")
@@ -79,7 +72,7 @@ class Generators:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """What is drawn inside is not missed outside."""
+        """Put the states back behind the block."""
         states = self.take()
         try:
             yield
@@ -88,28 +81,23 @@ class Generators:
 
 
 def reseed(seed: int) -> None:
-    """Begin all of this process's generators at ``seed``."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def of_another(states: dict[str, Any], rank: int) -> dict[str, Any]:
-    """What a rank that has no random states of its own begins with, beside one that has these: to be taken by `put`."""
+    """Return what a rank without random states begins with, beside one that has these: to be taken by `put`."""
     return {"seed": zlib.crc32(states["torch"]) + rank}
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """The generators that objects hold in their attributes, by path: ``{"sampler.generator": ...}``."""
+    """Return the generators that objects hold in their attributes, by path: ``{"sampler.generator": ...}``."""
     return {path: value for path, value in objects_in(roots) if isinstance(value, _KINDS)}
 
 
 def objects_in(roots: Mapping[str, Any], depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """The objects that objects hold in their attributes, with their paths; those of generators are left out.
-
-    Args:
-        depth: attributes of attributes.
-    """
+    """Yield the objects that objects hold in their attributes, with their paths; those of generators are left out."""
     seen: set[int] = set()
     queue = deque((name, value, 0) for name, value in roots.items())
     while queue and len(seen) < OBJECTS:
@@ -145,7 +133,6 @@ def _filled(cell: Any) -> bool:
 
 
 def _held(generator: Any) -> Any:
-    """Its state, in the generator's own terms."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, np.random.Generator):
@@ -157,7 +144,7 @@ def _held(generator: Any) -> Any:
 
 def _plain(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
-        return _bytes(state)
+        return state.numpy().tobytes()
     if isinstance(state, dict):
         return _freeze(state)
     version, internal, gauss = state
@@ -178,16 +165,12 @@ def _set_state(generator: Any, state: Any) -> None:
         generator.setstate((version, tuple(unpacked), gauss))
 
 
-def _bytes(state: torch.Tensor) -> bytes:
-    return state.numpy().tobytes()
-
-
 def _tensor(state: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def _freeze(value: Any) -> Any:
-    """NumPy's states hold arrays, which do not compare with ``==``."""
+    """Make NumPy's states comparable with ``==``, which arrays are not."""
     if isinstance(value, dict):
         return {name: _freeze(entry) for name, entry in value.items()}
     if isinstance(value, np.ndarray):
@@ -203,25 +186,18 @@ def _thaw(value: Any) -> Any:
     return value
 
 
-# Calls that may draw random numbers, so that another process can make them again with the same results.
-
 T = TypeVar("T")
 
 
 class Tape:
-    """Remembers from which states of the generators a sequence of calls drew.
+    """The states of the generators from which a sequence of calls drew, so that another process can make them again.
 
     A call that draws nothing leaves no trace, nor one that goes on where the last one stopped. So a sampler that draws
-    a seed at the start leaves one entry, whatever training draws between its batches.
-
-    Args:
-        generators: those that a call may draw from.
-        drawn: what an earlier tape remembers of the same calls.
+    a seed at the start leaves one entry, whatever training draws between its batches. ``drawn`` is of an earlier tape.
     """
 
     def __init__(self, generators: Generators, drawn: dict[int, States] | None = None) -> None:
         self.made = 0
-        """Calls so far."""
         self._generators = generators
         self._known = dict(drawn or {})
         self._drawn: dict[int, States] = {}
@@ -243,21 +219,14 @@ class Tape:
             self.made += 1
 
     def drawn(self, made: int) -> dict[int, States]:
-        """The states from which the first ``made`` calls drew, by the number of the call."""
         return {call: states for call, states in self._drawn.items() if call < made}
 
 
 class Indices:
     """Stands for a sampler in an iteration over a loader; may begin behind what was taken already.
 
-    The sampler is then asked for the indices before again, but nothing is fetched for them.
-
-    Args:
-        sampler: answers with a sampler, of batches or of single indices, for each iteration.
-        begin: makes the tape of an iteration: of ``iter``, then of each ``next``.
-        generators: keep their states while calls are made again.
-        skip: indices that were taken.
-        made: calls that had been made, for what was fetched ahead too.
+    The sampler, which ``sampler`` makes, is then asked for the indices before again, but nothing is fetched for them:
+    ``skip`` indices were taken, and ``made`` calls had been made, for what was fetched ahead too.
     """
 
     def __init__(
@@ -285,7 +254,6 @@ class Indices:
         return self._rest(tape, indices)
 
     def start_over(self) -> None:
-        """The next iteration begins at the beginning."""
         self._skip = self._made = 0
 
     def _behind(self, tape: Tape, skip: int, made: int) -> Iterator[Any]:
@@ -305,19 +273,12 @@ class Indices:
 _END = object()
 
 
-# What runs in a DataLoader's worker processes: each batch brings the worker's random states along.
-#
-# Everything here is pickled where workers are spawned.
-
-_WORKER_END = object()
 _CHAIN = 50
-"""How many datasets may be within each other."""
 _LOSE = ("BufferShuffledExamplesIterable", "InterleavedShardsExamplesIterable")
-"""Parts of a dataset of Hugging Face's that do not go on from its state."""
 
 
 def stateful(value: Any) -> bool:
-    """Whether it can save and load its state, as torchdata's datasets and loaders do: by methods of no other arguments.
+    """Return whether it saves and loads its state as torchdata's datasets do, by methods of no other arguments.
 
     litdata's dataset, whose ``state_dict`` is for its own loader, wants to be told what that has taken.
     """
@@ -337,7 +298,7 @@ def _takes(method: Callable[..., Any], number: int) -> bool:
 
 
 def resumable(dataset: Any) -> bool:
-    """Whether it goes on from its state with the sample that follows.
+    """Return whether it goes on from its state with the sample that follows.
 
     The state of a dataset of Hugging Face's leaves out what is in its shuffle buffer: those samples would be lost. The
     state of one that interleaves shards cannot be loaded in a worker, whose shards are fewer.
@@ -368,7 +329,6 @@ class Resumed(IterableDataset[Any]):
         self._follows = False
         self._fresh: Any = None
         self._replaced: dict[str, Any] = {}
-        """Attributes as they were before the load."""
         self._first: tuple[bool, Any] | None = None
         """Whether the iteration at the loaded state had a sample, and the state behind it."""
 
@@ -381,7 +341,6 @@ class Resumed(IterableDataset[Any]):
         return len(self.iterable)
 
     def state_dict(self) -> Any:
-        """As it saves it by itself."""
         return self.iterable.state_dict()
 
     def load_ended(self, state: Any) -> None:
@@ -390,14 +349,11 @@ class Resumed(IterableDataset[Any]):
         self.load_state_dict(state)
 
     def load_state_dict(self, state: Any) -> None:
-        """Begin the next iteration at ``state``."""
         self._fresh = copy.deepcopy(self.iterable.state_dict())
         before = dict(getattr(self.iterable, "__dict__", {}))
         self.iterable.load_state_dict(state)
         after = getattr(self.iterable, "__dict__", {})
-        self._replaced = {
-            n: before.get(n, _WORKER_END) for n, value in after.items() if value is not before.get(n, _WORKER_END)
-        }
+        self._replaced = {n: before.get(n, _END) for n, value in after.items() if value is not before.get(n, _END)}
         self._follows = not _same(state, self._fresh)
         self._first = None
         keeps_apart = self._follows and _same(self.iterable.state_dict(), self._fresh)
@@ -405,8 +361,8 @@ class Resumed(IterableDataset[Any]):
             # It would begin at the end. That iteration is begun here, and dropped: one that counts its epochs as they
             # begin has counted it then, and the next iteration tells whether it begins there again.
             with Generators(generators_in({"dataset": self.iterable})).kept():
-                first = next(iter(self.iterable), _WORKER_END)
-            self._first = first is not _WORKER_END, copy.deepcopy(self.iterable.state_dict())
+                first = next(iter(self.iterable), _END)
+            self._first = first is not _END, copy.deepcopy(self.iterable.state_dict())
 
     def __iter__(self) -> Iterator[Any]:
         if self._idle:
@@ -417,24 +373,22 @@ class Resumed(IterableDataset[Any]):
     def _followed(self, samples: Iterator[Any]) -> Iterator[Any]:
         generators = Generators(generators_in({"dataset": self.iterable}))
         random = generators.take()
-        sample = next(samples, _WORKER_END)
-        if (
-            sample is _WORKER_END and self._ended and self._follows and self._first is None
-        ):  # it has begun behind its end
+        sample = next(samples, _END)
+        if sample is _END and self._ended and self._follows and self._first is None:  # it has begun behind its end
             self._first = False, copy.deepcopy(self.iterable.state_dict())
             samples = iter(self.iterable)
-            sample = next(samples, _WORKER_END)
-        found = sample is not _WORKER_END, copy.deepcopy(self.iterable.state_dict())
+            sample = next(samples, _END)
+        found = sample is not _END, copy.deepcopy(self.iterable.state_dict())
         again = _same(found, self._first) if self._first is not None else self._ended and not found[0]
         if again and self._follows:
             self._undo()
             generators.put(random)
             with generators.kept():
                 samples = iter(self.iterable)
-            sample = next(samples, _WORKER_END)
+            sample = next(samples, _END)
         self._follows = self._follows and self._first is None
         self._first = found
-        if sample is not _WORKER_END:
+        if sample is not _END:
             yield sample
             yield from samples
 
@@ -442,7 +396,7 @@ class Resumed(IterableDataset[Any]):
         self.iterable.load_state_dict(self._fresh)
         # Behind the load, as the state before it need not be that of a worker's share.
         for name, value in self._replaced.items():
-            if value is _WORKER_END:
+            if value is _END:
                 vars(self.iterable).pop(name, None)
             else:
                 vars(self.iterable)[name] = value
@@ -461,13 +415,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Carried:
-    """A batch, and the state of the worker that made it.
-
-    Args:
-        batch: what the loader yields.
-        worker: who made it.
-        state: what has changed since the worker's last batch: its random states, its dataset's state.
-    """
+    """A batch, and what has changed in its worker since the last one: random states, the dataset's state."""
 
     def __init__(self, batch: Any, worker: int, state: dict[str, Any]) -> None:
         self.batch = batch
@@ -475,17 +423,12 @@ class Carried:
         self.state = state
 
     def pin_memory(self) -> Carried:
-        """As torch asks of batches of types that it does not know."""
         self.batch = pin_memory(self.batch)
         return self
 
 
 class Carrier:
-    """A loader's ``collate_fn``, which is the last that happens to a batch in a worker.
-
-    Args:
-        collate: the loader's own.
-    """
+    """A loader's ``collate_fn``, which is the last that happens to a batch in a worker."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -512,13 +455,7 @@ class Carrier:
 
 
 class WorkerStart:
-    """A loader's ``worker_init_fn``: then puts the worker where it was.
-
-    Args:
-        init: the loader's own.
-        states: by worker; one that is not there begins as any new worker.
-        collate: may hold generators.
-    """
+    """A loader's ``worker_init_fn``, which then puts the worker where it was, if ``states`` say so."""
 
     def __init__(
         self, init: Callable[[int], Any] | None, states: dict[int, dict[str, Any]], collate: Callable[[Any], Any]

@@ -1,4 +1,4 @@
-"""Who has which batches of an epoch, and who takes those of a rank that is lost: pure functions, alike on all ranks."""
+"""The samples of an epoch that each rank has, and who takes those of a lost rank: pure functions."""
 
 from __future__ import annotations
 
@@ -17,12 +17,9 @@ from lightning_async.data.partition import PartitionedSampler, PartitionedStream
 from lightning_async.data.partition import dealt as dealt_streams
 from lightning_async.data.random_states import stateful
 
-# What an epoch's ranks have not taken yet, divided among other ranks: each sample of the epoch is still seen
-# once.
-
 Position = dict[str, Any]
 Division = Callable[[list[int], int, int, int], list[int]]
-"""One rank's part of what is left: of these indices, for this rank of so many, in batches of this size."""
+"""Returns one rank's part of indices: those, for this rank of so many, in batches of this size."""
 _AT_ONCE = 4096
 
 
@@ -41,13 +38,7 @@ class Given:
 
 
 def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict[str, Any] | None:
-    """Which indices a loader takes in this epoch, in plain values; None where that cannot be told without it.
-
-    Args:
-        loader: a DataLoader.
-        given: its indices, where they are what was left of an epoch.
-        size: of its batches, where it is another one in this epoch.
-    """
+    """Return the indices that a loader takes in this epoch, which may be ``given``; None where they cannot be told."""
     if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
         return None
     sampler = loader.batch_sampler.sampler  # the loader's is another one, where it was given a `batch_sampler`
@@ -69,7 +60,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
 
 
 def share(position: Position) -> list[int]:
-    """The indices of one rank's whole epoch."""
+    """Return the indices of one rank's whole epoch."""
     told = position["share"]
     everything = range(position["share"]["length"])
     if told["kind"] == "given":
@@ -92,12 +83,12 @@ def share(position: Position) -> list[int]:
 
 
 def length_of(loader: Any) -> int | None:
-    """How many samples a loader's dataset has, where it has indices."""
+    """Return how many samples a loader's dataset has, where it has indices."""
     return None if loader._dataset_kind == _DatasetKind.Iterable else len(loader.dataset)
 
 
 def size_of(loader: Any) -> int | None:
-    """How many samples a loader's batches have, where that is told."""
+    """Return how many samples a loader's batches have, where that is told."""
     return getattr(loader.batch_sampler, "batch_size", loader.batch_size)
 
 
@@ -107,10 +98,9 @@ def workers_of(loader: Any) -> int | None:
 
 
 def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
-    """Those of ``indices`` that a dataset of this length has.
+    """Return those of ``indices`` that a dataset of this length has.
 
-    Args:
-        as_many: the first ones again in place of what is missing, as other ranks take as many.
+    With ``as_many``, the first ones come again in place of what is missing, as other ranks take as many.
 
     >>> kept([4, 1, 7, 2], 5, False), kept([4, 1, 7, 2], 5, True)
     ([4, 1, 2], [4, 1, 2, 4])
@@ -121,7 +111,7 @@ def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
 
 
 def rest(positions: Sequence[Position]) -> list[int]:
-    """What no rank has taken, each index once, in the order in which the ranks would have taken it."""
+    """Return what no rank has taken, each index once, in the order in which the ranks would have taken it."""
     shares = [share(position) for position in positions]
     counts = [position["taken"] * position["share"]["batch_size"] for position in positions]
     seen = {index for indices, count in zip(shares, counts, strict=True) for index in indices[:count]}
@@ -135,19 +125,20 @@ def rest(positions: Sequence[Position]) -> list[int]:
 
 
 def divide(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """One rank's part; as with torch's DistributedSampler, the first ones again where they do not divide evenly."""
+    """Return one rank's part; as with DistributedSampler, the first ones again where they do not divide evenly."""
     padding = -len(indices) % ranks
     return [*indices, *itertools.islice(itertools.cycle(indices or [0]), padding)][rank::ranks]
 
 
 def deal(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """One rank's part, each index once: for ranks that may take unequal numbers of steps."""
+    """Return one rank's part, each index once: for ranks that may take unequal numbers of steps."""
     return indices[rank::ranks]
 
 
 def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """The same for ranks that take every step together: one that has nothing in the last step has one index once more,
-    which does not count, see `in_the_last_step`.
+    """Return the same for ranks that take every step together.
+
+    One that has nothing in the last step has one index once more, which does not count, see `in_the_last_step`.
 
     >>> [deal_steps([0, 1, 2, 3, 4], rank, 2, 2) for rank in range(2)]
     [[0, 2, 4], [1, 3, 3]]
@@ -159,7 +150,7 @@ def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> li
 
 
 def in_the_last_step(left: int, ranks: int, batch_size: int) -> list[int]:
-    """How many of ``left`` indices, dealt out by `deal_steps`, are each rank's in the last step.
+    """Return how many of ``left`` indices, dealt out by `deal_steps`, are each rank's in the last step.
 
     >>> in_the_last_step(5, 2, 2), in_the_last_step(7, 2, 2)
     ([1, 0], [2, 1])
@@ -173,14 +164,14 @@ Joined = Mapping[Any, tuple[list[Tensor], Tensor]]
 
 
 class DataShard(NamedTuple):
-    """What one rank has of an epoch: plain values.
+    """The part of one rank in an epoch: plain values.
 
     Args:
         first: the number, in this rank's epoch, of the first batch.
         end: the number behind its last one; infinite for what is left of a stream.
         skipped: how many batches its loaders have before the first.
         cycles: a loader that ends before others begins again; else it has nothing more.
-        loaders: what each takes, see `samplers.describe`, and how many batches that is; None where it cannot be told.
+        loaders: what each takes, see `describe`, and how many batches that is; None where it cannot be told.
     """
 
     first: int
@@ -196,17 +187,16 @@ class DataShard(NamedTuple):
 
     @property
     def is_of_stream(self) -> bool:
-        """Whether it is a part of one stream that others can read, too: its samples can be told, not how many."""
+        """Whether it is a part of a stream that others can read, too: its samples can be told, not how many."""
         return len(self.loaders) == 1 and (self.loaders[0][0] or {}).get("kind") == "stream"
 
     @property
     def lengths(self) -> list[int]:
-        """Of the loaders' datasets, where they are known."""
         return [told["length"] for told, _ in self.loaders if told is not None]
 
 
 def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
-    """What a loader takes in the epoch that begins, as a `DataShard` has it."""
+    """Return what a loader takes in the epoch that begins, as a `DataShard` has it."""
     if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None, 0
     if type(loader)._get_iterator is not DataLoader._get_iterator or (told := describe(loader, None)) is None:
@@ -216,7 +206,7 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
 
 
 def stream_of(loader: Any) -> dict[str, Any] | None:
-    """Which part of a stream a loader takes in the epoch that begins; None where others could not tell its samples."""
+    """Return which part of a stream a loader takes in the epoch that begins; None where others could not tell it."""
     if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
         return None
     stream = loader.dataset
@@ -230,7 +220,7 @@ def stream_of(loader: Any) -> dict[str, Any] | None:
 
 
 def distributed(told: dict[str, Any]) -> Tensor:
-    """The indices of a rank's whole epoch, as torch's DistributedSampler has them.
+    """Return the indices of a rank's whole epoch, as torch's DistributedSampler has them.
 
     >>> told = {"length": 5, "num_replicas": 2, "rank": 1, "shuffle": False, "seed": 0, "epoch": 0, "drop_last": False}
     >>> distributed(told).tolist()
@@ -248,19 +238,14 @@ def distributed(told: dict[str, Any]) -> Tensor:
 
 @functools.lru_cache(maxsize=1)
 def _order(length: int, seed: int | None) -> Tensor:
-    """Of all indices; kept, as all ranks wait while the shares of all are looked at, which are of one epoch."""
+    """Return all indices; kept, as all ranks wait while the shares of all are looked at, which are of one epoch."""
     if seed is None:
         return torch.arange(length)
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 class JoinedBatches(NamedTuple):
-    """Batches of several shares, one behind the other: as tensors, for all ranks wait while they are dealt out.
-
-    Args:
-        indices: of each loader, all that there are.
-        starts, lengths: of each loader and batch, where in these it lies.
-    """
+    """Batches of several shares, one behind the other: where each lies among the indices of each loader."""
 
     indices: list[Tensor]
     starts: list[Tensor]
@@ -268,7 +253,7 @@ class JoinedBatches(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[tuple[DataShard, int]], already: Joined | None = None) -> JoinedBatches:
-        """Of each share those from the batch with this number on; without what a sampler repeats to even ranks out."""
+        """Join each share's batches from this number on, without what a sampler repeats to even ranks out."""
         cut = [found for each, begin in shares if (found := _columns(each, begin))]
         columns = [_join(column, already or {}) for column in zip(*cut, strict=True)]
         if not columns:
@@ -280,7 +265,6 @@ class JoinedBatches(NamedTuple):
         return len(self.starts[0]) if self.starts else 0
 
     def take(self, column: int, numbers: Tensor) -> Tensor:
-        """The indices of one loader's batches with these numbers."""
         starts = self.starts[column][numbers]
         lengths = self.lengths[column][numbers]
         size = int(lengths.max()) if len(lengths) else 0
@@ -293,13 +277,7 @@ class JoinedBatches(NamedTuple):
 
 
 class Dealt(Mapping[str, DataShard]):
-    """Batches dealt out, by who has which: each share is made when it is looked at, as all ranks wait for their own.
-
-    Args:
-        left: all of these batches.
-        takers: by name, the number of the batch that each would train on next.
-        like: the loaders of one whose batches some of them were.
-    """
+    """Batches dealt out, by who has which: each share is made when it is looked at, as all ranks wait for their own."""
 
     def __init__(
         self, left: JoinedBatches, takers: Mapping[str, int], like: list[tuple[dict[str, Any] | None, int]]
@@ -325,7 +303,7 @@ class Dealt(Mapping[str, DataShard]):
 
 
 def joined(shares: Iterable[DataShard]) -> Joined:
-    """What `inherited` has to put together of these, however much of each is left."""
+    """Join what `inherited` has to put together of these, however much of each is left."""
     cut = [found for each in shares if each.is_known and (found := _columns(each, each.first))]
     found = [[indices for indices, _, _ in column] for column in zip(*cut, strict=True)]
     return {_places(indices): (indices, torch.cat(indices)) for indices in found}
@@ -334,19 +312,16 @@ def joined(shares: Iterable[DataShard]) -> Joined:
 def inherited(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], already: Joined | None = None
 ) -> Dealt:
-    """What is left of lost ranks' shares, dealt out by whole batches: each once, a taker has one more than another.
+    """Deal out what is left of lost ranks' shares, by whole batches: each once, a taker has one more than another.
 
-    Where ranks have batches of unequal sizes, those of the smallest, for which all takers have room.
+    Each share comes with the number of the first batch that is in no agreement, each taker with that of the batch that
+    it would train on next; ``already`` was `joined` beforehand. Of ranks with batches of unequal sizes the smallest
+    size counts, for which all takers have room.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 2, "indices": torch.arange(9)}
     >>> dealt = inherited([(DataShard(0, 5, 0, False, [(told, 5)]), 2)], {"0": 5, "2": 7})
     >>> [(each.first, each.end, each.loaders[0][0]["indices"].tolist()) for each in dealt.values()]
     [(5, 7, [4, 5, 8]), (7, 8, [6, 7])]
-
-    Args:
-        shares: of those that are lost, each with the number of the first batch that is in no agreement.
-        takers: by name, the number of the batch that each would train on next.
-        already: what was `joined` beforehand.
     """
     known = [(each, begin) for each, begin in shares if each.is_known]
     like = min((each.loaders for each, _ in known), key=_sizes, default=[])
@@ -356,11 +331,9 @@ def inherited(
 def streamed(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, tuple[DataShard, int]]
 ) -> dict[str, DataShard]:
-    """What is left of lost ranks' parts of a stream, dealt out by samples; how many there are, nobody knows.
+    """Deal out what is left of lost ranks' parts of a stream, by samples; how many there are, nobody knows.
 
-    Args:
-        shares: of those that are lost, each with the number of the first batch that is in no agreement.
-        takers: by name, what each has had, and the number of the batch that it would train on next.
+    The arguments are those of `inherited`, but that takers have what they had, too.
     """
     left = [
         (told, one.skipped + max(begin, one.first) - one.first)
@@ -375,7 +348,7 @@ def streamed(
 
 
 def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
-    """What is left of a lost rank's share where one that was started again goes on in it, from a place of its own."""
+    """Return what is left of a lost rank's share where one that was started again goes on in it, from its own place."""
     told = [each for each, _ in one.loaders]
     if not one.is_known or any(each["kind"] != "distributed" for each in told if each is not None):
         return one
@@ -384,11 +357,7 @@ def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
 
 
 def unheard(shares: Iterable[DataShard]) -> list[DataShard]:
-    """Of ranks that were counted when an epoch was dealt out, and were lost before they said what they have.
-
-    Args:
-        shares: of those that did say.
-    """
+    """Return the shares of ranks that were counted when an epoch was dealt out, and lost before they said theirs."""
     there = list(shares)
     told = [each for one in there for each, _ in one.loaders if each is not None and each["kind"] == "distributed"]
     if any(one.first or one.skipped for one in there) or len(told) < sum(len(one.loaders) for one in there):
@@ -436,7 +405,7 @@ def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]], already: Joined) -> 
 
 
 def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> DataShard:
-    """These batches as one rank's; those that are not full come last, or loaders would move the others' borders."""
+    """Return these batches as one rank's; the ones that are not full come last, as loaders cut whole batches."""
     sizes = _sizes(like)
     columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
     full = torch.stack(columns).all(0)
@@ -452,23 +421,15 @@ def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[
     return DataShard(first, first + max(count for _, count in loaders), 0, False, loaders)
 
 
-# What is left of an epoch, dealt out by steps: in each, every rank has a batch of a size of its own.
-
-
 def by_steps(
     left: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], sizes: Mapping[str, int], whole: bool = False
 ) -> dict[str, DataShard]:
-    r"""Each sample once, and in each step the samples that it would have with equal batches of as many in all.
+    r"""Deal out each sample once, and in each step the samples that it would have with equal batches of as many in all.
 
     Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of what is left, in the order in which ranks that take
-    every step together would come to them; :math:`n` is the sum of all sizes. Of the last step, which has fewer, every
-    rank has its part, as near to its size as can be. None has a share where there is not one sample for each.
-
-    Args:
-        left: shares of a loader, each with the number of the first batch that is left of it.
-        takers: by name, the number of the batch that each would train on next.
-        sizes: by name, of their batches.
-        whole: a last step that has fewer is left out, as `DataLoader(drop_last=True)` does. Default: False.
+    every step together would come to them; :math:`n` is the sum of all ``sizes``. Of the last step, which has fewer,
+    every rank has its part, as near to its size as can be; with ``whole`` it is left out, as with ``drop_last``. None
+    has a share where there is not one sample for each. Other arguments are those of `inherited`.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 3, "indices": torch.arange(9)}
     >>> dealt = by_steps([(DataShard(0, 3, 0, False, [(told, 3)]), 1)], {"0": 4, "1": 4}, {"0": 3, "1": 1})
@@ -502,7 +463,7 @@ def by_steps(
 
 
 def _of_the_last(rest: int, sizes: list[int]) -> list[int]:
-    """Where there are as many samples as ranks, each has one at least, so that none is done before the others."""
+    """Divide the last step's samples: where there are as many as ranks, each has one, so that none is done first."""
     one = 1 if rest >= len(sizes) else 0
     room = [size - one for size in sizes]
     more = largest_remainder(rest - one * len(sizes), room) if any(room) else [0] * len(sizes)
@@ -514,7 +475,6 @@ def _begins(lengths: list[int]) -> list[int]:
 
 
 def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
-    """By the number of the batch, and of one number by rank."""
     batches = JoinedBatches.of(left)
     lengths = [len(JoinedBatches.of([each])) for each in left]
     numbers = [max(begin, each.first) + torch.arange(n) for (each, begin), n in zip(left, lengths, strict=True)]
@@ -524,7 +484,7 @@ def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
 
 
 def _once(samples: Tensor) -> Tensor:
-    """Without those that come again: what a sampler, or a checkpoint of other ranks, repeats to even ranks out."""
+    """Leave out those that come again: what a sampler, or a checkpoint of other ranks, repeats to even ranks out."""
     if not (samples.bincount() > 1).any():  # the same, sooner: all ranks wait, and sorting millions takes long
         return samples
     _, places = samples.unique(return_inverse=True)

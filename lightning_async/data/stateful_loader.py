@@ -1,4 +1,4 @@
-"""A loader whose position can be saved, and which can begin at a saved one."""
+"""Loaders whose position can be saved, and which can begin at a saved one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ log = logging.getLogger(__name__)
 
 
 def sources_of(loaders: Sequence[Any]) -> list[Source]:
-    """How the positions of a training's loaders, any iterables, are followed."""
     names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
     return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
 
 
 def generators_of(sources: Sequence[Source]) -> Generators:
-    """All that draws random numbers: what everybody uses, and what these loaders have of their own."""
+    """Return all that draws random numbers: what everybody uses, and what these loaders have of their own."""
     named = {
         f"{index}.{path}": generator
         for index, source in enumerate(sources)
@@ -36,22 +35,16 @@ def generators_of(sources: Sequence[Source]) -> Generators:
 
 
 def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[Position]:
-    """The positions in these loaders, which may have batches of another size, other datasets, or other workers, than
-    those then.
+    """Return the positions in these loaders, which may have batches of another size, other datasets or workers by now.
 
     The position of a single loader is one among samples. What cannot be continued exactly is told.
     """
-    if len(sources) != len(positions):
-        return list(positions)
-    if len(sources) == 1:
-        return [
-            source.recount(each) if source.differs(each) else each
-            for source, each in zip(sources, positions, strict=True)
-        ]
-    return [
-        source.behind_as_many(each, len(sources)) if source.differs(each) else each
-        for source, each in zip(sources, positions, strict=True)
-    ]
+    found = list(positions)
+    if len(sources) == len(positions):
+        for i, (source, each) in enumerate(zip(sources, positions, strict=True)):
+            if source.differs(each):
+                found[i] = source.recount(each) if len(sources) == 1 else source.behind_as_many(each, len(sources))
+    return found
 
 
 def _sizes(batch_size: int | None, length: int | None, workers: int | None) -> str:
@@ -60,11 +53,7 @@ def _sizes(batch_size: int | None, length: int | None, workers: int | None) -> s
 
 
 def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
-    """The next iteration of each begins at its position.
-
-    Raises:
-        ValueError: there are more, or fewer, loaders than then.
-    """
+    """Begin the next iteration of each at its position; raise ValueError where there are more, or fewer, than then."""
     if len(sources) != len(positions):
         raise ValueError(
             f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
@@ -81,15 +70,10 @@ def _source_of(loader: Any, name: str) -> Source:
 
 
 class Source:
-    """One loader of a training.
-
-    Args:
-        loader: any iterable over batches.
-        name: what messages call it.
-    """
+    """One loader of a training: any iterable over batches."""
 
     stand_in: Any
-    """What to iterate over in place of the loader."""
+    """Iterated over in place of the loader."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
@@ -98,41 +82,34 @@ class Source:
         self.idle = False
         """An iteration yields nothing: Lightning makes one at the start of fit that nobody reads."""
         self.ahead = True
-        """Lightning fetches a batch ahead, as it does where it does not know the number of batches."""
         self.told: Callable[[], bool] = lambda: False
-        """Whether this process was told to stop, if that is known within a moment: then workers that SIGTERM has ended
-        are replaced, as far as that is possible."""
+        """Whether this process was told to stop: then workers that SIGTERM has ended are replaced."""
         self._armed: Position | None = None
 
     def generators(self) -> dict[str, Any]:
-        """The random generators that the loader holds, by path."""
         return {}
 
     def position(self, before: bool, ended: bool) -> Position:
-        """Where the iteration stands.
+        """Return where the iteration stands, or stood ``before`` the last fetch, whose batch Lightning holds untrained.
 
-        Args:
-            before: before the last fetch, for Lightning holds the batch and has not trained on it.
-            ended: nothing more of this iteration will be read.
+        ``ended`` says that nothing more of this iteration will be read.
         """
         raise NotImplementedError
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
-        """The same, put together when it is asked for, at most one fetch later."""
+        """Return the same, put together when it is asked for, at most one fetch later."""
         position = self.position(before, ended)
         return lambda: position
 
     def begin_at(self, position: Position) -> None:
-        """The next iteration begins there."""
         raise NotImplementedError
 
     def differs(self, position: Position) -> bool:
-        """Whether the loader has batches of another size, another number of samples, or another number of workers that
-        divide a stream among them, than where that was taken."""
+        """Return whether the loader has other sizes now, of batches, of its dataset, or of workers of a stream."""
         return False
 
     def recount(self, position: Position) -> Position:
-        """The position of a loader that differs, in batches of this one's."""
+        """Return the position of a loader that differs, in batches of this one's."""
         return position
 
     def behind_as_many(self, position: Position, loaders: int) -> Position:
@@ -168,7 +145,7 @@ class Source:
         return {**_without_states(position, loader), "taken": 0, "made": 0, "drawn": {}, "state": None}
 
     def problems(self) -> list[str]:
-        """What keeps the position from being saved, and what to do."""
+        """Return what keeps the position from being saved, and what to do."""
         return []
 
     def detach(self) -> None:
@@ -189,15 +166,13 @@ class Source:
 
 
 def _without_states(position: Position, loader: Any) -> Position:
-    """A position without what workers had, which are others now; the batches before it are fetched again."""
+    """Return a position without what workers had, which are others now; batches before it are fetched again."""
     states = {"dataset": None, "random": None, "seed": None, "turn": 0, "workers": {}, "first": {}}
     sizes = {"batch_size": size_of(loader), "length": length_of(loader), "num_workers": workers_of(loader)}
     return {**position, **states, **sizes}
 
 
 class _OfDataLoader(Source):
-    """torch's own DataLoader, with an iterator of ours."""
-
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         super().__init__(loader, name)
         self._here: IterationPosition | None = None
@@ -213,7 +188,10 @@ class _OfDataLoader(Source):
 
     def position(self, before: bool, ended: bool) -> Position:
         if self._here is None or (ended and not self._persists):
-            return {"ended": ended, "dataset": self._dataset_state(), "epoch": epoch_of(self.loader)}
+            dataset = self.loader.dataset
+            local = not self.loader.num_workers and stateful(dataset)
+            state = copy.deepcopy(dataset.state_dict()) if local else None
+            return {"ended": ended, "dataset": state, "epoch": epoch_of(self.loader)}
         return self._here.position(before)
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
@@ -247,7 +225,7 @@ class _OfDataLoader(Source):
         now = size_of(self.loader)
         if self._is_iterable:
             if self._has_other_workers(position):
-                if not self._has_one_reader(position):
+                if max(position["num_workers"], self.loader.num_workers) > 1:  # not one reader of all, then and now
                     return self._begun_anew(position)
                 position = self._of_one_reader(position)
             return self._refetched(position, then, now) if then and now and then != now else position
@@ -264,7 +242,7 @@ class _OfDataLoader(Source):
         return self._behind(position, order)
 
     def _undrawn(self, position: Position) -> Position:
-        """The position at the beginning of an epoch, or of the rest of one that was divided among other ranks."""
+        """Return the position at the beginning of an epoch, or of the rest of one divided among other ranks."""
         told = position.get("share") or {}
         then = position["batch_size"]
         now = size_of(self.loader)
@@ -286,11 +264,7 @@ class _OfDataLoader(Source):
         return {**position, "batch_size": now, "length": length, "share": given}
 
     def _still_there(self, position: Position, left: list[int], as_many: bool = False) -> list[int]:
-        """Those of these indices that the dataset has; tell of it where it is another one.
-
-        Args:
-            as_many: other ranks take as many, so that some come again in place of those that are gone.
-        """
+        """Return those of these indices that the dataset has, see `kept`; warn where it is another one."""
         length = len(self.loader.dataset)
         sampler = getattr(self.loader.batch_sampler, "sampler", None)
         if length != position["length"]:
@@ -304,7 +278,7 @@ class _OfDataLoader(Source):
         return kept(left, length, as_many=as_many or isinstance(sampler, DistributedSampler))
 
     def _order(self, position: Position) -> list[int] | None:
-        """All indices of the epoch that is under way; None where that cannot be told."""
+        """Return all indices of the epoch that is under way; None where that cannot be told."""
         if position.get("share") is not None:
             return share(position)
         batches = self.loader.batch_sampler
@@ -343,7 +317,7 @@ class _OfDataLoader(Source):
         return {**position, **sizes, "taken": 0, "made": 0, "drawn": {}, "share": given}
 
     def _refetched(self, position: Position, then: int, now: int) -> Position:
-        """Of a dataset without indices: in whole batches of each worker's."""
+        """Return the position in a dataset without indices: in whole batches of each worker's."""
         samples = position["taken"] * then
         if resumable(self.loader.dataset):  # it knows its place itself
             return {**position, "batch_size": now, "taken": samples // now}
@@ -357,12 +331,8 @@ class _OfDataLoader(Source):
             )  # fmt: skip
         return {**position, "batch_size": now, "taken": taken}
 
-    def _has_one_reader(self, position: Position) -> bool:
-        """Whether one reads the whole dataset, then and now: this process, or a single worker."""
-        return max(position["num_workers"], self.loader.num_workers) == 1
-
     def _of_one_reader(self, position: Position) -> Position:
-        """The position where this process has read so far, and a worker does now, or the other way round."""
+        """Return the position where this process has read so far, and a worker does now, or the other way round."""
         workers = position["workers"]
         state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
         moved = _without_states(position, self.loader)
@@ -406,10 +376,6 @@ class _OfDataLoader(Source):
     def _persists(self) -> bool:
         return self.loader.persistent_workers and self.loader.num_workers > 0
 
-    def _dataset_state(self) -> Any:
-        dataset = self.loader.dataset
-        return copy.deepcopy(dataset.state_dict()) if not self.loader.num_workers and stateful(dataset) else None
-
     def _iterator(self) -> Iterator[Any]:
         if self.idle and not self._persists:
             return iter(())
@@ -423,11 +389,7 @@ class _OfDataLoader(Source):
 
 
 class _IteratorsOf:
-    """In the place of a loader's `_get_iterator`. Pickles and deep copies of the loader have its own.
-
-    Args:
-        source: makes the iterators.
-    """
+    """Stands for a loader's `_get_iterator`. Pickles and deep copies of the loader have its own."""
 
     def __init__(self, source: _OfDataLoader) -> None:
         self._loader = source.loader
@@ -449,11 +411,9 @@ class _OfIterable(Source):
         self._now: Callable[[], Position] = lambda: {"taken": 0, "state": None}
         self._before: Position | None = None
         self._first: list[Position] = []
-        """The position before the first fetch since `keep`."""
         self._tape: Tape | None = None
         self._iterates = loader
         self._dataset: Any = None
-        """The loader's own, where another one stands for it."""
         self._loaded = self._loaded_before = False
 
     def generators(self) -> dict[str, Any]:
@@ -516,7 +476,6 @@ class _OfIterable(Source):
         return stateful(self.loader) and (not stateful(dataset) or resumable(dataset))
 
     def _begin(self) -> Iterator[Any]:
-        """The loader's own next iteration."""
         loaded = self._loaded
         self._loaded = False
         if self._loaded_before and getattr(self.loader, "restore", False) is True:
@@ -536,7 +495,7 @@ class _OfIterable(Source):
                 f"{self.name} is a {type(self.loader).__name__}, which does not save its workers' random states: use "
                 "torch's DataLoader, whose position and workers are saved here"
             ]
-        if iter_is_itself(self.loader):
+        if callable(getattr(self.loader, "__next__", None)) and not isinstance(self.loader, DataLoader):
             return [
                 f"{self.name} is an iterator ({type(self.loader).__name__}), which cannot begin again: pass what makes "
                 "it, with `__iter__`"
@@ -588,14 +547,7 @@ class _OfIterable(Source):
             yield batch
 
 
-def iter_is_itself(loader: Any) -> bool:
-    """Whether it is an iterator, and not what makes one."""
-    return callable(getattr(loader, "__next__", None)) and not isinstance(loader, DataLoader)
-
-
 class _Followed:
-    """An iterable, with an iterator of ours; all else is its own."""
-
     def __init__(self, loader: Any, iterator: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader
         self._make = iterator

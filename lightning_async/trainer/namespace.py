@@ -133,6 +133,16 @@ def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
     return set_for_now(owner, name, wrap(getattr(owner, name)))
 
 
+def wrap_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
+    """Call ``method`` with the original before the arguments, in a method's place; return what sets it back."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return method(original, *args, **kwargs)
+
+    return set_for_now(owner, name, wrapped)
+
+
 class _InPlaceOf:
     """What an object calls for now, in place of what it had.
 

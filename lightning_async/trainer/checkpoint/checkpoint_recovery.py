@@ -1,9 +1,4 @@
-"""The checkpoint that a fit goes on from: found, verified, agreed on by all ranks, and put in place for this one.
-
-`CheckpointRecovery` does so for one fit. Lightning reads checkpoints through a plugin of its strategy: `DirectoryIO`
-knows the directories of this package, too, and `MemoryIO` a checkpoint that is no file. With `CheckpointReader`
-``torch.distributed.checkpoint`` reads our checkpoints into states that are divided in other ways.
-"""
+"""The checkpoint that a fit goes on from: found, verified, agreed on by all ranks, and put in place for this one."""
 
 from __future__ import annotations
 
@@ -18,13 +13,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -46,14 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointRecovery:
-    """What one fit goes on from.
-
-    Args:
-        trainer: whose fit it is.
-        settings: what the user has asked for.
-        store: the checkpoints.
-        resume: puts the fit where the checkpoint was made.
-    """
+    """The checkpoint that one fit goes on from."""
 
     def __init__(self, trainer: Any, settings: Settings, store: CheckpointStore, resume: Resume) -> None:
         self._trainer = trainer
@@ -61,9 +44,7 @@ class CheckpointRecovery:
         self._store = store
         self._resume = resume
         self.entry: CheckpointEntry | None = None
-        """The checkpoint; None where training began anew."""
         self.got_on = False
-        """A safe point was reached in this fit."""
         self._verified: str | None = None
 
     def choose(self) -> str | None:
@@ -75,7 +56,6 @@ class CheckpointRecovery:
         return self._verified
 
     def find(self, strategy: str) -> CheckpointEntry | None:
-        """Return the checkpoint that ``strategy`` asks for, whole on all ranks, which call this together."""
         found = recover(self._store, strategy, self._settings.best, partial(gather, self._trainer))
         for path, what in (found.damaged | found.unreadable).items():
             log.warning("Rank %d: the checkpoint %s is passed over: %s", self._trainer.global_rank, path, what)
@@ -128,25 +108,19 @@ class CheckpointRecovery:
         else:
             self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
 
-    def end(self, original: Any) -> Any:
-        """Wrap Lightning's `resume_end`, with a warning where nothing is left to train."""
-
-        def resume_end() -> None:
-            original()
-            entry = self.entry
-            if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
-                self._trainer.should_stop |= was_stopped(self._trainer, entry.manifest.notes)
-            if entry is not None and is_last(self._trainer):
-                log.warning(
-                    "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
-                    "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
-                    self._trainer.global_rank, self._store.dirpath, entry.name,
-                )  # fmt: skip
-
-        return resume_end
+    def end(self, original: Any) -> None:
+        original()
+        entry = self.entry
+        if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
+            self._trainer.should_stop |= was_stopped(self._trainer, entry.manifest.notes)
+        if entry is not None and is_last(self._trainer):
+            log.warning(
+                "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
+                "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
+                self._trainer.global_rank, self._store.dirpath, entry.name,
+            )  # fmt: skip
 
     def explain(self, exception: BaseException) -> None:
-        """Log what may be wrong where a fit fails before it got on."""
         if self.entry is not None and not self.got_on and isinstance(exception, Exception):
             log.error(
                 "Rank %d failed at its first batch after going on from %s, or before. If this program's model, "
@@ -156,17 +130,14 @@ class CheckpointRecovery:
 
 
 def _reopen(checkpoint: dict[str, Any]) -> None:
-    """Count the last epoch as one that is under way."""
     for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         count["processed"] -= 1
         count["completed"] -= 1
     if (averaging := checkpoint.get("lightning_async")) is not None:
-        replicas = averaging["replicas"]
-        averaging["replicas"] = [{**clocks, "epoch": clocks["epoch"] - 1} for clocks in replicas]
+        averaging["replicas"] = [{**clocks, "epoch": clocks["epoch"] - 1} for clocks in averaging["replicas"]]
 
 
 def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a state at the end of an epoch as one behind the epoch's last batch so far."""
     if state is None:
         return None
     return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
@@ -181,7 +152,6 @@ def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> di
 
 
 def gather(trainer: Any, value: Any) -> list[Any]:
-    """Return one plain value of every rank; all ranks call this together."""
     world = view_of(trainer.strategy).world
     if world is not None:
         return world.gather_objects(value)
@@ -192,7 +162,6 @@ _CheckpointIO: Any = fabric("plugins.io.checkpoint_io").CheckpointIO
 
 
 def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
-    """Return the committed checkpoint of this package at a path; None where there is something else."""
     try:
         dirpath, _, name = os.fspath(path).rstrip("/").rpartition("/")
     except TypeError:
@@ -201,17 +170,7 @@ def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
     return next(((store, entry) for entry in store.entries(name=name)), None)
 
 
-def _entries_in(path: Any) -> list[CheckpointEntry]:
-    return CheckpointStore(path).entries() if isinstance(path, str | os.PathLike) and os.path.isdir(path) else []
-
-
 class _Wrapping(_CheckpointIO):
-    """Another plugin, but for what subclasses read.
-
-    Args:
-        inner: the plugin that the strategy has.
-    """
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
@@ -229,32 +188,22 @@ class _Wrapping(_CheckpointIO):
 
 
 class DirectoryIO(_Wrapping):
-    """Reads directories of this package by ``load``; all else is the wrapped plugin's.
-
-    Args:
-        inner: the plugin that the strategy has.
-        load: makes a Lightning checkpoint of one of ours, for this rank.
-    """
+    """Reads directories of this package by ``load``; all else is the wrapped plugin's."""
 
     def __init__(self, inner: Any, load: Callable[[CheckpointStore, CheckpointEntry], dict[str, Any]]) -> None:
         super().__init__(inner)
         self._load = load
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        found = entry_at(path)
-        if found is None and (entries := _entries_in(path)):
+        if found := entry_at(path):
+            return self._load(*found)
+        if isinstance(path, str | os.PathLike) and os.path.isdir(path) and (entries := CheckpointStore(path).entries()):
             raise CheckpointError(f"{path} is a directory of checkpoints: name one, as {entries[0].path}, the newest.")
-        return super().load_checkpoint(path, *args, **kwargs) if found is None else self._load(*found)
+        return super().load_checkpoint(path, *args, **kwargs)
 
 
 class MemoryIO(_Wrapping):
-    """Reads one checkpoint that is no file.
-
-    Args:
-        inner: the plugin that the strategy has.
-        path: what the checkpoint is called.
-        checkpoint: it; readers get copies.
-    """
+    """Reads copies of one checkpoint that is no file, by the name ``path``."""
 
     def __init__(self, inner: Any, path: str, checkpoint: dict[str, Any]) -> None:
         super().__init__(inner)
@@ -292,14 +241,12 @@ class CheckpointReader(StorageReader):
         self._values: dict[str, Any] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin anew, with another checkpoint where one is named."""
         if checkpoint_id is not None:
             self.checkpoint_id = os.fspath(checkpoint_id)
             self._store, self._entry = _found(self.checkpoint_id)
         self._values = {}
 
     def read_metadata(self) -> Metadata:
-        """Return what there is, by key."""
         manifest = self._entry.manifest
         if self._pickles and manifest is not None and manifest.pickles:
             self._store.verify(self._entry)  # on every rank: each loads them, and verification by one comes later
@@ -308,11 +255,7 @@ class CheckpointReader(StorageReader):
         return Metadata({key: _described(value) for key, value in self._values.items()}, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Verify the checkpoint on one rank; all hear of it.
-
-        Raises:
-            DamagedCheckpoint: names the file and what is wrong.
-        """
+        """Verify the checkpoint on one rank; all learn of it."""
         if is_coordinator:
             self._store.verify(self._entry)
 
@@ -355,11 +298,11 @@ def _found(path: str) -> tuple[CheckpointStore, CheckpointEntry]:
     return found
 
 
-def _described(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def _described(value: Any) -> dcp.TensorStorageMetadata | dcp.BytesStorageMetadata:
     if not isinstance(value, Tensor):
-        return BytesStorageMetadata()
-    chunk = ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
-    return TensorStorageMetadata(TensorProperties(value.dtype), value.size(), [chunk])
+        return dcp.BytesStorageMetadata()
+    chunk = dcp.ChunkStorageMetadata(torch.Size([0] * value.dim()), value.size())
+    return dcp.TensorStorageMetadata(dcp.TensorProperties(value.dtype), value.size(), [chunk])
 
 
 def _part(tensor: Tensor, item: ReadItem) -> Tensor:

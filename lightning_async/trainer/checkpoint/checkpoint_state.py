@@ -1,10 +1,7 @@
 """All that Lightning saves of a training, as two trees: what is equal on all ranks, and what is each rank's own.
 
-A Lightning checkpoint is one dict, written by rank 0: of the other ranks it holds nothing. Here every rank keeps its
-part of it, and what is equal everywhere is there once.
-
-`collect` takes a Trainer's state apart, `joined` and `whole` put it together, `put_back` has a Trainer go on from it.
-`take` and `put` are for one replica's own state alone, which other ranks keep in their memory.
+A Lightning checkpoint is one dict, written by rank 0. `collect` takes a Trainer's state apart, `joined` and `whole` put
+it together, `put_back` has a Trainer go on from it. `take` and `put` are for one replica's own state alone.
 """
 
 from __future__ import annotations
@@ -27,9 +24,9 @@ from lightning_async.trainer.loops.loop_state import has_none, without_own
 from lightning_async.trainer.namespace import callbacks_of
 
 REPLICAS = frozenset({"parameters"})
-"""What is equal on all ranks at a sync point, where each has an optimizer state of its own."""
+"""The state that is equal on all ranks at a sync point, where each has an optimizer state of its own."""
 ALIKE = frozenset({"parameters", "optimizer_states"})
-"""What is equal on all ranks where every step is taken together."""
+"""The state that is equal on all ranks where every step is taken together."""
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
@@ -38,12 +35,8 @@ def collect(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return ``(shared, own)`` of a Trainer's state; tensors by reference.
 
-    Args:
-        trainer: in a fit.
-        alike: what is shared, of ``"parameters"`` and ``"optimizer_states"``. Buffers never are: a BatchNorm's
-            statistics differ between ranks under every strategy.
-        callbacks: their states, where these are of an earlier moment. Default: as they are.
-        pickles: whoever saves it pickles objects. Default: hyper-parameters that are objects are left out.
+    Shared is what ``alike`` names. Buffers never are: a BatchNorm's statistics differ between ranks. Without
+    ``pickles``, hyper-parameters that are objects are left out.
     """
     own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
     if callbacks is not None:
@@ -51,7 +44,7 @@ def collect(
     for key, type_key in _HPARAMS.items():
         own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
         if key in own:
-            own[key] = dict(own[key]) if pickles else _travelling(own[key])
+            own[key] = {name: value for name, value in dict(own[key]).items() if pickles or _travels(value)}
     shared: dict[str, Any] = {}
     if "optimizer_states" in alike and "optimizer_states" in own:
         shared["optimizer_states"] = own.pop("optimizer_states")
@@ -65,7 +58,6 @@ def collect(
 
 
 def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return the Lightning checkpoint that `collect` took apart."""
     checkpoint = dict(own)
     if "optimizer_states" in shared:
         checkpoint["optimizer_states"] = shared["optimizer_states"]
@@ -127,10 +119,7 @@ def whole(
 def put_back(trainer: Any, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
     """Put model, optimizers, schedulers and scaler of a checkpoint in place; loops and data go on where they are.
 
-    Args:
-        trainer: in a fit.
-        checkpoint: of this rank, see `whole`.
-        resume: what `whole` has beside it: how much this rank's averages over time weigh; None: they are another one's.
+    ``checkpoint`` and ``resume`` are this rank's, of `whole`; the latter says how much averages over time weigh.
     """
     connector = trainer._checkpoint_connector
     connector._loaded_checkpoint = checkpoint
@@ -176,10 +165,6 @@ def _like(state: Any, values: dict[str, Any]) -> Any:
     if hasattr(state, "_metadata"):
         new._metadata = state._metadata
     return new
-
-
-def _travelling(hparams: Any) -> dict[str, Any]:
-    return {name: value for name, value in dict(hparams).items() if _travels(value)}
 
 
 def _travels(value: object) -> bool:
@@ -250,7 +235,6 @@ def _buffers(module: Any) -> dict[str, Tensor]:
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:
-    """Return the names of the module's parameters, by the numbers that a state has for them."""
     found = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
@@ -267,7 +251,6 @@ def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
 
 
 def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
-    """Put the state of all optimizers in place, or of none, and return for how many parameters."""
     count = 0
     before = [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
     try:
@@ -284,7 +267,6 @@ def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], name
 
 
 def _fits(theirs: Any, mine: Any) -> bool:
-    """Return whether this state is one of the same parameter, of the same optimizer."""
     if mine is None or theirs is None or not isinstance(mine, dict) or mine.keys() != theirs.keys():
         return False
     return all(_alike(theirs[name], value) for name, value in mine.items() if isinstance(value, Tensor))

@@ -1,9 +1,4 @@
-"""The checkpoints of one fit: found and verified before it, saved during it, complete after it.
-
-`Checkpointing` patches a Trainer and leads its parts: `CheckpointDirectory`, which makes sure that the directory is
-this training's alone; `CheckpointRecovery`, which finds what to go on from; one of the classes in `saves`, which knows
-when to save; `Resume`, which takes a fit's state and puts it back; `Saver`, which brings it to the disk.
-"""
+"""The checkpoints of one fit: found and verified before it, saved during it, complete after it."""
 
 from __future__ import annotations
 
@@ -12,7 +7,7 @@ import re
 import uuid
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from lightning_async.checkpoint.retention import abandon_saves_of
 from lightning_async.checkpoint.saver import PATIENCE_S, Saver
@@ -32,26 +27,23 @@ from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, collect, 
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import StepPhase
 from lightning_async.trainer.checkpoint.save_timing import Settings
-from lightning_async.trainer.checkpoint.saves import FAILED_S, AsyncSaves, LockstepSaves, ServerSaves
+from lightning_async.trainer.checkpoint.saves import FAILED_S, AsyncSaves, LockstepSaves, SaveCoordinator, ServerSaves
 from lightning_async.trainer.environment.environments import StableIds, is_joining, names_of
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, Preemption
-from lightning_async.trainer.namespace import Undo, in_words, pytorch, replace, searches_lr, set_for_now, take_back
+from lightning_async.trainer.namespace import Undo, in_words, pytorch, searches_lr, set_for_now, take_back, wrap_method
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
 
-T = TypeVar("T")
-
-
 class Checkpointing:
-    """Checkpoints of one fit. All ranks do the same in the same order; closed by `close`.
+    """Checkpoints of one fit, closed by `close`. All ranks do the same in the same order.
 
-    Args:
-        trainer: in `setup`, when its ranks have met.
-        settings: what the user has asked for.
-        call: has all ranks come together, for `save_together`.
+    It patches a Trainer and leads its parts: `CheckpointDirectory`, which makes sure that the directory is this
+    training's alone; `CheckpointRecovery`, which finds what to go on from; a `SaveCoordinator`, which knows when to
+    save; `Resume`, which takes a fit's state and puts it back; `Saver`, which writes it. ``call`` has all ranks come
+    together, for `save_together`.
     """
 
     def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
@@ -62,7 +54,7 @@ class Checkpointing:
         self.resume = Resume(trainer)
         self._recovery = CheckpointRecovery(trainer, settings, self.store, self.resume)
         self.saver: Saver | None = None
-        self._pace: LockstepSaves | AsyncSaves | ServerSaves | None = None
+        self._pace: SaveCoordinator | None = None
         self._preempted = Preemption(trainer)
         self.resume.told = self._preempted.is_told
         self._left_alone = False
@@ -71,59 +63,41 @@ class Checkpointing:
         self._number = 0
         self._first_step = 0
         self._expected = False
-        """Whether there is memory for the state that optimizers have when they have stepped."""
         self._directory = CheckpointDirectory(trainer, self.store, settings.compared())
         self._patience_s = PATIENCE_S
         self._watcher: Any = None
-        """Knows for how many steps nothing was out of bounds."""
-
-    # ---- before training ----
 
     def install(self) -> None:
-        """Have checkpoints read, and in a fit found and written; called before anything is restored."""
         trainer = self._trainer
         strategy = self._trainer.strategy
-        self._undo.append(replace(strategy, "teardown", self._tear_down))
-        self._undo.append(
-            set_for_now(strategy, "_checkpoint_io", DirectoryIO(strategy.checkpoint_io, self._recovery.load))
-        )
+        reader = DirectoryIO(strategy.checkpoint_io, self._recovery.load)
+        self._undo.append(wrap_method(strategy, "teardown", self._tear_down))
+        self._undo.append(set_for_now(strategy, "_checkpoint_io", reader))
         if trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         self._undo += self.resume.install()
         self.resume.on_boundary = self._boundary
         self._undo += [
-            replace(trainer.fit_loop, "run", self._run_fit),
-            replace(trainer, "_run_sanity_check", self._run_fit),
-            replace(trainer._checkpoint_connector, "resume_start", self._resume_start),
-            replace(trainer._checkpoint_connector, "resume_end", self._recovery.end),
-            replace(strategy, "load_optimizer_state_dict", self._load_optimizers),
-            replace(strategy, "on_train_start", self._begin),
+            wrap_method(trainer.fit_loop, "run", self._run_fit),
+            wrap_method(trainer, "_run_sanity_check", self._run_fit),
+            wrap_method(trainer._checkpoint_connector, "resume_start", self._resume_start),
+            wrap_method(trainer._checkpoint_connector, "resume_end", self._recovery.end),
+            wrap_method(strategy, "load_optimizer_state_dict", self._load_optimizers),
+            wrap_method(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
         ]
 
-    def _resume_start(self, original: Any) -> Any:
-        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            self._directory.take()
-            if self._directory.joining:
-                original(checkpoint_path, *args, **kwargs)  # what it goes on from, the others tell it
-                return
-            original(checkpoint_path or self._recovery.choose(), *args, **kwargs)
+    def _resume_start(self, original: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        self._directory.take()
+        if not self._directory.joining:  # else the others tell what it goes on from
+            checkpoint_path = checkpoint_path or self._recovery.choose()
+        original(checkpoint_path, *args, **kwargs)
 
-        return resume_start
-
-    def _load_optimizers(self, original: Any) -> Any:
-        def load_optimizer_state_dict(checkpoint: Any) -> None:
-            check_saved(self._trainer.optimizers, checkpoint["optimizer_states"])
-            original(checkpoint)
-
-        return load_optimizer_state_dict
+    def _load_optimizers(self, original: Any, checkpoint: Any) -> None:
+        check_saved(self._trainer.optimizers, checkpoint["optimizer_states"])
+        original(checkpoint)
 
     def start(self) -> None:
-        """Agree on numbers, start the writer, and have its memory, as training begins.
-
-        Raises:
-            OSError: nothing can be written into the directory.
-        """
         trainer = self._trainer
         if trainer.fast_dev_run or searches_lr(trainer) or self._directory.joining:
             return
@@ -152,44 +126,34 @@ class Checkpointing:
 
     def for_joining_ranks(self) -> dict[str, Any]:
         """Return what a joining rank must know; this training is at a sync point."""
-        known = self._pace.known if isinstance(self._pace, AsyncSaves | ServerSaves) else self._number
-        return {**self._directory.for_joining_ranks(), "number": known}
+        number = self._number if self._pace is None else self._pace.known
+        return {**self._directory.for_joining_ranks(), "number": number}
 
     def come(self, told: dict[str, Any]) -> None:
-        """Save with those who train, who have told this in `for_joining_ranks`.
-
-        Raises:
-            SettingsMismatch, CheckpointError: see `CheckpointDirectory.join`.
-        """
+        """Save with the live ranks, whose `for_joining_ranks` this is; raise as `CheckpointDirectory.join`."""
         self._directory.join(told)
         self._number = told["number"]
         self._start_saver()
 
-    def _begin(self, original: Any) -> Any:
-        def on_train_start() -> None:
-            """Begin the saves; replicas are asynchronous from here on. Called after the callbacks' hook."""
-            original()
-            trainer = self._trainer
-            if self.saver is not None:
-                apart = view_of(trainer.strategy).averager is not None
-                # What cannot be saved is named now, and memory is there.
-                shared, own = collect(trainer, ALIKE, pickles=self.saver.pickles)
-                self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
-                self._first_step = trainer.global_step
-                common = trainer, self.saver, self._settings, self._number, self._directory.group
-                if apart and trainer.strategy.served:
-                    self._pace = ServerSaves(*common, self.resume, self._call)
-                else:
-                    self._pace = AsyncSaves(*common, self.resume) if apart else LockstepSaves(*common)
-                self._undo.append(self.resume.points.follow())
-                self.resume.points.keeps = apart or self._settings.on_exception
-
-        return on_train_start
-
-    # ---- during training ----
+    def _begin(self, original: Any) -> None:
+        """Begin the saves; replicas are asynchronous from here on. Called after the callbacks' hook."""
+        original()
+        trainer = self._trainer
+        if self.saver is not None:
+            apart = view_of(trainer.strategy).averager is not None
+            # What cannot be saved is named now, and memory is there.
+            shared, own = collect(trainer, ALIKE, pickles=self.saver.pickles)
+            self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
+            self._first_step = trainer.global_step
+            common = trainer, self.saver, self._settings, self._number, self._directory.group, self.resume
+            if apart and trainer.strategy.served:
+                self._pace = ServerSaves(*common, call=self._call)
+            else:
+                self._pace = AsyncSaves(*common) if apart else LockstepSaves(*common)
+            self._undo.append(self.resume.points.follow())
+            self.resume.points.keeps = apart or self._settings.on_exception
 
     def _boundary(self) -> None:
-        """Do what is due at a safe point of this rank's, see `Resume`."""
         self._recovery.got_on = True
         if self.saver is None or self._pace is None:
             return
@@ -197,10 +161,10 @@ class Checkpointing:
             self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
             if not self._expected and self._trainer.global_step > self._first_step:
                 self._expected = True
-                self._pace.expect(self.resume)
+                self._pace.expect()
         self.saver.poll()
         self._directory.follow()
-        self._pace.boundary(self.resume, self._preempted)
+        self._pace.boundary(self._preempted)
 
     def save_together(self) -> None:
         """Save what is on servers, if that is due; all ranks are at a sync point, with one model, which stays."""
@@ -208,14 +172,15 @@ class Checkpointing:
             self._pace.save()
 
     def roll_back(self) -> int | None:
-        """Put the newest good checkpoint's model, optimizers and schedulers in place, on all ranks, which call this
-        together; the data goes on. Its step; None where there is none."""
+        """Put the newest good checkpoint in place, but for the data, on all ranks together; return its step, if any."""
         if self.saver is None:
             return None
         self.saver.flush(PATIENCE_S)
         self._trainer.strategy.barrier("what was asked for is marked and deleted")
         try:
-            entry = self._in_one_generation(lambda: self._recovery.find("last_good"))
+            world = view_of(self._trainer.strategy).world
+            find = partial(self._recovery.find, "last_good")
+            entry = find() if world is None else world.in_one_generation(find)
         except CheckpointError as error:
             log.warning("Rank %d cannot go back: %s", self._names.mine, error)
             return None
@@ -226,25 +191,20 @@ class Checkpointing:
         return entry.step
 
     def end(self) -> None:
-        """Make the last save; training is over on all ranks."""
         if self._pace is not None:
             self._pace.end()
 
-    def _run_fit(self, original: Any) -> Any:
-        def run() -> None:
-            try:
-                original()
-            except BaseException as exception:
-                if self._is_preempted(exception):
-                    self._leave_preempted(exception)
-                self._save_what_was(exception)
-                raise
-
-        return run
+    def _run_fit(self, original: Any) -> None:
+        try:
+            original()
+        except BaseException as exception:
+            if self._is_preempted(exception):
+                self._leave_preempted(exception)
+            self._save_what_was(exception)
+            raise
 
     def _is_preempted(self, exception: BaseException) -> bool:
-        """Return whether this rank was told to go: what fails from then on may be what the same signal has ended, of
-        the user's processes and of other ranks."""
+        """Return whether this rank was told to go: the same signal may have caused what fails from then on."""
         if isinstance(exception, AsyncTrainingError):  # who says so knows what it is
             return self._preempted.told and isinstance(exception, PeerLost | CollectiveError)
         if not isinstance(exception, Exception) or _is_hosts_updated(exception):
@@ -252,11 +212,7 @@ class Checkpointing:
         return self._preempted.is_told()
 
     def _leave_preempted(self, exception: BaseException) -> NoReturn:
-        """Save with the others, where this rank can meet them, else alone, and end.
-
-        Raises:
-            SystemExit: with `TRY_AGAIN`.
-        """
+        """Save with the others, where this rank can meet them, else alone, and end with exit code `TRY_AGAIN`."""
         log.warning(
             "Rank %d was told to stop, and something that it needs has ended: %s", self._names.mine, in_words(exception)
         )
@@ -294,35 +250,28 @@ class Checkpointing:
         if not self._settings.on_exception and reason == "exception":
             return
         try:
-            if self._pace.fail(self.resume, exception, reason):
+            if self._pace.fail(exception, reason):
                 log.warning("Rank %d saves what was trained until this: %s", self._names.mine, in_words(exception))
         except Exception as error:
-            rank = self._names.mine
-            log.error("Rank %d: what was trained until this exception cannot be saved: %r", rank, error)
+            log.error("Rank %d: what was trained until this exception cannot be saved: %r", self._names.mine, error)
 
     def fail(self, exception: BaseException) -> None:
-        """Save what an exception has left; asynchronous replicas have met if that is a signal's."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         self._patience_s = PATIENCE_S if preempted else FAILED_S
         self._recovery.explain(exception)
-        if preempted and isinstance(self._pace, AsyncSaves | ServerSaves) and not self._left_alone:
+        if preempted and not isinstance(self._pace, LockstepSaves | None) and not self._left_alone:
             try:
                 self._pace.end("preemption")
             except AsyncTrainingError as error:  # the signal's own exception goes on
                 log.error("Rank %d: there is no checkpoint of this moment: %s", self._names.mine, error)
 
-    def _tear_down(self, original: Any) -> Any:
-        def teardown() -> None:
-            """Close, however training has ended; what the strategy has patched since is taken back first."""
-            try:
-                original()
-            finally:
-                self.close()
-
-        return teardown
+    def _tear_down(self, original: Any) -> None:
+        try:
+            original()
+        finally:
+            self.close()
 
     def close(self) -> None:
-        """Wait for what is being written. Idempotent."""
         take_back(self._undo)
         if self._pace is not None:
             self._pace.give_up()
@@ -338,16 +287,9 @@ class Checkpointing:
         finally:
             self._directory.close()
 
-    # ---- ranks ----
-
     @property
     def _names(self) -> StableIds:
         return names_of(self._trainer)
-
-    def _in_one_generation(self, operation: Callable[[], T]) -> T:
-        """Return what the same ranks have answered, where some may be lost meanwhile."""
-        world = view_of(self._trainer.strategy).world
-        return operation() if world is None else world.in_one_generation(operation)
 
 
 def _is_hosts_updated(exception: BaseException) -> bool:
@@ -359,13 +301,7 @@ _MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
 
 class CheckpointDirectory:
-    """The directory that the ranks of one fit save into: theirs alone, until `close`; and the ranks that see it.
-
-    Args:
-        trainer: in a fit, when its ranks have met.
-        store: the checkpoints in it.
-        settings: what the user has asked for, in words.
-    """
+    """The directory that the ranks of one fit save into: theirs alone, until `close`; and the ranks that see it."""
 
     def __init__(self, trainer: Any, store: CheckpointStore, settings: str) -> None:
         self._trainer = trainer
@@ -373,18 +309,15 @@ class CheckpointDirectory:
         self._settings = settings
         self._gather = partial(gather, trainer)
         self.joining = is_joining(trainer.strategy)
-        """This rank comes to a training that saves already."""
         self.program = ""
-        """Names this training; the same on all ranks."""
         self.group: list[int] = []
-        """The ranks that see the directory."""
         self._claim: DirectoryLock | None = None
         self._left = names_of(trainer).left
 
     def take(self) -> None:
-        """Make it ours, before anything in it is chosen or put into quarantine, and wait for what was handed over.
+        """Lock it, before anything in it is chosen or put into quarantine, and wait for earlier writers. Idempotent.
 
-        Where others train into it already, this rank only waits for what its earlier life still writes. Idempotent.
+        Where others train into it already, this rank only waits for what its earlier life still writes.
 
         Raises:
             SettingsMismatch: the ranks were given different ones, and would not do the same.
@@ -402,22 +335,18 @@ class CheckpointDirectory:
             self._claim.wait(self._gather)
 
     def meet(self) -> None:
-        """Find out who sees it: each rank leaves a file there that the others look for. The first one tidies up.
-
-        Raises:
-            OSError: nothing can be written there.
-        """
+        """Find the ranks that see it: each leaves a file there that the others look for. The first one tidies up."""
         store = self._store
-        strategy = self._trainer.strategy
+        barrier = self._trainer.strategy.barrier
         rank = names_of(self._trainer).mine
         files = store.files
         prefix = f".{self.program}-"
         path = f"{store.dirpath}/{prefix}{rank}"
         files.write(path, [b""])
         try:
-            strategy.barrier("files are there")
+            barrier("files are there")
             seen = [n.removeprefix(prefix) for n in files.names(store.dirpath) if n.startswith(prefix)]
-            strategy.barrier("files were seen")
+            barrier("files were seen")
         finally:
             files.unlink(path)
         self.group = sorted(map(int, seen))
@@ -432,11 +361,10 @@ class CheckpointDirectory:
             log.warning("Rank %d: what was left unfinished cannot be deleted: %s", rank, error)
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return what a joining rank must know."""
         return {"program": self.program, "group": self.group, "settings": self._settings}
 
     def join(self, told: dict[str, Any]) -> None:
-        """Share it with those who train, who have told this in `for_joining_ranks`.
+        """Share it with the live ranks, whose `for_joining_ranks` this is.
 
         Raises:
             SettingsMismatch: they were given other settings.
@@ -453,13 +381,11 @@ class CheckpointDirectory:
         self._claim.join()
 
     def follow(self) -> None:
-        """Keep the claim: where the rank that said who trains here is lost, this one does."""
         left = names_of(self._trainer).left
         if self._claim is not None and left != self._left:
             self._left = left
             self._claim.keep()
 
     def close(self) -> None:
-        """Let go. Idempotent."""
         if self._claim is not None:
             self._claim.release()

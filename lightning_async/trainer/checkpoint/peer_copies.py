@@ -32,12 +32,7 @@ _PATIENCE = 3  # such copies in a row, after which it is said
 
 
 class Peers:
-    """What the ranks of one fit keep for each other; closed by `close`.
-
-    Args:
-        trainer: in `setup`, when its ranks have met.
-        policy: when to copy.
-    """
+    """Copies of their own states that the ranks of one fit keep for each other."""
 
     def __init__(self, trainer: Any, policy: SavePolicy) -> None:
         self._trainer = trainer
@@ -56,19 +51,13 @@ class Peers:
         """The rank that is to keep this rank's copies, and its `RankMap`; `_to` is its address."""
         self._to: Address | None = None
         self._sent: tuple[Any, ...] = ()
-        """`_after` of the last copy."""
         self._failed = 0
         self._not_before = 0.0
         self._stale = False
         self._cannot = False
-        """There is something in the state that cannot be copied."""
 
     def start(self) -> None:
-        """Listen, and let it be known where, as training begins; a rank that was lost finds what was its own.
-
-        Raises:
-            AsyncTrainingError: this rank cannot listen.
-        """
+        """Listen, and let it be known where, as training begins; a rank that was lost finds what was its own."""
         if self.keeper is not None:
             return
         strategy = self._trainer.strategy
@@ -123,11 +112,7 @@ class Peers:
         tell("own_state", logging.WARNING, words, rank=mine, step=step, now=now)
 
     def boundary(self, epoch_end: bool) -> None:
-        """Copy this rank's own state, if that is due; a batch is done with, on the training thread.
-
-        Args:
-            epoch_end: it was the epoch's last.
-        """
+        """Copy this rank's own state, if that is due behind this batch, the last of the epoch at ``epoch_end``."""
         if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
             return
         step = self._trainer.global_step
@@ -141,7 +126,7 @@ class Peers:
         clock = self._clock
         sender.step()
         for sent in sender.poll():
-            self._hear(sent)
+            self._take_result(sent)
         self._look(names)
         moved = self._sent and self._after != self._sent  # whoever has the last copy is gone, or has come anew
         if not self._after or not (moved or clock.due(step, epoch_end)):
@@ -182,12 +167,11 @@ class Peers:
         self._pause(self._to is None)
 
     def _pause(self, stale: bool) -> None:
-        """Look again in a while, if this did not help."""
         self._stale = stale
         if stale:
             self._not_before = time.monotonic() + _PAUSE_S
 
-    def _hear(self, sent: Sent) -> None:
+    def _take_result(self, sent: Sent) -> None:
         if sent.error is None:
             self._failed = 0
             return
@@ -204,22 +188,18 @@ class Peers:
             )  # fmt: skip
 
     def summarise(self) -> None:
-        """Tell what the copies cost; training has ended well."""
         if self._peer_copy_sender is None or self.keeper is None:
             return
         costs = self._peer_copy_sender.costs
-        keeper = self.keeper
-        mib = 2**20
-        size = self._peer_copy_sender.size
+        mib = self._peer_copy_sender.size / 2**20
         stood_ms = 1000 * costs.stalled_s / max(1, costs.saves)
         rank_zero_info(
-            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, {size / mib:.1f} MiB "
-            f"each, of which {costs.failed} did not arrive; training stood still for {stood_ms:.1f} ms for each. It "
-            f"keeps {keeper.size / mib:.1f} MiB for rank(s) {', '.join(keeper.owners) or 'none'}."
+            f"Peer memory, as rank 0 saw it: {costs.saves} copies of its own state, {mib:.1f} MiB each, of which "
+            f"{costs.failed} did not arrive; training stood still for {stood_ms:.1f} ms for each. It keeps "
+            f"{self.keeper.size / 2**20:.1f} MiB for rank(s) {', '.join(self.keeper.owners) or 'none'}."
         )
 
     def close(self) -> None:
-        """Give up what is under way, and what is kept for others; idempotent."""
         sender = self._peer_copy_sender
         self._peer_copy_sender = None
         keeper = self.keeper

@@ -1,7 +1,4 @@
-"""Going on in the middle of an epoch as if nothing had happened: what Lightning's own checkpoint does not hold.
-
-`Resume` follows a fit, takes its state at safe points, and puts another fit there. `Limits` is of fits at their end.
-"""
+"""Going on in the middle of an epoch as if nothing had happened: what Lightning's own checkpoint does not hold."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from lightning_async.data.random_states import reseed
@@ -20,11 +18,11 @@ from lightning_async.trainer.loops.loop_state import go_on_averaging, put_logged
 from lightning_async.trainer.namespace import (
     Undo,
     fabric,
-    replace,
     searches_lr,
     set_for_now,
     take_back,
     validation_interval,
+    wrap_method,
 )
 
 
@@ -42,21 +40,16 @@ class Resume:
     - ``"validation"``: the batch is done with and its validation under way; a resume validates from the beginning;
     - ``"epoch"``: an epoch is done with, its hooks included.
 
-    What goes wrong between them has a state, too: `points`.
-
-    Args:
-        trainer: whose fit it is.
+    After a failure between them, `points` has a state, too.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._limits = Limits(trainer)
         self.on_boundary: Callable[[], None] = lambda: None
-        """Called at every safe point: `capture` there."""
         self.where: str | None = None
         """The safe point at which the fit is; None elsewhere."""
         self.told: Callable[[], bool] = lambda: False
-        """Whether this rank was told to stop, as each `Source` asks."""
         self.points = SafePoints(trainer)
         self._pending: dict[str, Any] | None = None
         self._longer: list[Undo] = []
@@ -64,25 +57,24 @@ class Resume:
         self._live = self._in_batch_end = self._validation_is_due = False
 
     def install(self) -> list[Undo]:
-        """Patch Lightning's loops; returns what takes it back."""
         fit = self._trainer.fit_loop
         epoch = fit.epoch_loop
         self._live = True
         return [
             self._end,
             *self.points.step_position.install(),
-            replace(fit, "_load_combined_loader_states", self._load_loaders),
-            replace(fit, "setup_data", self._ask_for_loaders(fit, "reloaded")),
-            replace(epoch.val_loop, "setup_data", self._ask_for_loaders(epoch.val_loop, "val_reloaded")),
-            replace(fit, "reset", self._reset_fit),
-            replace(fit, "on_run_start", self._start_fit),
-            replace(fit, "on_advance_end", self._end_epoch),
-            replace(epoch, "reset", self._reset_epoch),
-            replace(epoch, "on_run_start", self._start_epoch),
-            replace(epoch, "on_advance_end", self._end_batch),
-            replace(epoch, "_should_check_val_fx", self._should_validate),
-            replace(epoch.val_loop, "run", self._validate),
-            replace(epoch.val_loop, "_evaluation_step", self._validate_batch),
+            wrap_method(fit, "_load_combined_loader_states", self._load_loaders),
+            wrap_method(fit, "setup_data", partial(self._ask_for_loaders, fit, "reloaded")),
+            wrap_method(epoch.val_loop, "setup_data", partial(self._ask_for_loaders, epoch.val_loop, "val_reloaded")),
+            wrap_method(fit, "reset", self._reset_fit),
+            wrap_method(fit, "on_run_start", self._start_fit),
+            wrap_method(fit, "on_advance_end", self._end_epoch),
+            wrap_method(epoch, "reset", self._reset_epoch),
+            wrap_method(epoch, "on_run_start", self._start_epoch),
+            wrap_method(epoch, "on_advance_end", self._end_batch),
+            wrap_method(epoch, "_should_check_val_fx", self._should_validate),
+            wrap_method(epoch.val_loop, "run", self._validate),
+            wrap_method(epoch.val_loop, "_evaluation_step", self._validate_batch),
         ]
 
     def problems(self) -> list[str]:
@@ -96,34 +88,24 @@ class Resume:
         return found
 
     def capture(self) -> dict[str, Any]:
-        """Return the state at this safe point: plain values, and gradients by reference.
-
-        Raises:
-            RuntimeError: not called from `on_boundary`.
-        """
+        """Return the state at this safe point, from `on_boundary`: plain values, and gradients by reference."""
         if self.where is None:
             raise RuntimeError("Resume.capture() works at safe points only: call it from `on_boundary`.")
         return self.points.capture(self.where)
 
-    def capture_before_validation(self) -> dict[str, Any] | None:
-        """Return the state where a batch is done with and its validation has yet to begin; None elsewhere."""
-        if not self._active or not self._in_batch_end:
-            return None
-        step_position = self.points.step_position
-        within = self.points.step_position.within
-        self.points.begin_validation()
-        try:
-            return self.points.capture("validation")
-        finally:
-            step_position.within = within
-            self.points.began = None
-
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[LastSafeState]:
-        """Give the state to go on from; its `resume` is None where there is none."""
+        """Give the state to go on from, here or as it was at the last safe point."""
         if self.where is not None:
             yield LastSafeState(self.capture(), None)
-        elif state := self.capture_before_validation():
+        elif self._active and self._in_batch_end:  # a batch is done with, and its validation is yet to begin
+            within = self.points.step_position.within
+            self.points.begin_validation()
+            try:
+                state = self.points.capture("validation")
+            finally:
+                self.points.step_position.within = within
+                self.points.began = None
             yield LastSafeState(state, None)
         else:
             with self.points.as_it_was() as state:
@@ -158,163 +140,129 @@ class Resume:
         finally:
             self.where = None
 
-    def _end_batch(self, original: Any) -> Any:
-        def on_advance_end(data_fetcher: Any) -> None:
-            self._in_batch_end = True
-            try:
-                original(data_fetcher)
-            finally:
-                self._in_batch_end = False
-            self._boundary("batch")
+    def _end_batch(self, original: Any, data_fetcher: Any) -> None:
+        self._in_batch_end = True
+        try:
+            original(data_fetcher)
+        finally:
+            self._in_batch_end = False
+        self._boundary("batch")
 
-        return on_advance_end
-
-    def _end_epoch(self, original: Any) -> Any:
-        def on_advance_end() -> None:
-            original()
-            take_back(self._longer)
-            self._boundary("epoch")
-
-        return on_advance_end
+    def _end_epoch(self, original: Any) -> None:
+        original()
+        take_back(self._longer)
+        self._boundary("epoch")
 
     def _validate(self, original: Any) -> Any:
-        def run() -> Any:
-            if not self._active or not self._in_batch_end:
-                return original()
-            self.points.begin_validation()
+        if not self._active or not self._in_batch_end:
+            return original()
+        self.points.begin_validation()
+        self._boundary("validation")
+        output = original()
+        self.points.began = None
+        self._in_batch_end = False
+        return output
+
+    def _validate_batch(self, original: Any, *args: Any) -> None:
+        original(*args)
+        if self.points.began is not None:
             self._boundary("validation")
-            output = original()
-            self.points.began = None
-            self._in_batch_end = False
-            return output
 
-        return run
-
-    def _validate_batch(self, original: Any) -> Any:
-        def evaluation_step(*args: Any) -> None:
-            original(*args)
-            if self.points.began is not None:
-                self._boundary("validation")
-
-        return evaluation_step
-
-    # ---- what puts it there ----
-
-    def _ask_for_loaders(self, loop: Any, of_epoch: str) -> Callable[[Any], Any]:
-        """Where ``reload_dataloaders_every_n_epochs`` had loaders made in an earlier epoch than the one under way, the
-        program is asked for the loaders of that epoch."""
-
-        def wrap(original: Any) -> Any:
-            def setup_data() -> None:
-                made = self._pending["unsaved"][of_epoch] if self._active and self._pending is not None else -math.inf
-                if loop._combined_loader is not None or math.isinf(made):
-                    original()
-                    return
-                epoch = self._trainer.fit_loop.epoch_progress.current
-                now = epoch.completed
-                epoch.completed = made  # what `trainer.current_epoch` says
-                try:
-                    original()
-                finally:
-                    epoch.completed = now
-
-            return setup_data
-
-        return wrap
-
-    def _load_loaders(self, original: Any) -> Any:
-        def load() -> None:
-            if not self._active:
-                return original()
-            for source in self.points.sources:
-                source.detach()
-            combined = self._trainer.fit_loop._combined_loader
-            self.points.dealt = [self._trainer.global_rank, self._trainer.world_size]
-            self.points.sources = sources = sources_of(combined.flattened)
-            ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in sources)
-            for source in sources:
-                source.ahead = ahead
-                source.told = self.told
-            combined.flattened = [source.stand_in for source in sources]
-            self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
-            if self._pending is None:
-                return original()
-            self._trainer.fit_loop._combined_loader_states_to_load = []
-            if (lost_rank_data := lost_rank_data_of(self._trainer)) is not None:
-                lost_rank_data.take_up(self._pending["unsaved"].get("left", []))
-            epoch = self._trainer.fit_loop.epoch_progress.current.processed
-            for source in sources:
-                fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
-            positions = recounted(sources, self._pending["loaders"])
-            if len(sources) == len(positions) == 1 and positions[0] is not self._pending["loaders"][0]:
-                self._pending |= {"resized": True, "recounted": True}
-            self._pending["loaders"] = positions
-            begin_at(sources, positions)
-            return None
-
-        return load
-
-    def _reset_fit(self, original: Any) -> Any:
-        def reset() -> None:
-            if self._active and self._pending is not None and self._pending["where"] == "epoch":
-                # With `max_steps`, Lightning takes a finished epoch for one that is under way.
-                self._set_restarting(False)
+    def _ask_for_loaders(self, loop: Any, of_epoch: str, original: Any) -> None:
+        """Ask for the loaders of the epoch in which they were made (``reload_dataloaders_every_n_epochs``)."""
+        made = self._pending["unsaved"][of_epoch] if self._active and self._pending is not None else -math.inf
+        if loop._combined_loader is not None or math.isinf(made):
             original()
+            return
+        epoch = self._trainer.fit_loop.epoch_progress.current
+        now = epoch.completed
+        epoch.completed = made  # what `trainer.current_epoch` says
+        try:
+            original()
+        finally:
+            epoch.completed = now
+
+    def _load_loaders(self, original: Any) -> None:
+        if not self._active:
+            original()
+            return
+        for source in self.points.sources:
+            source.detach()
+        combined = self._trainer.fit_loop._combined_loader
+        self.points.dealt = [self._trainer.global_rank, self._trainer.world_size]
+        self.points.sources = sources = sources_of(combined.flattened)
+        ahead = any(fabric("utilities.data").sized_len(source.loader) is None for source in sources)
+        for source in sources:
+            source.ahead = ahead
+            source.told = self.told
+        combined.flattened = [source.stand_in for source in sources]
+        self._limits.lift(self._pending is not None and self._pending["where"] != "epoch")
+        if self._pending is None:
+            original()
+            return
+        self._trainer.fit_loop._combined_loader_states_to_load = []
+        if (lost_rank_data := lost_rank_data_of(self._trainer)) is not None:
+            lost_rank_data.taken_up = self._pending["unsaved"].get("left", [])
+        epoch = self._trainer.fit_loop.epoch_progress.current.processed
+        for source in sources:
+            fabric("utilities.data")._set_sampler_epoch(source.loader, epoch)
+        positions = recounted(sources, self._pending["loaders"])
+        if len(sources) == len(positions) == 1 and positions[0] is not self._pending["loaders"][0]:
+            self._pending |= {"resized": True, "recounted": True}
+        self._pending["loaders"] = positions
+        begin_at(sources, positions)
+
+    def _reset_fit(self, original: Any) -> None:
+        if self._active and self._pending is not None and self._pending["where"] == "epoch":
+            # With `max_steps`, Lightning takes a finished epoch for one that is under way.
+            self._set_restarting(False)
+        original()
+        if self._active and self._pending is not None:
+            self._trainer.fit_loop._last_train_dl_reload_epoch = self._pending["unsaved"]["reloaded"]
+
+    def _start_fit(self, original: Any) -> None:
+        pending = self._pending if self._active else None
+        # And once more when hooks have set it anew.
+        self.points.modes.put_trained(pending["modes"] if pending else {})
+        with self._limits.shown():
+            original()
+        self.points.modes.begin()
+        if pending is not None:
+            for source in self.points.sources:
+                source.idle = False
+            if pending["where"] == "epoch":
+                self._limits.put_back()
+                self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
+                go_on_averaging(self._trainer)
+                self._go_on()
+
+    def _reset_epoch(self, original: Any) -> None:
+        with warnings.catch_warnings():
             if self._active and self._pending is not None:
-                self._trainer.fit_loop._last_train_dl_reload_epoch = self._pending["unsaved"]["reloaded"]
-
-        return reset
-
-    def _start_fit(self, original: Any) -> Any:
-        def on_run_start() -> None:
-            pending = self._pending if self._active else None
-            # And once more when hooks have set it anew.
-            self.points.modes.put_trained(pending["modes"] if pending else {})
-            with self._limits.shown():
-                original()
-            self.points.modes.begin()
-            if pending is not None:
-                for source in self.points.sources:
-                    source.idle = False
-                if pending["where"] == "epoch":
-                    self._limits.put_back()
-                    self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
-                    go_on_averaging(self._trainer)
-                    self._go_on()
-
-        return on_run_start
-
-    def _reset_epoch(self, original: Any) -> Any:
-        def reset() -> None:
-            with warnings.catch_warnings():
-                if self._active and self._pending is not None:
-                    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
-                original()
-            if not self._active or self._pending is None:
-                return
-            left = batches_left(self._pending)
-            if left is not None and left > self._trainer.fit_loop.max_batches:
-                self._lengthen(left)
-            most = self._trainer.fit_loop.max_batches
-            current = self._trainer.fit_loop.epoch_loop.batch_progress.current
-            if left is not None:
-                # The epoch has another number of batches now, and this rank is so many before its end.
-                total = len(self.points.sources[0].loader) if self._pending.get("recounted") else most
-                done = min(most, max(0, total - left))
-            elif self._pending.get("recounted"):
-                done = min(most, self._pending["loaders"][0]["taken"])
-            elif self._pending.get("resized") and self._pending["loaders"][0].get("ended") is False:
-                done = 0  # its data begins again
-            else:
-                return
-            current.ready = current.started = current.processed = current.completed = done
-            self._pending["unsaved"]["is_last_batch"] = left == 0 or done == most
-
-        return reset
+                warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
+            original()
+        if not self._active or self._pending is None:
+            return
+        left = batches_left(self._pending)
+        if left is not None and left > self._trainer.fit_loop.max_batches:
+            self._lengthen(left)
+        most = self._trainer.fit_loop.max_batches
+        current = self._trainer.fit_loop.epoch_loop.batch_progress.current
+        if left is not None:
+            # The epoch has another number of batches now, and this rank is so many before its end.
+            total = len(self.points.sources[0].loader) if self._pending.get("recounted") else most
+            done = min(most, max(0, total - left))
+        elif self._pending.get("recounted"):
+            done = min(most, self._pending["loaders"][0]["taken"])
+        elif self._pending.get("resized") and self._pending["loaders"][0].get("ended") is False:
+            done = 0  # its data begins again
+        else:
+            return
+        current.ready = current.started = current.processed = current.completed = done
+        self._pending["unsaved"]["is_last_batch"] = left == 0 or done == most
 
     def _lengthen(self, left: int) -> None:
-        """Have the epoch under way last for all that is left of it, in batches that may be smaller than the loader's,
-        unless the user limits it."""
+        """Let the epoch last for all that is left of it, in batches that may be smaller, unless the user limits it."""
         trainer = self._trainer
         if trainer.limit_train_batches != 1.0:
             return
@@ -323,36 +271,30 @@ class Resume:
             self._longer.append(set_for_now(trainer, "val_check_batch", left))
         trainer.fit_loop._data_fetcher.length = left
 
-    def _start_epoch(self, original: Any) -> Any:
-        def on_run_start(data_fetcher: Any) -> None:
-            self._limits.put_back()
-            original(data_fetcher)
-            if not self._active or self._pending is None:
-                return
-            where = self._pending["where"]
-            epoch = self._trainer.fit_loop.epoch_loop
-            # From here on Lightning would guess from its counters what was done: skip validations, repeat schedulers.
-            self._set_restarting(False)
-            epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
-            if not self._pending.get("resized"):
-                vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
-            start_again(self._trainer)
-            if not self._pending.get("resized") or self._pending.get("recounted"):
-                keep_weight(self._trainer, self._pending["unsaved"])
-            self._go_on()
-            if where in ("validation", "batch end"):
-                self._validation_is_due = where == "validation"
-                epoch.on_advance_end(data_fetcher)
+    def _start_epoch(self, original: Any, data_fetcher: Any) -> None:
+        self._limits.put_back()
+        original(data_fetcher)
+        if not self._active or self._pending is None:
+            return
+        where = self._pending["where"]
+        epoch = self._trainer.fit_loop.epoch_loop
+        # From here on Lightning would guess from its counters what was done: skip validations, repeat schedulers.
+        self._set_restarting(False)
+        epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
+        if not self._pending.get("resized"):
+            vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
+        start_again(self._trainer)
+        if not self._pending.get("resized") or self._pending.get("recounted"):
+            keep_weight(self._trainer, self._pending["unsaved"])
+        self._go_on()
+        if where in ("validation", "batch end"):
+            self._validation_is_due = where == "validation"
+            epoch.on_advance_end(data_fetcher)
 
-        return on_run_start
-
-    def _should_validate(self, original: Any) -> Any:
-        def should_check_val_fx(data_fetcher: Any) -> bool:
-            due = self._validation_is_due
-            self._validation_is_due = False
-            return due or original(data_fetcher)
-
-        return should_check_val_fx
+    def _should_validate(self, original: Any, data_fetcher: Any) -> bool:
+        due = self._validation_is_due
+        self._validation_is_due = False
+        return due or original(data_fetcher)
 
     def _set_restarting(self, restarting: bool) -> None:
         fit = self._trainer.fit_loop
@@ -376,12 +318,8 @@ class Limits:
     """The limits of a fit that had taken its last step, but had not come to its end.
 
     Lightning would take it for one that has ended. Here ``max_steps`` and ``max_epochs`` are raised for a moment, so
-    that its loop begins and finds nothing to train. What is left are the ends of the epoch and of training. Where
-    replicas are asynchronous, the others may still have steps to take, and this rank takes part in what they do
-    together.
-
-    Args:
-        trainer: whose fit it is.
+    that its loop begins and finds nothing to train but the ends of the epoch and of training. Other replicas may still
+    have steps to take, and this rank takes part in what they do together.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -390,15 +328,10 @@ class Limits:
         self._expected = False
 
     def expect(self) -> None:
-        """Note that the next fit begins where a checkpoint was made; all ranks know."""
         self._expected = True
 
     def lift(self, epoch_is_open: bool) -> None:
-        """Raise them, if this rank has no step to take; all ranks find out together where a fit goes on.
-
-        Args:
-            epoch_is_open: the end of this rank's epoch was yet to come.
-        """
+        """Raise them, if this rank has no step to take, but others, or the end of its epoch; all ranks call this."""
         expected = self._expected
         self._expected = False
         fit = self._trainer.fit_loop
@@ -414,7 +347,6 @@ class Limits:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Show them as they were given for the time of the block."""
         given = self._given
         self.put_back()
         yield
@@ -423,7 +355,6 @@ class Limits:
             self._raise()
 
     def put_back(self) -> None:
-        """Put them back as they were given."""
         if self._given is not None:
             fit = self._trainer.fit_loop
             (steps, epochs) = self._given

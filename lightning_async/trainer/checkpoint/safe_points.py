@@ -1,4 +1,4 @@
-"""What a fit's state is at a safe point, and what it was there when something goes wrong on the way to the next one.
+"""The state of a fit at a safe point, and what it was there when something goes wrong on the way to the next one.
 
 The state that a fit can go on from, by where it is (`step_position`):
 
@@ -13,8 +13,6 @@ The state that a fit can go on from, by where it is (`step_position`):
 
 What a batch changes ahead of the optimizer's step is kept at each safe point: counters, random states, the place in the
 data, what was logged, and buffers. Parameters and optimizers need not be.
-
-Read `SafePoints` first, then `StepPosition`, which knows how far a step is, then `KeptBuffers` and `take_unsaved`.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,89 +36,63 @@ from lightning_async.trainer.data.epoch_data import lost_rank_data_of
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
 from lightning_async.trainer.loops.loop_state import Known, Modes, take_logged
 from lightning_async.trainer.loops.updates import updates_of
-from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, replace
+from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, take_back, wrap_method
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class _Kept:
-    """The state at the last safe point."""
-
-    where: str
+    state: dict[str, Any]
     random: Callable[[], States]
     loaders: list[Callable[[], Any]]
-    rest: list[Any] | None
-    combined: dict[str, Any]
     plain: dict[str, Any]
-    logged: dict[str, Any]
     callbacks: dict[str, Any] | None
-    modes: dict[str, bool] | None
     counters: list[dict[str, Any]]
 
 
 class LastSafeState(NamedTuple):
-    """A state to go on from.
-
-    Args:
-        resume: what `Resume.capture` would have given; None: nothing.
-        callbacks: their states, where hooks have run since; None: as they are.
-    """
+    """The state that `Resume.capture` would have given, or None; and callbacks' states, where hooks have run since."""
 
     resume: dict[str, Any] | None
     callbacks: dict[str, Any] | None
 
 
 class SafePoints:
-    """The states of one fit at its safe points.
-
-    Args:
-        trainer: whose fit it is.
-    """
+    """The states of one fit at its safe points."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.sources: list[Source] = []
-        """Its loaders."""
         self.dealt = [0, 1]
-        """Of how many parts of the epoch's data this rank has which: ``[part, parts]``."""
+        """Number of this rank's part of the epoch's data, and of all parts."""
         self.keeps = True
-        """Whether a batch that goes wrong has a state to go on from."""
         self.step_position = StepPosition(trainer)
         self.modes = Modes(trainer)
         self.began: dict[str, Any] | None = None
-        """What `_moving` was before the validation that is under way."""
         self._kept: _Kept | None = None
         self._buffers: KeptBuffers | None = None
         self._generators: Generators | None = None
         self._known: Known | None = None
         self._before: dict[str, Any] | None = None
-        """States of callbacks before the validation that is under way."""
         self._reached = -1
-        """Batches behind the last one."""
-
-    # ---- taken now ----
 
     def generators(self) -> Generators:
-        """Return the generators of this process and of the loaders."""
         self._generators = generators_of(self.sources)
         return self._generators
 
     def follow(self) -> Undo:
-        """Hear of the optimizers' steps as training begins; return what ends that."""
         if (updates := updates_of(self._trainer)) is not None:
             updates.on_gathered = self.step_position.gathered
             updates.on_step_between = self.stepped_between
         return self.step_position.follow()
 
     def begin_validation(self) -> None:
-        """Note that a batch is done with, and its validation begins."""
         self.step_position.within = StepPhase.VALIDATION
         self.began = self._moving()
         self._before = self._callbacks()
 
     def capture(self, where: str) -> dict[str, Any]:
-        """Return the state now: plain values, and gradients and buffers by reference."""
         held, ended = self._place(where)
         return {
             "where": where,
@@ -140,11 +113,7 @@ class SafePoints:
 
     def _moving(self) -> dict[str, Any]:
         """Return what a validation changes, which begins anew at a resume."""
-        return {
-            "random": self.generators().take(),
-            "logged": take_logged(self._trainer),
-            "modes": self.modes.take(),
-        }
+        return {"random": self.generators().take(), "logged": take_logged(self._trainer), "modes": self.modes.take()}
 
     def _callbacks(self) -> dict[str, Any]:
         """Return their states, ahead of hooks at the end of a validation or epoch, which count and compare."""
@@ -167,10 +136,7 @@ class SafePoints:
         iterator = self._trainer.fit_loop._combined_loader._iterator
         return {name: copy.copy(value) for name, value in vars(iterator).items() if name in ("_idx", "_consumed")}
 
-    # ---- kept, for later ----
-
     def reach(self, where: str) -> None:
-        """Keep, at a safe point, what the next batch changes before it steps."""
         if not self.keeps or where == "validation":
             return
         trainer = self._trainer
@@ -183,13 +149,15 @@ class SafePoints:
             self.generators()
         assert self._generators is not None
         self._buffers.keep()
-        self._kept = _Kept(
-            where, self._generators.hold(), [source.keep(held, ended) for source in self.sources],
-            self._rest(where, held), self._combined(),
-            take_plain(trainer), take_logged(trainer, self._known), self._callbacks() if ended else None,
-            self.modes.take() if ended else None,
-            [dict(vars(each)) for each in self._counters()],
-        )  # fmt: skip
+        random = self._generators.hold()
+        loaders = [source.keep(held, ended) for source in self.sources]
+        logged = take_logged(trainer, self._known)
+        state = {"where": where, "rest": self._rest(where, held), "combined": self._combined(), "logged": logged}
+        if ended:
+            state["modes"] = self.modes.take()
+        callbacks = self._callbacks() if ended else None
+        counters = [dict(vars(each)) for each in self._counters()]
+        self._kept = _Kept(state, random, loaders, take_plain(trainer), callbacks, counters)
         self.began = None
         self._reached = trainer.fit_loop.epoch_loop.batch_progress.total.completed
         self.step_position.begin_batch()
@@ -206,10 +174,8 @@ class SafePoints:
     def as_it_was(self, ending: bool = False) -> Iterator[LastSafeState | None]:
         """Give the state to go on from, outside of safe points; None where there is none, and `step_position` says why.
 
-        Inside, counters and buffers are put back, so that Lightning's checkpoint is of the same moment.
-
-        Args:
-            ending: training does not go on: what is left to do of a step can be done. Default: False.
+        Inside, counters and buffers are put back, so that Lightning's checkpoint is of the same moment. Where training
+        is ``ending``, what is left to do of a step can be done.
         """
         within = self.step_position.within
         if within in (StepPhase.STEPPED, StepPhase.GATHERED) and ending:
@@ -223,7 +189,10 @@ class SafePoints:
         elif within is StepPhase.LOGGERS:
             yield LastSafeState(self.capture("batch"), None)
         elif within is StepPhase.BATCH_END:
-            with self._batch_completed():
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
+            with self._counters_kept():
+                for each in (progress.total, progress.current):
+                    each.completed = each.processed
                 yield LastSafeState(self.capture("batch end"), None)
         else:
             yield None
@@ -233,29 +202,19 @@ class SafePoints:
         assert self._buffers is not None
         # At a sync point only what all have agreed on has changed buffers since, and the engine reads them.
         at_rest = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._reached
-        counters = self._counters()
-        now = [dict(vars(each)) for each in counters]
-        for each, before in zip(counters, kept.counters, strict=True):
-            vars(each).update(before)
-        try:
-            with contextlib.nullcontext() if at_rest else self._buffers.put_back():
-                yield {
-                    "where": kept.where,
-                    "random": kept.random(),
-                    "loaders": [position() for position in kept.loaders],
-                    "rest": kept.rest,
-                    "combined": kept.combined,
-                    "dealt": self._parts(kept.where),
-                    "unsaved": {**take_unsaved(self._trainer), **kept.plain},
-                    "logged": kept.logged,
-                    "modes": self.modes.take() if kept.modes is None else kept.modes,
-                }
-        finally:
-            for each, values in zip(counters, now, strict=True):
-                vars(each).update(values)
+        with self._counters_kept() as counters, contextlib.nullcontext() if at_rest else self._buffers.put_back():
+            for each, before in zip(counters, kept.counters, strict=True):
+                vars(each).update(before)
+            yield {
+                "modes": self.modes.take(),
+                **kept.state,
+                "random": kept.random(),
+                "loaders": [position() for position in kept.loaders],
+                "dealt": self._parts(kept.state["where"]),
+                "unsaved": {**take_unsaved(self._trainer), **kept.plain},
+            }
 
     def _complete_step(self) -> None:
-        """Do what Lightning does when the optimizer has stepped."""
         epoch = self._trainer.fit_loop.epoch_loop
         automatic = epoch.automatic_optimization.optim_progress.optimizer.step
         manual = epoch.manual_optimization
@@ -268,19 +227,16 @@ class SafePoints:
             epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
 
     @contextlib.contextmanager
-    def _batch_completed(self) -> Iterator[None]:
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        before = [(each, each.completed) for each in (progress.total, progress.current)]
-        for each, _ in before:
-            each.completed = each.processed
+    def _counters_kept(self) -> Iterator[list[Any]]:
+        counters = self._counters()
+        now = [dict(vars(each)) for each in counters]
         try:
-            yield
+            yield counters
         finally:
-            for each, completed in before:
-                each.completed = completed
+            for each, values in zip(counters, now, strict=True):
+                vars(each).update(values)
 
     def _counters(self) -> list[Any]:
-        """Return the objects that Lightning counts a fit in."""
         fit = self._trainer.fit_loop
         epoch = self._trainer.fit_loop.epoch_loop
         optimizer = epoch.automatic_optimization.optim_progress.optimizer
@@ -292,15 +248,12 @@ class SafePoints:
 
 
 def _containers(value: Any) -> Any:
-    """Copy dicts and lists, but not what they hold."""
     if isinstance(value, dict):
         return {name: _containers(entry) for name, entry in value.items()}
     return [_containers(entry) for entry in value] if isinstance(value, list) else value
 
 
 class StepPhase(enum.Enum):
-    """Where the fit is, and which state it could go on from."""
-
     NOTHING = "nothing was trained yet"
     BATCH = "a batch"
     ACCUMULATED = "gradients in accumulation have changed"
@@ -314,48 +267,34 @@ class StepPhase(enum.Enum):
 
 
 class StepPosition:
-    """How far a fit is between two safe points: whether a part of a step is written, and which part is done.
-
-    Args:
-        trainer: whose fit it is.
-    """
+    """How far a fit is between two safe points: whether a part of a step is written, and which part is done."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.within = StepPhase.NOTHING
         self._accumulates = False
-        """The batch under way adds to gradients that are there."""
         self._steps = 0
         """Steps of optimizers under way, one within another: that of a class calls that of its base."""
 
     def install(self) -> list[Undo]:
-        """Patch what follows the steps of a batch; return what takes it back."""
-        trainer = self._trainer
         epoch = self._trainer.fit_loop.epoch_loop
         return [
-            replace(trainer.strategy, "backward", self._backward),
-            replace(trainer.precision_plugin, "_after_closure", self._after_closure),
-            replace(epoch.manual_optimization, "run", self._step_manually),
-            replace(epoch, "update_lr_schedulers", self._update_lr_schedulers),
-            replace(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
-            replace(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
+            wrap_method(self._trainer.strategy, "backward", self._backward),
+            wrap_method(self._trainer.precision_plugin, "_after_closure", self._after_closure),
+            wrap_method(epoch.manual_optimization, "run", self._step_manually),
+            wrap_method(epoch, "update_lr_schedulers", self._update_lr_schedulers),
+            wrap_method(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
+            wrap_method(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
         ]
 
     def follow(self) -> Undo:
-        """Hear of the optimizers' steps as training begins; return what ends that."""
         self.within = StepPhase.NOTHING  # a search for a learning rate may have trained before
         optimizers = self._trainer.strategy.optimizers
         hooks = [each.register_step_pre_hook(self._begin_step) for each in optimizers]
         hooks += [each.register_step_post_hook(self._stepped) for each in optimizers]
-
-        def remove() -> None:
-            for hook in hooks:
-                hook.remove()
-
-        return remove
+        return partial(take_back, [hook.remove for hook in hooks])
 
     def begin_batch(self) -> None:
-        """Note a safe point, behind which the next batch begins."""
         self.within = StepPhase.BATCH
         self._accumulates = updates_of(self._trainer) is None and self._trainer.fit_loop._should_accumulate()
         self._steps = 0
@@ -364,20 +303,14 @@ class StepPosition:
         """Note that the batch under way need not come again: its gradients are gathered apart from the parameters."""
         self.within = StepPhase.GATHERED
 
-    def _backward(self, original: Any) -> Any:
-        def backward(*args: Any, **kwargs: Any) -> Any:
-            if self.within is StepPhase.BATCH and self._accumulates:
-                self.within = StepPhase.ACCUMULATED
-            return original(*args, **kwargs)
+    def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.within is StepPhase.BATCH and self._accumulates:
+            self.within = StepPhase.ACCUMULATED
+        return original(*args, **kwargs)
 
-        return backward
-
-    def _after_closure(self, original: Any) -> Any:
-        def after_closure(*args: Any, **kwargs: Any) -> None:
-            original(*args, **kwargs)
-            self.within = StepPhase.STEP
-
-        return after_closure
+    def _after_closure(self, original: Any, *args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        self.within = StepPhase.STEP
 
     def _begin_step(self, *_: Any) -> None:
         self._steps += 1
@@ -387,42 +320,28 @@ class StepPosition:
         if self.within is StepPhase.STEP and self._steps == 0:
             self.within = StepPhase.STEPPED
 
-    def _step_manually(self, original: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.within = StepPhase.MANUAL
-            return original(*args, **kwargs)
+    def _step_manually(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.within = StepPhase.MANUAL
+        return original(*args, **kwargs)
 
-        return run
+    def _update_lr_schedulers(self, original: Any, interval: str, update_plateau_schedulers: bool) -> None:
+        before = self.within
+        self.within = StepPhase.STEP
+        original(interval, update_plateau_schedulers)
+        at_end = interval == "epoch" and before is StepPhase.BATCH  # of an epoch, and in no batch, see `ShortEpochs`
+        if before is StepPhase.NOTHING:
+            self.within = StepPhase.NOTHING
+        elif not update_plateau_schedulers and not at_end:
+            self.within = StepPhase.BATCH_END
 
-    def _update_lr_schedulers(self, original: Any) -> Any:
-        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-            before = self.within
+    def _save_loggers(self, original: Any) -> None:
+        self.within = StepPhase.LOGGERS
+        original()
+
+    def _end_epoch(self, original: Any) -> None:
+        if self.within is StepPhase.BATCH_END:  # the rest was left out: the safe point before lies far behind
             self.within = StepPhase.STEP
-            original(interval, update_plateau_schedulers)
-            at_end = (
-                interval == "epoch" and before is StepPhase.BATCH
-            )  # of an epoch, and in no batch, see `ShortEpochs`
-            if before is StepPhase.NOTHING:
-                self.within = StepPhase.NOTHING
-            elif not update_plateau_schedulers and not at_end:
-                self.within = StepPhase.BATCH_END
-
-        return update_lr_schedulers
-
-    def _save_loggers(self, original: Any) -> Any:
-        def save_loggers() -> None:
-            self.within = StepPhase.LOGGERS
-            original()
-
-        return save_loggers
-
-    def _end_epoch(self, original: Any) -> Any:
-        def on_advance_end() -> None:
-            if self.within is StepPhase.BATCH_END:  # the rest was left out: the safe point before lies far behind
-                self.within = StepPhase.STEP
-            original()
-
-        return on_advance_end
+        original()
 
 
 SMALL = 1 << 16
@@ -430,30 +349,22 @@ SMALL = 1 << 16
 
 
 class KeptBuffers:
-    """Copies of a module's buffers, which a forward pass changes, long before a step does parameters.
-
-    Large buffers are copied from when they are seen to change.
-
-    Args:
-        module: to be followed.
-    """
+    """Copies of a module's buffers, which a forward pass changes; large ones from when they are seen to change."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._owners: list[tuple[str, dict[str, Tensor | None]]] = []
         self._copies: dict[str, Tensor] = {}
         self._seen: dict[str, tuple[Tensor, int | None]] = {}
-        """Large ones, and how many writes each had counted."""
+        """Large buffers, and how many writes each had counted."""
         self.look()
 
     def look(self) -> None:
-        """Look for modules with buffers."""
         modules = self._module.named_modules()
         self._owners = [(f"{path}." if path else "", each._buffers) for path, each in modules if each._buffers]
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the buffers as they are now."""
         copies = {}
         old = []
         new = []
@@ -474,7 +385,6 @@ class KeptBuffers:
         self._copies = copies
 
     def _moves(self, name: str, buffer: Tensor) -> bool:
-        """Return whether it has changed since the last time; not at the first."""
         version = None if buffer.is_inference() else buffer._version
         seen = self._seen.get(name)
         self._seen[name] = buffer, version
@@ -482,7 +392,6 @@ class KeptBuffers:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Put the copies into the module for the time of the block."""
         live = [dict(buffers) for _, buffers in self._owners]
         for path, buffers in self._owners:
             buffers.update({name: self._copies.get(path + name, now) for name, now in buffers.items()})
@@ -503,12 +412,18 @@ class KeptBuffers:
 
 def take_unsaved(trainer: Any) -> dict[str, Any]:
     """Return what Lightning's checkpoint leaves out of module and loops; gradients and buffers by reference."""
-    return {**take_plain(trainer), "gradients": _gradients(trainer), "buffers": _buffers(trainer)}
+    module = trainer.lightning_module
+    # Those that the next backward pass adds to: in automatic optimization others are zeroed before it.
+    accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
+    adds = accumulates or not module.automatic_optimization
+    gradients = {name: p.grad for name, p in module.named_parameters() if adds and p.grad is not None}
+    # Those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's.
+    saved = set() if trainer.world_size > 1 else module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in saved}
+    return {**take_plain(trainer), "gradients": gradients, "buffers": buffers}
 
 
 def take_plain(trainer: Any) -> dict[str, Any]:
-    """Return the plain values of `take_unsaved`."""
-    fit = trainer.fit_loop
     epoch = trainer.fit_loop.epoch_loop
     lost_rank_data = lost_rank_data_of(trainer)
     averages = averaged_models_of(trainer)
@@ -517,7 +432,7 @@ def take_plain(trainer: Any) -> dict[str, Any]:
         "left": lost_rank_data.left() if lost_rank_data is not None else [],  # by ranks that were lost
         # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever has become of its metric
         "stopped": limits_of(trainer) if trainer.should_stop else None,
-        "reloaded": fit._last_train_dl_reload_epoch,
+        "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
         "stepped": epoch._batches_that_stepped,
         "window": _window(trainer),
         "is_last_batch": epoch.batch_progress.is_last_batch,
@@ -610,19 +525,3 @@ def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch
         owner._buffers[last] = value.to(device if buffer is None else buffer.device, copy=True)
     else:
         owner.register_buffer(last, value.to(device, copy=True), persistent=False)
-
-
-def _gradients(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return those that the next backward pass adds to. In automatic optimization others are zeroed before it."""
-    module = trainer.lightning_module
-    accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
-    if module.automatic_optimization and not accumulates:
-        return {}
-    return {name: p.grad for name, p in module.named_parameters() if p.grad is not None}
-
-
-def _buffers(trainer: Any) -> dict[str, torch.Tensor]:
-    """Return those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's."""
-    module = trainer.lightning_module
-    saved = set() if trainer.world_size > 1 else module.state_dict().keys()
-    return {name: buffer for name, buffer in module.named_buffers() if name not in saved}

@@ -1,7 +1,4 @@
-"""What a user has asked of checkpoints, whether one is due, and how ranks hear of it.
-
-`Settings` holds the first, `SaveClock` the second; by `DelayedGather` ranks in step tell each other what they ask for.
-"""
+"""The settings of checkpoints, whether one is due, and how ranks in step learn of it."""
 
 from __future__ import annotations
 
@@ -38,21 +35,7 @@ _LONGEST = 1000  # characters of an exception
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user has asked for; equal on all ranks.
-
-    Args:
-        dirpath: where checkpoints are.
-        save: when.
-        keep: which.
-        recover: which one to go on from; None: none, by itself.
-        busy: what becomes of a save that is due while the one before is written: "latest", "wait" or "skip".
-        buffers: copies of the state.
-        max_failures: failed saves in a row that end training.
-        good_after: steps without harm, after which a checkpoint is good.
-        best: what "best" means.
-        on_exception: whether to save when training ends by an exception.
-        objects: what becomes of objects in the state, "refuse" or "pickle".
-    """
+    """The settings that a user has given, equal on all ranks; see `FaultTolerantCheckpoint`."""
 
     dirpath: str
     save: SavePolicy
@@ -67,19 +50,13 @@ class Settings:
     objects: str
 
     def compared(self) -> str:
-        """What must be equal on all ranks, in words; directories of hosts may have different names."""
+        """Return what must be equal on all ranks, in words; directories of hosts may have different names."""
         words = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
         return re.sub(r" at 0x[0-9a-f]+", "", words)  # objects that say no more of themselves are taken for equal
 
 
 class SaveClock:
-    """What is due, and when the last save was.
-
-    Args:
-        policy: says when to save.
-        costs: what saves cost.
-        step: that training begins at.
-    """
+    """A rank's view of which saves are due, and when the last one was."""
 
     def __init__(self, policy: SavePolicy, costs: Costs, step: int) -> None:
         self._policy = policy
@@ -93,19 +70,12 @@ class SaveClock:
         return self._put_off or self._policy.due(SaveProgress(step, self.saved_step, 0.0, math.inf, epoch_end))
 
     def due(self, step: int, epoch_end: bool) -> bool:
-        """Return whether a save is due on this rank."""
         since = time.monotonic() - self._saved_at
         progress = SaveProgress(step, self.saved_step, since, self._costs.of_one, epoch_end)
         return self._put_off or self._policy.due(progress)
 
     def asks(self, settings: Settings, busy: bool, step: int, ahead: int, epoch_end: bool) -> bool:
-        """Return whether a save is due and to begin; one that does not wait is put off, or left out.
-
-        Args:
-            busy: the one before is still being written.
-            step: now.
-            ahead: so many steps until it would be made.
-        """
+        """Return whether a save due in ``ahead`` steps is to begin; one that does not wait is put off, or left out."""
         if not self.due(step + ahead, epoch_end):
             return False
         if not busy or settings.busy == "wait":
@@ -121,7 +91,6 @@ class SaveClock:
         self._put_off = True
 
     def saved(self, step: int) -> None:
-        """Note that a save has begun, or that one that was due is left out."""
         self.saved_step = step
         self._saved_at = time.monotonic()
         self._put_off = False
@@ -134,29 +103,22 @@ def manifest_of(trainer: Any, reason: str, exception: BaseException | None = Non
     for name, value in known.items():
         if isinstance(value, torch.Tensor) and value.numel() == 1:
             metrics[name] = float(value)
+    notes: dict[str, Any] = {"stopped": limits_of(trainer)} if trainer.should_stop else {}
     return {
         "epoch": trainer.current_epoch,
         "world_size": names_of(trainer).started,
         "reason": reason,
         "metrics": metrics,
-        "notes": _notes(trainer, exception),
+        "notes": notes if exception is None else {"exception": in_words(exception)[:_LONGEST]},
         "versions": {"torch": str(torch.__version__), "lightning-async": version()},
     }
 
 
-def _notes(trainer: Any, exception: BaseException | None) -> dict[str, Any]:
-    if exception is not None:
-        return {"exception": in_words(exception)[:_LONGEST]}
-    return {"stopped": limits_of(trainer)} if trainer.should_stop else {}
-
-
 def was_stopped(trainer: Any, notes: Mapping[str, Any]) -> bool:
-    """Return whether a callback had stopped the training that has left these notes, under the limits of now."""
     return notes.get("stopped") == limits_of(trainer)
 
 
 def is_last(trainer: Any) -> bool:
-    """Return whether training ends with this epoch."""
     fit = trainer.fit_loop
     epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
     steps = 0 <= fit.max_steps <= trainer.global_step
@@ -169,36 +131,25 @@ _made = itertools.count(1)
 
 
 class DelayedGather:
-    """Rows of numbers that each rank says with every step, known to all at the next one: none waits.
-
-    All ranks take every step together, and call this alike.
-
-    Args:
-        collectives: a communicator of its own, for CPU tensors; closed by `close` if ``owned``.
-        owned: nobody else closes it.
-    """
+    """Rows of numbers that each rank says with every step, which all take together; known to all at the next one."""
 
     def __init__(self, collectives: Collectives, owned: bool = False) -> None:
         self._collectives = collectives
         self._owned = owned
         self._pending: Pending[Tensor] | None = None
 
-    def hear(self) -> list[list[float]]:
+    def receive(self) -> list[list[float]]:
         """Return every rank's row of the last step, by rank; none before the first, and none twice."""
         pending = self._pending
         self._pending = None
         return [] if pending is None else pending.result().tolist()  # of a step ago: it has long arrived
 
-    def say(self, row: Sequence[float]) -> None:
-        """Send this rank's row; what was said before must have been heard."""
+    def send(self, row: Sequence[float]) -> None:
         assert self._pending is None
         self._pending = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
 
     def ask(self, row: Sequence[float], patience: timedelta) -> list[list[float]]:
-        """Return every rank's row, where all call this within ``patience``; none where some do not.
-
-        For ranks that cannot go on: nothing is said afterwards.
-        """
+        """Return every rank's row, where all call this within ``patience``, for the last time; else none."""
         until = time.monotonic() + patience.total_seconds()
         try:
             if self._pending is not None:
@@ -211,7 +162,6 @@ class DelayedGather:
             self._pending = None
 
     def close(self) -> None:
-        """Wait a moment for the last row, and close."""
         if self._pending is not None:
             self._pending.wait(_GOODBYE)
             self._pending = None
@@ -222,12 +172,8 @@ class DelayedGather:
 def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
     """Return a gather over the ranks of a Trainer; None where there is one. All ranks call it together.
 
-    Args:
-        owner: names who needs it, for messages.
-        trainer: its strategy is one of this package, or one over torch.distributed.
-
     Raises:
-        ValueError: it is neither.
+        ValueError: its strategy is neither of this package nor over torch.distributed; names the ``owner``.
     """
     strategy = trainer.strategy
     world = view_of(strategy).world

@@ -2,8 +2,6 @@
 
 All ranks decide together, of the same numbers: at the start of an epoch, or within it at a sync point. What is left of
 the epoch is then dealt out by steps, so that each sample is trained on once, and a step has as many as ever.
-
-    each rank: its speed ---> all ranks: sizes ---> what is left of the epoch, dealt out ---> each rank's loader
 """
 
 from __future__ import annotations
@@ -18,23 +16,17 @@ from lightning_async.data.redistribution import DataShard, by_steps
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.events import tell
 from lightning_async.trainer.data.epoch_data import EpochAssignment, end_at, go_on_with, lost_rank_data_of
-from lightning_async.trainer.namespace import Undo, replace, take_back
+from lightning_async.trainer.namespace import Undo, take_back, wrap_method
 
 log = logging.getLogger(__name__)
 
 _GAIN = 0.05
-"""Less than this share of a step's time is not worth the sync point."""
+"""Share of a step's time that is worth the sync point."""
 _MEASURED = 5
-"""So many batches must have been measured, for a speed to be known."""
 
 
 class Bounds(NamedTuple):
-    """Bounds of the samples in a batch of one rank.
-
-    Args:
-        minimum: at least so many.
-        maximum: at most so many; None: all of a step.
-    """
+    """Bounds of the samples in a batch of one rank; without a maximum, all of a step."""
 
     minimum: int = 1
     maximum: int | None = None
@@ -53,17 +45,15 @@ class Bounds(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What a rank says of itself where all decide.
+    """The numbers that a rank gives where all decide: ``name`` is its stable id.
 
     Args:
-        name: its stable id.
         speed: samples per second; 0.0 while it is not known.
         room: samples for which it has memory at once, at most; 0: it does not know.
         wants: it has called the others together.
         ready: the number of its next batch; -1: it is not between two batches of an epoch that can be dealt out.
         base: samples in a batch of its loader.
         total: samples of a step, as it knows; 0: one that has come does not.
-        places: see `EpochAssignment`.
     """
 
     name: str
@@ -77,10 +67,9 @@ class _Said(NamedTuple):
 
 
 class Balancing:
-    """The batch sizes of all ranks of one fit.
+    """The batch sizes of all ranks of one fit, whose replicas weight what they exchange by samples.
 
     Args:
-        trainer: its loops are patched; its strategy's replicas weight what they exchange by samples.
         bounds: of each rank's batches.
         total: samples of a step, over all ranks; 0: as many as all ranks' loaders have when training begins.
         room: for how many samples at once this rank has memory; None: it does not know.
@@ -94,23 +83,20 @@ class Balancing:
         self.base = 0
         """Samples in a batch of this rank's loader, of which ``total`` was made."""
         self.sizes: dict[str, int] = {}
-        """By name, of every rank's batches."""
         self.wants = False
-        """This rank asks for other sizes, at the next sync point."""
         self._shares: Mapping[str, DataShard] = {}
         self._phase = 0
-        """Of the epoch, as this has seen it last, see `EpochAssignment`."""
+        """Phase of the epoch, as this has seen it last, see `EpochAssignment`."""
         self._alone = EpochAssignment(trainer)
         self._until_end: list[Undo] = []
 
     def install(self) -> list[Undo]:
         """Patch, on top of all else that begins an epoch; return what takes it back."""
         loop = self._trainer.fit_loop.epoch_loop
-        return [replace(loop, "on_run_start", self._begin), replace(loop, "run", self._run)]
+        return [wrap_method(loop, "on_run_start", self._begin), wrap_method(loop, "run", self._run)]
 
     @property
     def name(self) -> str:
-        """The stable id of this rank."""
         return self._epoch.called(self._trainer.strategy.sync_points.name)
 
     @property
@@ -120,26 +106,20 @@ class Balancing:
 
     def would_gain(self) -> bool:
         """Return whether other sizes would shorten a step, by what headers say of all ranks' speeds."""
-        epoch = self._epoch
         paces = self._trainer.strategy.sync_points.paces
-        speeds = {epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
+        speeds = {self._epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
         sizes = self._bounds.sizes(self.total, speeds.values(), [0] * len(speeds))
         return self._gains(dict(zip(speeds, sizes, strict=True)), speeds)
 
-    # ---- an epoch begins ----
-
-    def _begin(self, original: Any) -> Any:
-        def on_run_start(data_fetcher: Any) -> None:
-            epoch = self._epoch
-            share = epoch.mine()
-            comes = epoch.first is not None or epoch.begins  # within the epoch of others
-            original(data_fetcher)
-            world = self._trainer.strategy.world
-            if comes or world is None or world.asynchronous or self._trainer.strategy.sync_points is None:
-                return
-            self._begin_epoch(world, share)
-
-        return on_run_start
+    def _begin(self, original: Any, data_fetcher: Any) -> None:
+        epoch = self._epoch
+        share = epoch.mine()
+        comes = epoch.first is not None or epoch.begins  # within the epoch of others
+        original(data_fetcher)
+        world = self._trainer.strategy.world
+        if comes or world is None or world.asynchronous or self._trainer.strategy.sync_points is None:
+            return
+        self._begin_epoch(world, share)
 
     def _begin_epoch(self, world: LightningCollectives, share: DataShard) -> None:
         mine: list[Any] = [*self._say(share.first), list(share)]
@@ -167,7 +147,6 @@ class Balancing:
             )  # fmt: skip
 
     def _agree(self, said: list[_Said]) -> None:
-        """Agree on the samples of a step: those that there were before one came, whoever is lost."""
         self.total = next((each.total for each in said if each.total), 0) or sum(each.base for each in said)
         self.base = next(each.base for each in said if each.name == self.name)
 
@@ -177,28 +156,22 @@ class Balancing:
         fetcher = self._trainer.fit_loop._data_fetcher
         fetcher.length = fetcher.fetched + end - share.first
 
-    def _run(self, original: Any) -> Any:
-        def run(data_fetcher: Any) -> None:
-            try:
-                original(data_fetcher)
-            finally:
-                take_back(self._until_end)
-
-        return run
-
-    # ---- within an epoch ----
+    def _run(self, original: Any, data_fetcher: Any) -> None:
+        try:
+            original(data_fetcher)
+        finally:
+            take_back(self._until_end)
 
     def decide(self, world: LightningCollectives) -> bool | None:
-        """Deal out the rest of the epoch, if a rank has asked for it; all are at a sync point. Returns whether it pays.
+        """Deal out the rest of the epoch, if a rank has asked for it; all are at a sync point. Return whether it pays.
 
-        None: nobody has asked, or somebody's speed is not known, or what is left, as one rank is not between two
-        batches of this epoch.
+        None: nobody has asked, or a speed is not known, or what is left, as one rank is not between two batches.
         """
         epoch = self._epoch
         if (sync_points := self._trainer.strategy.sync_points) is None:
             return None
         if epoch is not self._alone:
-            epoch.hear(sync_points)
+            epoch.learn_from(sync_points)
         mine: list[Any] = list(self._say(self._ready))
         said = [_Said(*each) for each in world.gather_objects(mine)]
         self._agree(said)
@@ -209,7 +182,10 @@ class Balancing:
         self._phase = epoch.phase
         if any(each.ready < 0 for each in said) or not shares:
             return None
-        self.sizes = _sizes_in(shares)
+        # Of the batches that were dealt out, whoever has done so.
+        self.sizes = {
+            name: told["batch_size"] for name, each in shares.items() for told, _ in each.loaders if told is not None
+        }
         if (sizes := self._sizes(said)) == self.sizes:
             return False if all(each.speed for each in said) else None
         for each in said:
@@ -219,19 +195,17 @@ class Balancing:
 
     @property
     def _ready(self) -> int:
-        fit = self._trainer.fit_loop
+        loop = self._trainer.fit_loop.epoch_loop
         epoch = self._epoch
-        count = fit.epoch_loop.batch_progress.current
-        ends = epoch.at_end or fit.epoch_loop.done
+        count = loop.batch_progress.current
+        ends = epoch.at_end or loop.done
         in_step = count.ready != count.completed or (count.ready > 0 and self._trainer.strategy.step_runner.accumulates)
         knows = epoch.known if epoch is not self._alone else bool(self._shares)
         return count.ready if knows and not in_step and not ends else -1
 
-    # ---- all ranks ----
-
     @property
     def _epoch(self) -> EpochAssignment:
-        """Who has what of it: as all know who can lose one another, or as this rank has heard."""
+        """Parts of the epoch, as all know who can lose one another, or as this rank has been told."""
         lost_rank_data = lost_rank_data_of(self._trainer)
         return self._alone if lost_rank_data is None else lost_rank_data.epoch
 
@@ -264,8 +238,7 @@ class Balancing:
 
     def _deal(self, left: list[tuple[DataShard, int]], said: list[_Said], sizes: dict[str, int]) -> bool:
         epoch = self._epoch
-        trainer = self._trainer
-        loader = trainer.fit_loop._combined_loader.flattened[0]
+        loader = self._trainer.fit_loop._combined_loader.flattened[0]
         dealt = by_steps(left, {each.name: each.ready for each in said}, sizes, loader.drop_last)
         if not dealt:
             return False
@@ -278,7 +251,7 @@ class Balancing:
             self._tell(sizes)
         self.sizes = sizes
         steps = int(max(each.end for each in dealt.values()))
-        self._until_end += go_on_with(trainer, dealt[self.name], steps)
+        self._until_end += go_on_with(self._trainer, dealt[self.name], steps)
         return True
 
     def _tell(self, sizes: Mapping[str, int]) -> None:
@@ -293,11 +266,5 @@ class Balancing:
             )  # fmt: skip
 
 
-def _sizes_in(shares: Mapping[str, DataShard]) -> dict[str, int]:
-    """Return the sizes of the batches that were dealt out, whoever has done so."""
-    return {name: told["batch_size"] for name, each in shares.items() for told, _ in each.loaders if told is not None}
-
-
 def _speed(pace: Pace) -> float:
-    """Return samples per second; 0.0 where it is not known."""
     return pace.samples / pace.batch_s if pace.is_known else 0.0

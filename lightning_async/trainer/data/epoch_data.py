@@ -1,9 +1,8 @@
-"""Who has which batches of the epoch under way, and who trains on those of lost ranks.
+"""The batches of the epoch under way that each rank has, and who trains on those of lost ranks.
 
 `EpochAssignment` holds what each rank has of the epoch, and how far it is. With it `LostRankData` has the live ranks
 train, at the end of the epoch, on what lost ranks had left of it, and `JoinerData` deals out the rest of the epoch when
-a rank joins. `go_on_with` gives Lightning's loop other batches than its loaders were made for; `EmptyShards` keeps a
-rank without data in every epoch.
+a rank joins. `EmptyShards` keeps a rank without data in every epoch.
 """
 
 from __future__ import annotations
@@ -33,64 +32,52 @@ from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.trainer.data.join import end_as_others, how_it_ended
 from lightning_async.trainer.loops.loop_state import put_missing, take_logged
 from lightning_async.trainer.loops.lr_schedules import LearningRates
-from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_for_now, take_back, validation_interval
+from lightning_async.trainer.namespace import (
+    Undo,
+    callbacks_of,
+    set_for_now,
+    take_back,
+    validation_interval,
+    wrap_method,
+)
 from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
 
-
 _PHASES = 2**9
 _BATCHES = 2**28
-"""How often an epoch is dealt out anew, at most, and how many batches it has: with its number, 53 bits of a place."""
+"""Bounds of a place's parts: how often an epoch is dealt out anew, and its batches; with its number, 53 bits."""
 
 
 class EpochAssignment:
-    """What each rank has of the epoch under way, and how far it is, as this rank has been told; by stable ids.
-
-    Args:
-        trainer: in a fit; its strategy has `RankMap`.
-    """
+    """The part that each rank has of the epoch under way, and how far it is, as this rank knows; by stable ids."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self.phase = 0
+        self.first: DataShard | None = None
+        """Part that this rank begins with, if it joins within an epoch."""
+        self.begins = False
+        """This rank comes within an epoch of streams, and begins its own."""
+        self.at_end = False
+        self.called: Callable[[str], str] = str
+        """Returns the stable id of a rank, by the name that headers have for it."""
+        self.forget()
+
+    def forget(self) -> None:
         self.known = False
         """This rank was there when the epoch began, or was told since; else the rest says nothing."""
         self.shares: Mapping[str, DataShard] = {}
-        """What each has of the epoch since it began, or was last dealt out."""
-        self.phase = 0
-        """How often the epoch was dealt out anew."""
         self.places: dict[str, float] = {}
-        """How far each was with what all have committed."""
-        self.first: DataShard | None = None
-        """What this rank, which comes within an epoch, begins with."""
-        self.begins = False
-        """This rank comes within an epoch of streams, and begins its own."""
         self.dealt: list[int] = []
-        """Of how many parts this rank has which, ``[part, parts]``, since one came within the epoch."""
+        """Number of this rank's part since one joined within the epoch, and of all parts."""
         self.came = False
-        """This rank has come within the epoch, and has a part of it."""
         self.has_none = False
-        """This rank has come within the epoch, and has no part of it."""
-        self.at_end = False
-        """This rank trains on what others have left at the end of the epoch."""
+        """This rank has joined within the epoch, and has no part of it."""
         self._gone: set[str] = set()
         self._sync_points: SyncPoints | None = None
-        self.called: Callable[[str], str] = str
-        """What those that places are heard of from mean by a name."""
-
-    def forget(self) -> None:
-        """Forget all, as another epoch begins, or another training."""
-        self.known = False
-        self.shares = {}
-        self.places = {}
-        self._sync_points = None
-        self._gone = set()
-        self.dealt = []
-        self.came = False
-        self.has_none = False
 
     def deal(self, shares: Mapping[str, DataShard]) -> None:
-        """Note what each has from here on."""
         self.shares = shares
         self.phase += 1
         self._gone = set()
@@ -102,7 +89,6 @@ class EpochAssignment:
         self.dealt = [] if self.has_none else [names.index(name), len(names)]
 
     def plain(self) -> dict[str, list[Any]]:
-        """Return the shares as plain values."""
         return {name: list(share) for name, share in self.shares.items()}
 
     def gone(self) -> list[str]:
@@ -111,7 +97,7 @@ class EpochAssignment:
         return sorted(self._gone & self.shares.keys())
 
     def place(self, batch: int) -> float:
-        """Return what is told of a rank that comes to this batch: grows over phases and epochs."""
+        """Return the place of a rank at this batch, which grows over phases and epochs."""
         return self._now() * _BATCHES + batch
 
     def number(self, name: str) -> int:
@@ -122,7 +108,7 @@ class EpochAssignment:
     def _now(self) -> int:
         return self._trainer.current_epoch * _PHASES + min(self.phase, _PHASES - 1)
 
-    def hear(self, sync_points: SyncPoints) -> None:
+    def learn_from(self, sync_points: SyncPoints) -> None:
         """Learn the places that headers tell; where averaging goes on with joining ranks, other sync points do."""
         if self._sync_points is not None:
             self.learn({self.called(name): place for name, place in self._sync_points.places.items()})
@@ -132,7 +118,6 @@ class EpochAssignment:
             self.learn({self.called(name): place for name, place in sync_points.places.items()})
 
     def learn(self, places: Mapping[str, float]) -> None:
-        """Note that ranks are at these places, at least."""
         for name, place in places.items():
             self.places[name] = max(place, self.places.get(name, 0.0))
 
@@ -143,14 +128,12 @@ class EpochAssignment:
         return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
 
     def whole(self) -> DataShard:
-        """Return what this rank's loaders have of any epoch that begins."""
         loaders = self._trainer.fit_loop._combined_loader.flattened
         return DataShard(0, 0, 0, False, [told_of(loader) for loader in loaders])
 
     def mine(self) -> DataShard:
-        """Return what this rank's loaders have of the epoch that begins."""
-        fit = self._trainer.fit_loop
         trainer = self._trainer
+        fit = trainer.fit_loop
         first = fit.epoch_loop.batch_progress.current.ready
         anew = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting  # as in Lightning
         skipped = 0
@@ -180,21 +163,15 @@ class EpochAssignment:
 
 
 def lost_rank_data_of(trainer: Any) -> LostRankData | None:
-    """Return that of the fit under way; None where ranks cannot be lost."""
     return vars(trainer.strategy).get("lost_rank_data")
 
 
 class LostRankData:
-    """Each sample of an epoch is trained on once, in work that a round has merged, whoever is lost meanwhile.
+    """Trains on each sample of an epoch once, in work that a round has merged, whoever is lost meanwhile.
 
     At the start of an epoch all ranks tell each other what they have of it, and with each message how far they are. At
     its end, at the sync point, those that are there deal out what the lost had not shared, and go on with the epoch;
     joining ranks that have had nothing of it, too.
-
-    Args:
-        strategy: has the sync points, and is where all ranks meet.
-        trainer: its loops are patched.
-        rates: what schedulers have taken.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
@@ -202,32 +179,25 @@ class LostRankData:
         self._trainer = trainer
         self._rates = rates
         self.epoch = EpochAssignment(trainer)
-        self._taken_up: list[Any] = []
-        """What `left` was where this fit goes on."""
+        self.taken_up: list[Any] = []
+        """The value of `left` for the epoch that begins next, where this fit goes on from a checkpoint."""
 
     def install(self) -> list[Undo]:
-        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
         vars(self._trainer.strategy)["lost_rank_data"] = self  # for checkpoints
         return [
-            replace(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
-            replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
+            wrap_method(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
+            wrap_method(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
             lambda: vars(self._trainer.strategy).pop("lost_rank_data", None),
         ]
 
     def start_over(self) -> None:
-        """Forget who has had what of the epoch: training begins anew within this fit."""
         self.epoch.forget()
 
     def left(self) -> list[Any]:
-        """Return what the lost have left of this epoch by now: plain values, for a checkpoint."""
         epoch = self.epoch
         return [[name, list(epoch.shares[name]), epoch.number(name)] for name in epoch.gone()] if epoch.known else []
-
-    def take_up(self, left: list[Any]) -> None:
-        """Note what is `left` of the epoch that begins next, which is gone on with."""
-        self._taken_up = left
 
     def rest(self) -> bool:
         """Train on what the lost have left of the epoch, at the sync point that ends it; return whether any was."""
@@ -236,7 +206,7 @@ class LostRankData:
         epoch = self._trainer.fit_loop.epoch_loop
         if not self._strategy.shrinks or world is None or sync_points is None:
             return False
-        self.epoch.hear(sync_points)
+        self.epoch.learn_from(sync_points)
         stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
         goes_on = not stops and epoch.global_step != epoch.max_steps
         name = self.epoch.called(sync_points.name)
@@ -278,7 +248,7 @@ class LostRankData:
         return True
 
     def _log_alike(self, world: LightningCollectives, came: list[bool]) -> None:
-        """Tell those that came within the epoch what their part of it was too short to log."""
+        """Tell those that joined within the epoch what their part of it was too short to log."""
         if any(came) and not all(came):
             first = came.index(False)
             logged = world.broadcast(take_logged(self._trainer) if world.rank == first else None, first)
@@ -286,18 +256,14 @@ class LostRankData:
                 put_missing(self._trainer, logged)
 
     def _introduce(self, world: LightningCollectives, is_first: bool) -> bool:
-        """Have one that knows tell the others what each has of this epoch, and where its schedulers and steps are.
-
-        Returns whether there was one.
-        """
+        """Tell ranks that do not know it what each has of this epoch; return whether any rank could."""
         mine: list[Any] = [self.epoch.phase, self.epoch.plain()] if is_first else []
         everyones = world.gather_objects(mine)
         told = next((each for each in everyones if each), None)
         if told is None:
             return False
-        ended = world.broadcast(
-            how_it_ended(self._trainer, self._rates.stepped) if mine else None, everyones.index(told)
-        )
+        own_end = how_it_ended(self._trainer, self._rates.stepped) if mine else None
+        ended = world.broadcast(own_end, everyones.index(told))
         if not self.epoch.known:
             self.epoch.phase = told[0]
             self.epoch.known = True
@@ -307,26 +273,21 @@ class LostRankData:
                 self._rates.stepped.update(ended["stepped"])
         return True
 
-    # ---- what each rank has, and how far it is ----
-
-    def _begin(self, original: Any) -> Any:
-        def on_run_start(data_fetcher: Any) -> None:
-            world = self._strategy.world
-            sync_points = self._strategy.sync_points
-            if self.epoch.first is None and not self.epoch.begins:  # else it is under way, and this rank has been told
-                self.epoch.forget()
-                if world is not None and sync_points is not None and not world.asynchronous:
-                    self._tell_all(world, sync_points)
-            original(data_fetcher)
-
-        return on_run_start
+    def _begin(self, original: Any, data_fetcher: Any) -> None:
+        world = self._strategy.world
+        sync_points = self._strategy.sync_points
+        if self.epoch.first is None and not self.epoch.begins:  # else it is under way, and this rank has been told
+            self.epoch.forget()
+            if world is not None and sync_points is not None and not world.asynchronous:
+                self._tell_all(world, sync_points)
+        original(data_fetcher)
 
     def _tell_all(self, world: LightningCollectives, sync_points: SyncPoints) -> None:
         epoch = self.epoch
-        epoch.hear(sync_points)
-        mine: list[Any] = [epoch.called(sync_points.name), list(epoch.mine()), self._taken_up]
+        epoch.learn_from(sync_points)
+        mine: list[Any] = [epoch.called(sync_points.name), list(epoch.mine()), self.taken_up]
         told = world.gather_objects(mine)
-        self._taken_up = []
+        self.taken_up = []
         shares = {name: DataShard(*each) for name, each, _ in told}
         for number, each in enumerate(unheard(shares.values())):
             shares[f"(lost as the epoch began, {number})"] = each
@@ -341,20 +302,16 @@ class LostRankData:
         epoch.shares = shares  # whole at once: other threads read it
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
-    def _begin_batch(self, original: Any) -> Any:
-        def on_train_batch_start(batch: Any, batch_idx: int) -> None:
-            original(batch, batch_idx)
-            sync_points = self._strategy.sync_points
-            epoch = self._trainer.fit_loop.epoch_loop
-            # Where it accumulates, its gradients are yet to be stepped with.
-            if sync_points is not None and not epoch._should_accumulate():
-                self.tell_place(sync_points)
-
-        return on_train_batch_start
+    def _begin_batch(self, original: Any, batch: Any, batch_idx: int) -> None:
+        original(batch, batch_idx)
+        sync_points = self._strategy.sync_points
+        # Where it accumulates, its gradients are yet to be stepped with.
+        if sync_points is not None and not self._trainer.fit_loop.epoch_loop._should_accumulate():
+            self.tell_place(sync_points)
 
     def tell_place(self, sync_points: SyncPoints) -> None:
         """Tell that what is sent next holds all that this rank has done, the batch under way included."""
-        self.epoch.hear(sync_points)
+        self.epoch.learn_from(sync_points)
         self.epoch.gone()
         sync_points.tell_place(self.epoch.place(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready))
 
@@ -370,17 +327,13 @@ class LostRankData:
 
 
 class _Place(NamedTuple):
-    """Where a rank is as another one comes, which may be this one.
+    """The place of a rank, by stable id, as another one joins; ``comes`` says that it is the joining one.
 
     Args:
-        name: for life.
-        comes: it is the joining rank.
         is_within: it can go on with another part of the epoch.
-        epoch: its number.
         ready: the number of its next batch.
         lengths: of the datasets of the joining rank's loaders.
         streams: these are streams, see `EpochAssignment`.
-        places: see `EpochAssignment`.
         stepped: of each scheduler that follows all ranks' steps, those that it has taken.
     """
 
@@ -396,14 +349,7 @@ class _Place(NamedTuple):
 
 
 class JoinerData:
-    """Deals out the rest of an epoch among all ranks when one joins within it.
-
-    Args:
-        strategy: where all ranks meet.
-        trainer: its loops are patched.
-        epoch: who has what.
-        rates: what schedulers have taken.
-    """
+    """Deals out the rest of an epoch among all ranks when one joins within it."""
 
     def __init__(self, strategy: StrategyView, trainer: Any, epoch: EpochAssignment, rates: LearningRates) -> None:
         self._strategy = strategy
@@ -411,58 +357,44 @@ class JoinerData:
         self._epoch = epoch
         self._rates = rates
         self._until_end: list[Undo] = []
-        """What holds for the rest of the epoch."""
         self._joined: Joined = {}
-        """What was foreseen."""
         self._follows = False
-        """This rank has come within an epoch of streams, and ends it with the others."""
+        """This rank has joined within an epoch of streams, and ends it with the others."""
 
     def install(self) -> list[Undo]:
-        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
         loop = self._trainer.fit_loop.epoch_loop
         return [
-            replace(loop, "on_run_start", self._begin),
-            replace(loop, "on_advance_end", self._after_batch),
-            replace(loop, "run", self._run),
+            wrap_method(loop, "on_run_start", self._begin),
+            wrap_method(loop, "on_advance_end", self._after_batch),
+            wrap_method(loop, "run", self._run),
         ]
 
     def prepare_for(self) -> None:
-        """Have at hand what takes time, as a rank is about to join, and will be waited for; from any thread."""
         self._joined = joined(list(self._epoch.shares.values()))
 
     def told(self) -> list[Any]:
-        """Return what the joining rank must know of the epoch under way."""
         return [self._epoch.phase, self._epoch.plain()]
 
     def place(self, name: str, comes: bool) -> list[Any]:
-        """Return where this rank is: all stand at a sync point, so that holds until it opens.
-
-        Args:
-            name: for life.
-            comes: it is the joining rank, and does not know yet which epoch that will be.
-        """
+        """Return where this rank is, which may be joining: all stand at a sync point, and it holds until that opens."""
         if (sync_points := self._strategy.sync_points) is not None:
-            self._epoch.hear(sync_points)
+            self._epoch.learn_from(sync_points)
         return list(self._place(name, comes))
 
     def deal(self, name: str, places: list[list[Any]], told: list[Any] | None) -> None:
         """Deal out what each has left, which is known to the batch, now that one has joined.
 
-        Where somebody is not between two steps of the epoch, or it cannot be told what is left, the joining rank has
-        its part from the next epoch on; of streams it begins its own, until the others' end.
-
-        Args:
-            name: of this rank, for life.
-            places: of all.
-            told: of the joining rank: what one of those that are there knows of the epoch.
+        Where a rank is not between two steps of the epoch, or it cannot be told what is left, the joining rank has its
+        part from the next epoch on; of streams it begins its own, until the others' end. It is ``told`` what a live
+        rank knows.
         """
         sync_points = self._strategy.sync_points
         epoch = self._epoch
         if not self._strategy.shrinks or sync_points is None:
             return
-        epoch.hear(sync_points)
+        epoch.learn_from(sync_points)
         epoch.has_none |= told is not None
         all_ = [_Place(*each) for each in places]
         there = [each for each in all_ if not each.comes]
@@ -518,38 +450,28 @@ class JoinerData:
             name, False, is_within, number, count.ready, lengths, epoch.streams, epoch.places, self._rates.stepped
         )
 
-    def _begin(self, original: Any) -> Any:
-        def on_run_start(data_fetcher: Any) -> None:
+    def _begin(self, original: Any, data_fetcher: Any) -> None:
+        original(data_fetcher)
+        if self._epoch.first is not None:
+            self._until_end += go_on_with(self._trainer, self._epoch.first)
+            self._epoch.first = None
+        self._follows = self._epoch.begins
+        self._epoch.begins = False
+
+    def _after_batch(self, original: Any, data_fetcher: Any) -> None:
+        original(data_fetcher)
+        sync_points = self._strategy.sync_points
+        ended = self._follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
+        if (
+            ended and not self._strategy.step_runner.accumulates
+        ):  # its stream goes on, and the others' have come to an end
+            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+
+    def _run(self, original: Any, data_fetcher: Any) -> None:
+        try:
             original(data_fetcher)
-            if self._epoch.first is not None:
-                self._until_end += go_on_with(self._trainer, self._epoch.first)
-                self._epoch.first = None
-            self._follows = self._epoch.begins
-            self._epoch.begins = False
-
-        return on_run_start
-
-    def _after_batch(self, original: Any) -> Any:
-        def on_advance_end(data_fetcher: Any) -> None:
-            original(data_fetcher)
-            sync_points = self._strategy.sync_points
-            loop = self._trainer.fit_loop.epoch_loop
-            ended = self._follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
-            if (
-                ended and not self._strategy.step_runner.accumulates
-            ):  # its stream goes on, and the others' have come to an end
-                loop.batch_progress.is_last_batch = True
-
-        return on_advance_end
-
-    def _run(self, original: Any) -> Any:
-        def run(data_fetcher: Any) -> None:
-            try:
-                original(data_fetcher)
-            finally:
-                take_back(self._until_end)
-
-        return run
+        finally:
+            take_back(self._until_end)
 
 
 def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:
@@ -557,7 +479,6 @@ def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:
 
 
 def follower(loader: Any) -> Source | None:
-    """Return what follows a loader's position, for checkpoints."""
     owner = getattr(vars(loader).get("_get_iterator"), "source", None)
     return owner if isinstance(owner, Source) else None
 
@@ -565,11 +486,8 @@ def follower(loader: Any) -> Source | None:
 def go_on_with(trainer: Any, share: DataShard, steps: int | None = None) -> list[Undo]:
     """Give Lightning's loop these batches from here on; return what undoes it, last first, at the epoch's end.
 
-    Args:
-        trainer: between two batches.
-        share: begins with the number of this rank's next one.
-        steps: the number behind the last batch of all ranks, which have begun the epoch together. Default: this one has
-            come within it.
+    ``steps`` is the number behind the last batch of all ranks, which have begun the epoch together; None where this
+    one has joined within it.
     """
     fit = trainer.fit_loop
     epoch = fit.epoch_loop
@@ -598,7 +516,6 @@ def go_on_with(trainer: Any, share: DataShard, steps: int | None = None) -> list
 
 
 def end_at(trainer: Any, end: float) -> list[Undo]:
-    """Let the epoch have so many batches on this rank; return what undoes it."""
     total = None if math.isinf(end) else end
     for bar in callbacks_of(trainer, "TQDMProgressBar"):
         bar.train_progress_bar.total = total
@@ -609,10 +526,9 @@ def end_at(trainer: Any, end: float) -> list[Undo]:
 
 
 def train_on(trainer: Any, share: DataShard) -> None:
-    """Go on with an epoch that has come to its end, by Lightning's own loop, with these batches."""
     epoch = trainer.fit_loop.epoch_loop
     fetcher = trainer.fit_loop._data_fetcher
-    undo = [replace(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
+    undo = [wrap_method(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
     try:
         while not epoch.done:
             try:
@@ -627,25 +543,14 @@ def train_on(trainer: Any, share: DataShard) -> None:
     epoch.batch_progress.is_last_batch = True
 
 
-def _within_epoch(original: Any) -> Any:
+def _within_epoch(original: Any, interval: str, update_plateau_schedulers: bool) -> None:
     """Leave out schedulers of epochs, which have stepped with the last batch of this rank's own."""
-
-    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
-        if interval != "epoch" or update_plateau_schedulers:
-            original(interval, update_plateau_schedulers)
-
-    return update_lr_schedulers
+    if interval != "epoch" or update_plateau_schedulers:
+        original(interval, update_plateau_schedulers)
 
 
 class EmptyShards:
-    """Patches how the fit loop takes its data, so that a rank without data goes through every epoch.
-
-    It trains for no batch, and its callbacks take part in sync points.
-
-    Args:
-        strategy: its collectives.
-        trainer: its fit loop and its module.
-    """
+    """Patches that have a rank without data go through every epoch, and its callbacks take part in sync points."""
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
@@ -653,26 +558,22 @@ class EmptyShards:
         self._seen_loader: Any = None
 
     def install(self) -> list[Undo]:
-        """Patch; return what takes it back."""
         return [
-            replace(self._trainer.fit_loop, "setup_data", self._setup_data),
+            wrap_method(self._trainer.fit_loop, "setup_data", self._setup_data),
             set_for_now(self._trainer.lightning_module, "allow_zero_length_dataloader_with_multiple_devices", True),
         ]
 
-    def _setup_data(self, original: Any) -> Any:
-        def setup_data() -> None:
-            original()
-            fit = self._trainer.fit_loop
-            trainer = self._trainer
-            world = self._strategy.world
-            loader = fit._combined_loader
-            if loader is None or loader is self._seen_loader or world is None:
-                return
-            self._seen_loader = loader
-            lengths = world.gather_objects(fit.max_batches)
-            if fit.max_batches == 0 and any(lengths):
-                fit.max_batches = float("inf")
-                trainer.val_check_batch = float("inf")
-                fit._last_train_dl_reload_epoch = trainer.current_epoch
-
-        return setup_data
+    def _setup_data(self, original: Any) -> None:
+        original()
+        trainer = self._trainer
+        fit = trainer.fit_loop
+        world = self._strategy.world
+        loader = fit._combined_loader
+        if loader is None or loader is self._seen_loader or world is None:
+            return
+        self._seen_loader = loader
+        lengths = world.gather_objects(fit.max_batches)
+        if fit.max_batches == 0 and any(lengths):
+            fit.max_batches = float("inf")
+            trainer.val_check_batch = float("inf")
+            fit._last_train_dl_reload_epoch = trainer.current_epoch

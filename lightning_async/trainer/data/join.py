@@ -1,8 +1,4 @@
-"""A rank joins a fit that is under way: what it takes over of Lightning's state, and where its loops begin.
-
-`state_for_joining_ranks` makes the state on a rank that trains, `take_over` has the joining rank be as that one, and
-`begin_within_epoch` begins its loop. At the end of that epoch, `how_it_ended` and `end_as_others` do the same.
-"""
+"""The state of Lightning that a joining rank takes over, and where its loops begin and end the epoch under way."""
 
 from __future__ import annotations
 
@@ -16,7 +12,7 @@ from lightning_async.checkpoint.buffers import Buffer
 from lightning_async.engine.collectives import Packed, packed
 from lightning_async.trainer.loops.averaged_models import averages_of
 from lightning_async.trainer.loops.loop_state import put_blank, take_logged
-from lightning_async.trainer.namespace import Undo, replace
+from lightning_async.trainer.namespace import Undo, wrap_method
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
 
@@ -41,15 +37,7 @@ class StateCopying:
         self._buffer = Buffer("joining")
 
     def prepare_for(self, trainer: Any, more: int) -> None:
-        """Have the memory, while training goes on; from any thread.
-
-        Args:
-            trainer: of the state.
-            more: bytes that come with it.
-
-        Raises:
-            CheckpointError: there is none.
-        """
+        """Get memory for the state and ``more`` bytes, while training goes on; from any thread."""
         modules = [trainer.lightning_module, *averages_of(trainer)]
         tensors: list[Any] = [tensor for module in modules for tensor in _tensors(module).values()]
         for optimizer in trainer.optimizers:
@@ -58,11 +46,9 @@ class StateCopying:
         self._buffer.reserve(more + sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
 
     def packed(self, state: dict[str, Any]) -> Packed:
-        """Return a state as it is now; the memory goes along."""
         return packed(state, self._buffer.part_with)
 
     def close(self) -> None:
-        """Give the memory back, as nobody comes."""
         self._buffer.release()
 
 
@@ -118,64 +104,50 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
 def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[], bool]) -> list[Undo]:
     """Begin with a part of the epoch's rest; without one go to its end, as its data is the others'.
 
-    Patches the fit's loop, and returns what takes it back.
-
-    Args:
-        trainer: about to begin an epoch.
-        state: see `state_for_joining_ranks`.
-        has_part: whether the others have dealt out what is left; asked as the epoch begins here.
+    ``has_part`` is asked as the epoch begins here. Patches the fit's loop, and returns what takes it back.
     """
     fit = trainer.fit_loop
     logged = state["logged"]
     done = False  # the rest of the state is large, and goes
     given: list[float] = []
 
-    def run(original: Any) -> Any:
-        def of_epoch(fetcher: Any) -> None:
-            if done:
-                original(fetcher)
-                return
-            put_blank(trainer, logged)
-            if has_part():
-                original(fetcher)
-                return
-            given.append(fit.max_batches)
-            fit.max_batches = 0  # so that the end of the epoch is one to the schedulers of learning rates
+    def run(original: Any, fetcher: Any) -> None:
+        if done:
+            original(fetcher)
+            return
+        put_blank(trainer, logged)
+        if has_part():
+            original(fetcher)
+            return
+        given.append(fit.max_batches)
+        fit.max_batches = 0  # so that the end of the epoch is one to the schedulers of learning rates
 
-        return of_epoch
+    def end(original: Any) -> None:
+        nonlocal done
+        original()
+        done = True
+        if given:
+            fit.max_batches = given.pop()
 
-    def end(original: Any) -> Any:
-        def on_advance_end() -> None:
-            nonlocal done
-            original()
-            done = True
-            if given:
-                fit.max_batches = given.pop()
-
-        return on_advance_end
-
-    return [replace(fit.epoch_loop, "run", run), replace(fit, "on_advance_end", end)]
+    return [wrap_method(fit.epoch_loop, "run", run), wrap_method(fit, "on_advance_end", end)]
 
 
 def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:
-    """Return what a joining rank lacks at an epoch's end, not having had this rank's part: steps, learning rates.
-
-    Args:
-        trainer: at the end of an epoch.
-        stepped: of each scheduler that follows all ranks' steps, those that it has taken.
-    """
+    """Return what a joining rank lacks at an epoch's end, not having had this rank's part: steps, learning rates."""
     return {
         "steps": [(count.ready, count.completed) for count in _steps(trainer)],
         "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
         "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
-        "groups": [[_plain(group) for group in optimizer.param_groups] for optimizer in trainer.optimizers],
+        "groups": [
+            [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+            for optimizer in trainer.optimizers
+        ],
         "stepped": stepped,
         "metrics": take_logged(trainer),
     }
 
 
 def end_as_others(trainer: Any, ended: dict[str, Any]) -> None:
-    """Be where another rank is at the end of an epoch, see `how_it_ended`."""
     put_blank(trainer, ended["metrics"])
     for count, (ready, completed) in zip(_steps(trainer), ended["steps"], strict=True):
         count.ready = ready
@@ -192,10 +164,6 @@ def _steps(trainer: Any) -> list[Any]:
     epoch = trainer.fit_loop.epoch_loop
     progress = epoch.automatic_optimization.optim_progress.optimizer.step, epoch.manual_optimization.optim_step_progress
     return [each.total for each in progress]
-
-
-def _plain(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name != "params"}
 
 
 def _tensors(module: Any) -> dict[str, Tensor]:

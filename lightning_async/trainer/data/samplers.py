@@ -1,4 +1,4 @@
-"""What follows for samplers, validations and metrics where the number of ranks changes.
+"""Samplers, validations and metrics where the number of ranks changes.
 
 `SamplerResize` gives the live ranks all samples from the next epoch on, `ValidationTakeover` the part of a validation
 that a lost rank had, and `ConsistentMetrics` has each metric computed by the same ranks. `resized` is for a resume with
@@ -31,20 +31,16 @@ from lightning_async.data.redistribution import (
 )
 from lightning_async.data.stateful_loader import sources_of
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, replace, set_for_now, take_back, validation_interval
+from lightning_async.trainer.namespace import Undo, replace, set_for_now, take_back, validation_interval, wrap_method
 from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
 
 
 class SamplerResize:
-    """Loaders are made again where they are asked for and the number of ranks is another one.
+    """Loaders that are made again where they are asked for and the number of ranks is another one.
 
     Lightning then gives each its part as at the start. A `DistributedSampler` of the user's is numbered anew.
-
-    Args:
-        strategy: where all ranks meet.
-        trainer: its loops are patched.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -53,9 +49,7 @@ class SamplerResize:
         self._undo: list[Undo] = []
 
     def install(self) -> list[Undo]:
-        """Patch; return what takes it back."""
-        fit = self._trainer.fit_loop
-        loops = (fit, fit.epoch_loop.val_loop)
+        loops = (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop)
         wrap = self._setup_data if self._strategy.shrinks else self._number_new
         return [
             *(replace(loop, "setup_data", lambda own, loop=loop: wrap(own, loop)) for loop in loops),
@@ -128,7 +122,7 @@ class SamplerResize:
         return "" if live_ranks is None else live_ranks.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
-        """Number samplers for all the ranks that this job began with, of whom some were lost in an earlier run."""
+        """Number samplers for all ranks that this job began with, of whom some were lost in an earlier run."""
         strategy = self._trainer.strategy
         live_ranks = strategy.live_ranks
         began = 0 if live_ranks is None or not live_ranks.lost else live_ranks.started
@@ -138,7 +132,6 @@ class SamplerResize:
         return len(found) > 0
 
     def _is_new(self, loop: Any) -> bool:
-        """Return whether there are partitions that did not know yet which part is this rank's; they do now."""
         found = any(not each.is_numbered for _, each in _partitions(loop))
         if found:
             self._number_partitions(loop)
@@ -198,10 +191,6 @@ class ConsistentMetrics:
     """Metrics of the same ranks, not a sum of three ranks and a count of two.
 
     What `self.log` and torchmetrics compute by several collectives is computed again where not all answer all.
-
-    Args:
-        strategy: where all ranks meet.
-        trainer: its loops' results are patched, and its module's metrics.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -209,25 +198,23 @@ class ConsistentMetrics:
         self._trainer = trainer
 
     def install(self) -> list[Undo]:
-        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
         loop = self._trainer.fit_loop.epoch_loop
         metrics = [child for child in self._trainer.lightning_module.modules() if isinstance(child, Metric)]
         return [
-            *(replace(results, "_get_cache", self._cache) for results in (loop._results, loop.val_loop._results)),
-            *(replace(metric, "compute", lambda original, m=metric: self._compute(original, m)) for metric in metrics),
+            *(wrap_method(results, "_get_cache", self._cache) for results in (loop._results, loop.val_loop._results)),
+            *(wrap_method(metric, "compute", partial(self._compute, metric)) for metric in metrics),
         ]
 
-    def _cache(self, original: Any) -> Any:
-        return lambda logged, on_step: whole(self._strategy.world, lambda: original(logged, on_step), logged)
+    def _cache(self, original: Any, logged: Any, on_step: bool) -> Any:
+        return whole(self._strategy.world, lambda: original(logged, on_step), logged)
 
-    def _compute(self, original: Any, metric: Any) -> Any:
-        return lambda *args, **kwargs: whole(self._strategy.world, lambda: original(*args, **kwargs), metric)
+    def _compute(self, metric: Any, original: Any, *args: Any, **kwargs: Any) -> Any:
+        return whole(self._strategy.world, lambda: original(*args, **kwargs), metric)
 
 
 def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric: Any) -> Any:
-    """Return what ``compute`` makes of a metric, by answers of the same ranks."""
     if world is None or world.asynchronous:
         return compute()
     again = False
@@ -243,14 +230,10 @@ def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric
 
 
 class ValidationTakeover:
-    """Has the live ranks validate what lost ranks had of a validation, before metrics are computed of it.
+    """A validation in which the live ranks validate what lost ranks had of it, before metrics are computed.
 
     What a lost rank had seen is gone with it: all of its part is dealt out among the live ranks. Not where a step
     of the validation calls all ranks together, as these take unequal numbers of steps then.
-
-    Args:
-        strategy: where all ranks meet.
-        trainer: its validation's loop is patched.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -258,36 +241,30 @@ class ValidationTakeover:
         self._trainer = trainer
         self._loop: Any = trainer.fit_loop.epoch_loop.val_loop
         self._shares: dict[str, list[list[DataShard]]] = {}
-        """What each rank has of each loader: at the start, and of others."""
         self._loader = 0
-        """The one under way."""
 
     def install(self) -> list[Undo]:
-        """Patch; return what takes it back."""
         if not self._strategy.shrinks:
             return []
         return [
-            replace(self._loop, "on_run_start", self._begin),
-            replace(self._loop, "_store_dataloader_outputs", self._end_loader),
+            wrap_method(self._loop, "on_run_start", self._begin),
+            wrap_method(self._loop, "_store_dataloader_outputs", self._end_loader),
         ]
 
-    def _begin(self, original: Any) -> Any:
-        def on_run_start() -> None:
-            self._shares = {}
-            self._loader = 0
-            world = self._strategy.world
-            sync_points = self._strategy.sync_points
-            if world is not None and sync_points is not None and not world.asynchronous and self._loop._is_sequential:
-                mine: list[Any] = [sync_points.name, [list(each) for each in self._mine()]]
-                told = world.gather_objects(mine)
-                self._shares = {name: [[DataShard(*each)] for each in shares] for name, shares in told}
-                columns = zip(*([one for (one,) in each] for each in self._shares.values()), strict=True)
-                for column in columns:
-                    for number, each in enumerate(unheard(column)):
-                        self._shares.setdefault(f"(unheard of, {number})", []).append([each])
-            original()
-
-        return on_run_start
+    def _begin(self, original: Any) -> None:
+        self._shares = {}
+        self._loader = 0
+        world = self._strategy.world
+        sync_points = self._strategy.sync_points
+        if world is not None and sync_points is not None and not world.asynchronous and self._loop._is_sequential:
+            mine: list[Any] = [sync_points.name, [list(each) for each in self._mine()]]
+            told = world.gather_objects(mine)
+            self._shares = {name: [[DataShard(*each)] for each in shares] for name, shares in told}
+            columns = zip(*([one for (one,) in each] for each in self._shares.values()), strict=True)
+            for column in columns:
+                for number, each in enumerate(unheard(column)):
+                    self._shares.setdefault(f"(unheard of, {number})", []).append([each])
+        original()
 
     def _mine(self) -> Iterator[DataShard]:
         for loader, batches in zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True):
@@ -295,20 +272,16 @@ class ValidationTakeover:
             known = count > 0 and batches != float("inf")
             yield DataShard(0, int(batches) if known else 0, 0, False, [(told if known else None, count)])
 
-    def _end_loader(self, original: Any) -> Any:
-        def store_dataloader_outputs() -> None:
-            world = self._strategy.world
-            sync_points = self._strategy.sync_points
-            if world is not None and sync_points is not None:
-                while self._shares and self._take_over(world, sync_points.name):
-                    pass  # more may have been lost meanwhile
-            self._loader += 1
-            original()
-
-        return store_dataloader_outputs
+    def _end_loader(self, original: Any) -> None:
+        world = self._strategy.world
+        sync_points = self._strategy.sync_points
+        if world is not None and sync_points is not None:
+            while self._shares and self._take_over(world, sync_points.name):
+                pass  # more may have been lost meanwhile
+        self._loader += 1
+        original()
 
     def _take_over(self, world: LightningCollectives, name: str) -> bool:
-        """Validate what the lost had of the loaders so far; return whether there was something."""
         together = any(each.meta.on_step and each.meta.sync.should for each in self._loop._results.values())
         mine: list[Any] = [name, together]
         told = world.gather_objects(mine)
@@ -363,8 +336,7 @@ def resized(
 
     Args:
         states: by the rank that they were captured on.
-        rank: among those that go on.
-        world_size: how many go on.
+        rank, world_size: of those that go on.
         own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
         division: how what is left is divided. Default: evenly, with some samples once more.
     """
@@ -405,10 +377,7 @@ def batches_left(state: dict[str, Any]) -> int | None:
 
 
 def weight_of_the_last(state: dict[str, Any], rank: int, world_size: int) -> float:
-    """Return what this rank's last batch counts among those of all, where `deal_steps` has divided what is left.
-
-    It is the rank's share of the samples in that step, so that the mean over ranks is that over samples.
-    """
+    """Return what a rank's last batch counts, divided by `deal_steps`: so the mean over ranks is that over samples."""
     told = state["loaders"][0].get("share") if state["loaders"] else None
     if not told or not told.get("left"):
         return 1.0
