@@ -27,8 +27,8 @@ from lightning_async.trainer.namespace import (
     Undo,
     callbacks_of,
     changes_gradients,
+    override_for_users,
     replace,
-    replace_for_users,
     take_back,
 )
 from lightning_async.trainer.step_runner import StepRunner
@@ -347,23 +347,17 @@ class Writes:
         """`StochasticWeightAveraging` ends with another model: servers are given it, and go on with all else as it is.
         Returns what takes that back."""
         swas = callbacks_of(self._strategy.module.trainer, "StochasticWeightAveraging")
-        return [
-            replace_for_users(swa, "on_train_epoch_start", lambda original, swa=swa: self._after(swa, original))
-            for swa in swas
-        ]
+        return [override_for_users(swa, "on_train_epoch_start", partial(self._start_epoch, swa)) for swa in swas]
 
-    def _after(self, swa: Any, original: Callable[..., None]) -> Callable[..., None]:
-        def on_train_epoch_start(trainer: Any, module: Any) -> None:
-            original(trainer, module)
-            if trainer.current_epoch == swa.swa_end + 1:
-                strategy: Any = self._strategy
-                averager = strategy.averager
-                strategy.states.fetch(strategy.optimizers)  # of the servers that end
-                clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
-                strategy.saved.go_on(clocks, averager.gathered())
-                self._strategy.start_over()
-
-        return on_train_epoch_start
+    def _start_epoch(self, swa: Any, original: Callable[..., None], trainer: Any, module: Any) -> None:
+        original(trainer, module)
+        if trainer.current_epoch == swa.swa_end + 1:
+            strategy: Any = self._strategy
+            averager = strategy.averager
+            strategy.states.fetch(strategy.optimizers)  # of the servers that end
+            clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
+            strategy.saved.go_on(clocks, averager.gathered())
+            self._strategy.start_over()
 
 
 _STEP = Step(Action.GRADIENTS)
@@ -630,7 +624,7 @@ class PushSteps(StepRunner):
             self._requests.begin(self.tables.meet)
             self._finish()
         assert self._strategy.fit_sessions is not None
-        self._strategy.fit_sessions.patches.follow_schedule()
+        self._strategy.fit_sessions.patches.rates.follow()
 
     def go(self, waited_s: float) -> None: ...
 
