@@ -29,7 +29,7 @@ from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.environments import is_joining
-from lightning_async.trainer.environment.settings import check_checkpoint, check_settings
+from lightning_async.trainer.environment.settings import check_equal, check_settings
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
@@ -114,7 +114,7 @@ class AsyncStrategy(ReplicatedStrategy):
         fitting = trainer.state.fn == "fit"
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
-            check_checkpoint(self.world, self.saved.origin)
+            check_equal(self.world, {"ckpt_path": self.saved.origin})
             configuration_checks.check_setup(trainer, self._layer_sync, self.buffers)
         self.setup_replica(trainer)
         if fitting:

@@ -132,7 +132,7 @@ class JoinCoordinator:
     def _prepare_for(self) -> None:
         if (fit_sessions := self._strategy.fit_sessions) is None:
             return
-        fit_sessions.patches.prepare_for()
+        fit_sessions.patches.joiner_data.prepare_for()
         if self._speaks and fit_sessions.session is not None:
             self._copying.prepare_for(self._strategy.module.trainer, fit_sessions.session.averager.agreed.nbytes())
 
@@ -152,14 +152,14 @@ class JoinCoordinator:
         if join_preparation is None or fit_sessions is None or fit_sessions.session is None:
             return False
         averager = fit_sessions.session.averager
-        place = fit_sessions.patches.place
         # For rank 0, and so for whoever is as it is, it may be too late.
         ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else join_preparation.hold()
         mine = ["", None, {}, []]
         own = None
         if ready is not None:
             own, why = self._pack(ready, fit_sessions)  # what each has gathered stays with it
-            mine = [ready.joining_rank, why, {**clocks_of(averager, world.rank), "gathered": None}, place(self._name)]
+            place = fit_sessions.patches.joiner_data.place(self._name, comes=False)
+            mine = [ready.joining_rank, why, {**clocks_of(averager, world.rank), "gathered": None}, place]
         told: list[Any] = world.gather_objects(mine)
         if ready is None or any(offer != ready.joining_rank for offer, *_ in told):
             join_preparation.let_go()
@@ -608,7 +608,7 @@ class JoiningRank:
         fit_sessions = self._strategy.fit_sessions
         rank = int(place["rank"])
         assert fit_sessions is not None
-        own = fit_sessions.patches.place(place["names"][rank], comes=True)
+        own = fit_sessions.patches.joiner_data.place(place["names"][rank], comes=True)
         try:
             return connect(self._strategy, rank, joining_rank, place, check, own=own)
         except StoreLost:

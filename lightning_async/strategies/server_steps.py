@@ -27,8 +27,8 @@ from lightning_async.trainer.namespace import (
     Undo,
     callbacks_of,
     changes_gradients,
+    override_for_users,
     replace,
-    replace_for_users,
     take_back,
 )
 from lightning_async.trainer.step_runner import StepRunner
@@ -278,24 +278,18 @@ class Writes:
     def install(self) -> list[Undo]:
         """Have servers take the other model that `StochasticWeightAveraging` ends with; return what takes that back."""
         swas = callbacks_of(self._strategy.module.trainer, "StochasticWeightAveraging")
-        return [
-            replace_for_users(swa, "on_train_epoch_start", lambda original, swa=swa: self._after(swa, original))
-            for swa in swas
-        ]
+        return [override_for_users(swa, "on_train_epoch_start", partial(self._start_epoch, swa)) for swa in swas]
 
-    def _after(self, swa: Any, original: Callable[..., None]) -> Callable[..., None]:
-        def on_train_epoch_start(trainer: Any, module: Any) -> None:
-            original(trainer, module)
-            if trainer.current_epoch == swa.swa_end + 1:
-                strategy = self._strategy
-                averager = strategy.averager
-                assert averager is not None
-                strategy.states.fetch(strategy.optimizers)  # of the servers that end
-                clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
-                strategy.saved.go_on(clocks, averager.gathered())
-                strategy.start_over()
-
-        return on_train_epoch_start
+    def _start_epoch(self, swa: Any, original: Callable[..., None], trainer: Any, module: Any) -> None:
+        original(trainer, module)
+        if trainer.current_epoch == swa.swa_end + 1:
+            strategy = self._strategy
+            averager = strategy.averager
+            assert averager is not None
+            strategy.states.fetch(strategy.optimizers)  # of the servers that end
+            clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
+            strategy.saved.go_on(clocks, averager.gathered())
+            strategy.start_over()
 
 
 _STEP = Step(Action.GRADIENTS)
@@ -552,9 +546,8 @@ class PushSteps(StepRunner):
         """Pull what others have pushed meanwhile."""
         while self._agreement.behind:
             self._ask(self.tables.meet)
-        fit_sessions = self._strategy.fit_sessions
-        assert fit_sessions is not None
-        fit_sessions.patches.follow_schedule()
+        assert self._strategy.fit_sessions is not None
+        self._strategy.fit_sessions.patches.rates.follow()
 
     def go(self, waited_s: float) -> None: ...
 

@@ -30,7 +30,7 @@ from lightning_async.strategies.averaging_state import SavedState, state_of
 from lightning_async.strategies.local_steps import is_scaled
 from lightning_async.strategies.rank_mapping import RankMap
 from lightning_async.trainer.data.samplers import SamplerResize
-from lightning_async.trainer.loop_patches import DriftPatches, ShortEpochs
+from lightning_async.trainer.loop_patches import LoopPatches, ShortEpochs
 from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.namespace import Undo, rank_zero_info, searches_lr, take_back
 from lightning_async.transports.base import Connection
@@ -54,7 +54,7 @@ class FitSessions:
     def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
-        self.patches = DriftPatches(strategy, trainer)
+        self.patches = LoopPatches(strategy, trainer)
         self.session: Session | None = None
         self.undo: list[Undo] = []
         """What takes back what was patched, in the order in which it was."""
@@ -94,7 +94,7 @@ class FitSessions:
             return
         self.patches.begin(connection.world)
         self._go_on(connection)
-        self.patches.begin_steps(connection.world)
+        self.patches.sync_points.on_met(connection.world)
 
     def start_over(self) -> None:
         """End this session; the next one begins on a connection of its own. All ranks are here."""
@@ -138,7 +138,7 @@ class FitSessions:
 
     def _go_on(self, connection: Connection) -> None:
         strategy = self._strategy
-        self.session = Session(strategy, connection, self.patches.within_batch, strategy.saved)
+        self.session = Session(strategy, connection, self.patches.sync_points.within_batch, strategy.saved)
         strategy.summary = self.session.averager.summary
         self.session.start()
         if self._stops:

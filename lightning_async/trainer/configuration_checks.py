@@ -1,4 +1,4 @@
-"""What cannot work while replicas are asynchronous is refused before training, by name and with the numbers."""
+"""Checks before training that refuse what cannot work while replicas are asynchronous, by name and with the numbers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torchmetrics import Metric
 
 from lightning_async._checks import check_choice, check_protocol
 from lightning_async.algorithms.averaging import AveragingRule
@@ -27,7 +28,7 @@ LrClock = Literal["local", "global"]
 
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
-    """Whether the strategy's first three arguments are what they must be."""
+    """Check the first three arguments of `AsyncAveragingStrategy`."""
     check_protocol("AsyncAveragingStrategy", "rule", rule, AveragingRule, "an averaging rule such as DeltaMean()")
     check_protocol("AsyncAveragingStrategy", "schedule", schedule, Schedule, "a schedule such as EveryNSteps(32)")
     if not isinstance(overlap, bool):
@@ -35,7 +36,7 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
 
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:
-    """Whether the others that are the strategy's own are among what is allowed."""
+    """Check arguments that strategies share."""
     check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
     check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
     check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
@@ -46,11 +47,7 @@ def check_policies(owner: str, buffers: object, optimizer_state: object, lr_cloc
 
 
 def check_callbacks(callbacks: list[Any]) -> None:
-    """Before any callback is set up, and refuses the strategy in words of its own.
-
-    Raises:
-        ValueError: a callback that changes what all replicas must have alike.
-    """
+    """Raise ValueError for a callback that changes what replicas must share, before it refuses the strategy itself."""
     kinds = pytorch("callbacks")
     for callback in callbacks:
         if isinstance(callback, kinds.ModelPruning):
@@ -67,11 +64,7 @@ def check_callbacks(callbacks: list[Any]) -> None:
 
 
 def check_survival(owner: str, min_replicas: int | None, max_replicas: int | None, world_size: int) -> None:
-    """Whether ranks may be lost down to a number, and may come up to another one.
-
-    Raises:
-        ValueError: there are fewer ranks than the first, or more than the second.
-    """
+    """Raise ValueError for fewer ranks than ``min_replicas``, or more than ``max_replicas``."""
     if min_replicas is not None and min_replicas > world_size:
         raise ValueError(f"`{owner}(min_replicas={min_replicas})`: there are {world_size} ranks only.")
     if max_replicas is not None and max_replicas < world_size:
@@ -79,12 +72,7 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
 
 
 def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
-    """Before the model is set up.
-
-    Raises:
-        ValueError: something that waits for all ranks at every step, or between two sync points; or statistics that are
-            to be recomputed of a model that passes nothing on.
-    """
+    """Raise ValueError for a module that waits for all ranks at every step, or lacks a ``forward`` for `recompute`."""
     module = trainer.lightning_module
     batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
     if layer_sync is not None or batch_norms:
@@ -99,8 +87,6 @@ def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
             f"`buffers='recompute'` passes batches through `{type(module).__name__}.forward` for BatchNorm's "
             "statistics, and it has none. Define `forward`, or pass `buffers='average'`."
         )
-    from torchmetrics import Metric
-
     for name, child in module.named_modules():
         if isinstance(child, Metric) and child.dist_sync_on_step:
             raise ValueError(
@@ -110,11 +96,11 @@ def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
 
 
 def check_fit(trainer: Any, world: LightningCollectives) -> bool:
-    """Before the first batch; whether all ranks are to meet at the end of each epoch.
+    """Check all ranks before the first batch; return whether they are to meet at the end of each epoch.
 
     Raises:
-        ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or a
-            scheduler ends before training does, or watches what is a rank's own, where all ranks take the same steps.
+        ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or all
+            ranks take the same steps, and a scheduler ends before training does, or watches a rank's own metric.
     """
     _check_length(trainer, world)
     _check_watched(trainer)
@@ -138,15 +124,7 @@ def check_fit(trainer: Any, world: LightningCollectives) -> bool:
 
 
 def check_momentum_stays(trainer: Any, owner: str) -> None:
-    """Of schedulers: servers hear of the rate only.
-
-    Args:
-        trainer: with its schedulers.
-        owner: for messages.
-
-    Raises:
-        ValueError: one changes the momentum.
-    """
+    """Raise ValueError for a scheduler that changes the momentum: servers receive the learning rate only."""
     for each in trainer.lr_scheduler_configs:
         if getattr(each.scheduler, "cycle_momentum", False):
             raise ValueError(
@@ -157,7 +135,7 @@ def check_momentum_stays(trainer: Any, owner: str) -> None:
 
 
 def _check_length(trainer: Any, world: LightningCollectives) -> None:
-    """Of schedulers that fail behind their last step; there may be more data on another rank than on this one."""
+    """Refuse schedulers that fail after their last step, which another rank's data may bring."""
     if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
         return
     batches = trainer.num_training_batches
@@ -180,7 +158,7 @@ def _check_length(trainer: Any, world: LightningCollectives) -> None:
 
 
 def _check_watched(trainer: Any) -> None:
-    """Refuse schedulers that watch a metric at steps: it is that of this rank's batch; sync points have none."""
+    """Refuse schedulers that watch a metric at steps: it would be one of this rank's batch."""
     if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
         return
     for each in trainer.lr_scheduler_configs:
@@ -193,7 +171,7 @@ def _check_watched(trainer: Any) -> None:
 
 
 def _epochs(trainer: Any) -> float:
-    """Epochs that this rank will train, given its number of batches."""
+    """Return how many epochs this rank will train, given its number of batches."""
     limit = math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
     batches = trainer.num_training_batches
     if trainer.max_steps in (None, -1) or math.isinf(batches):
@@ -203,7 +181,7 @@ def _epochs(trainer: Any) -> float:
 
 
 def _epoch_end_users(trainer: Any) -> list[str]:
-    """What is configured to happen at the end of an epoch on all ranks together."""
+    """Return the names of what happens at the end of an epoch on all ranks together."""
     callbacks = pytorch("callbacks")
     users = []
     for callback in trainer.callbacks:
@@ -217,8 +195,6 @@ def _epoch_end_users(trainer: Any) -> list[str]:
                 users.append("EarlyStopping")
         if isinstance(callback, callbacks.StochasticWeightAveraging):
             users.append("StochasticWeightAveraging")
-    from torchmetrics import Metric
-
     users += [f"the metric `{n}`" for n, m in trainer.lightning_module.named_modules() if isinstance(m, Metric)]
     if trainer.reload_dataloaders_every_n_epochs:
         users.append("`reload_dataloaders_every_n_epochs`")
@@ -228,11 +204,7 @@ def _epoch_end_users(trainer: Any) -> list[str]:
 
 
 def check_loaders(owner: str, trainer: Any) -> None:
-    """Whether the samples of this rank's loaders can be dealt out anew, before the first batch.
-
-    Raises:
-        ValueError: they cannot; says why.
-    """
+    """Raise ValueError, with the reason, if the samples of this rank's loaders cannot be redistributed."""
     loaders = trainer.fit_loop._combined_loader.flattened
     loader = loaders[0]
     why = ""

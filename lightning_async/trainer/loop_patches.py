@@ -1,4 +1,8 @@
-"""Validations and ends of epochs, to which Lightning assumes that every rank comes after the same number of batches."""
+"""What changes in Lightning's loops so that replicas may be asynchronous, and where all ranks meet.
+
+Lightning assumes that every rank comes to validations and ends of epochs after the same number of batches. Each patch
+replaces one method of one object of one Trainer, and is taken back at tear-down.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +11,13 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
+from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.data.epoch_data import EmptyShards, JoinerData, LostRankData
 from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize, ValidationTakeover
@@ -30,7 +35,7 @@ from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import (
     Undo,
     fabric,
-    replace,
+    override,
     sync_metrics_through,
     take_back,
     validation_interval,
@@ -41,14 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class Validation:
-    """Patches when to validate, the validation itself, and the end of an epoch.
-
-    Args:
-        strategy: whose sync points these are.
-        trainer: its loops.
-        meeting: opens the sync points.
-        lost_rank_data: what is left of an epoch where ranks were lost.
-    """
+    """Patches of when to validate, of the validation itself, and of the end of an epoch."""
 
     def __init__(
         self, strategy: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData
@@ -60,82 +58,70 @@ class Validation:
         self.sync_points_epochs = True
         """Whether all ranks meet at the end of each epoch."""
         self._due = self._held = 0
-        """Validations within this epoch: that this rank's clock has asked for, and that all have run."""
+        """How many validations of this epoch this rank's clock has asked for, and how many all have run."""
         self._due_at_end = False
         self._missed = 0
-        """Validations that this rank's clock would have asked for, had its data not ended before its epoch."""
+        """Number of validations that this rank's data has ended before, ahead of its epoch."""
         self._validated = False
         """The model has not changed since it was validated."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
         fit = self._trainer.fit_loop
         if (updates := updates_of(self._trainer)) is not None:
-            updates.rates.epochs_meet = lambda: self.sync_points_epochs and self._strategy.sync_points is not None
+            updates.rates.epochs_meet = lambda: self._meets_at_end
         return [
-            replace(fit.epoch_loop, "on_run_start", self._begin_epoch),
-            replace(fit.epoch_loop, "_should_check_val_fx", self._should_validate),
-            replace(fit.epoch_loop.val_loop, "run", self._validate),
-            replace(fit, "on_advance_end", self._end_epoch),
+            override(fit.epoch_loop, "on_run_start", self._begin_epoch),
+            override(fit.epoch_loop, "_should_check_val_fx", self._should_validate),
+            override(fit.epoch_loop.val_loop, "run", self._validate),
+            override(fit, "on_advance_end", self._end_epoch),
             *ShortEpochs(self._trainer, self._end_early).install(),
         ]
 
+    @property
+    def _meets_at_end(self) -> bool:
+        return self.sync_points_epochs and self._strategy.sync_points is not None
+
     def start_over(self) -> None:
-        """Training begins anew within this fit."""
+        """Begin training anew within this fit."""
         self._due = self._held = self._missed = 0
         self._due_at_end = self._validated = False
 
     def model_changed(self) -> None:
-        """What was validated is not the model any more."""
+        """Note that the model is not the one that was validated."""
         self._validated = False
 
-    def _begin_epoch(self, original: Any) -> Any:
-        """A fit that goes on from behind the last batch of an epoch has the validation before it that is due then."""
+    def _begin_epoch(self, original: Any, data_fetcher: Any) -> None:
+        """Run the validation that is due first, in a fit that resumes after the last batch of an epoch."""
+        original(data_fetcher)
+        epoch = self._trainer.fit_loop.epoch_loop
+        goes_on = epoch.batch_progress.current.ready > 0 and not epoch.restarting
+        if goes_on and self._meets_at_end and epoch._is_training_done:
+            epoch._should_check_val_fx(data_fetcher)  # which puts it off until all ranks are there
 
-        def on_run_start(data_fetcher: Any) -> None:
-            original(data_fetcher)
-            epoch = self._trainer.fit_loop.epoch_loop
-            goes_on = epoch.batch_progress.current.ready > 0 and not epoch.restarting
-            if (
-                goes_on
-                and self.sync_points_epochs
-                and self._strategy.sync_points is not None
-                and epoch._is_training_done
-            ):
-                epoch._should_check_val_fx(data_fetcher)  # which puts it off until all ranks are there
+    def _should_validate(self, original: Any, data_fetcher: Any) -> bool:
+        """Return whether to validate: on this rank's clock, or because another rank asks.
 
-        return on_run_start
-
-    def _should_validate(self, original: Any) -> Any:
-        """When to validate: on this rank's clock, or because another rank asks.
-
-        One that is due with the last batch of an epoch waits until all ranks are there (`_end_epoch`), so that it sees
-        the model of the whole epoch. Else the rank that comes first asks all, and what the others' clocks say
+        A validation that is due with the last batch of an epoch waits until all ranks are there (`_end_epoch`), so that
+        it sees the model of the whole epoch. Else the rank that comes first asks all, and what the others' clocks say
         about the same validation, sooner or later, is done with it.
         """
-
-        def should_check_val_fx(data_fetcher: Any) -> bool:
-            sync_points = self._strategy.sync_points
-            epoch = self._trainer.fit_loop.epoch_loop
-            if sync_points is None or epoch.restarting:
-                return original(data_fetcher)
-            due = original(data_fetcher)
-            stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
-            if due and self.sync_points_epochs and (epoch._is_training_done or stops):
-                self._due_at_end = True
-                return False
-            if due and not isinstance(validation_interval(self._trainer), timedelta):
-                self._due += 1
-                due = self._due > self._held
-            asked = (
-                Vote.VALIDATE in sync_points.agreed and self._strategy.step_runner.between_windows and not self._comes()
-            )
-            return due or (asked and self._trainer.enable_validation)
-
-        return should_check_val_fx
+        sync_points = self._strategy.sync_points
+        epoch = self._trainer.fit_loop.epoch_loop
+        if sync_points is None or epoch.restarting:
+            return original(data_fetcher)
+        due = original(data_fetcher)
+        stops = self._trainer.should_stop and self._trainer.fit_loop._can_stop_early
+        if due and self.sync_points_epochs and (epoch._is_training_done or stops):
+            self._due_at_end = True
+            return False
+        if due and not isinstance(validation_interval(self._trainer), timedelta):
+            self._due += 1
+            due = self._due > self._held
+        asked = Vote.VALIDATE in sync_points.agreed and self._strategy.step_runner.between_windows
+        return due or (asked and not self._comes() and self._trainer.enable_validation)
 
     def _comes(self) -> bool:
-        """Where ranks step together: this one's clock comes to that validation, too, after as many batches."""
+        """Return whether, where ranks step together, this rank's clock will ask for that validation, too."""
         trainer = self._trainer
         fit = self._trainer.fit_loop
         every = trainer.val_check_batch
@@ -147,62 +133,54 @@ class Validation:
         return count.current.ready + every - clock.ready % every <= fit.max_batches
 
     def _end_early(self, missed: int) -> None:
-        """Validate what this rank's clock misses, see `ShortEpochs`: where all ranks meet at the end of the epoch."""
-        if self.sync_points_epochs and self._strategy.sync_points is not None:
+        """Count the validations that this rank's clock misses; or validate now, if no sync point ends the epoch."""
+        if self._meets_at_end:
             self._missed += missed
         else:
             _validate_at_end(self._trainer, missed)
 
     def _validate(self, original: Any) -> Any:
-        def run() -> Any:
-            if self._strategy.sync_points is None:  # the sanity check, before training
-                return original()
-            self._meeting.rendezvous(SyncPointKind.VALIDATE)
-            self._held += 1
-            output = original()
-            self._validated = True
-            return output
+        if self._strategy.sync_points is None:  # the sanity check, before training
+            return original()
+        self._meeting.rendezvous(SyncPointKind.VALIDATE)
+        self._held += 1
+        output = original()
+        self._validated = True
+        return output
 
-        return run
-
-    def _end_epoch(self, original: Any) -> Any:
-        def on_advance_end() -> None:
-            self._strategy.begin_again()
-            sync_points = self._strategy.sync_points
-            world = self._strategy.world
-            updates = updates_of(self._trainer)
-            follow_rates = None
-            if self.sync_points_epochs and sync_points is not None and world is not None:
+    def _end_epoch(self, original: Any) -> None:
+        self._strategy.begin_again()
+        world = self._strategy.world
+        updates = updates_of(self._trainer)
+        follow_rates = None
+        if self._meets_at_end and world is not None:
+            self._meet()
+            while self._lost_rank_data.rest():  # first: a rank that joins within the rest finds all others here
                 self._meet()
-                while self._lost_rank_data.rest():  # first: who comes within the rest finds all others here
-                    self._meet()
-                world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
-                if updates is not None:
-                    follow_rates = updates.rates.end_epoch(world)
-                # Others may have come to what this rank has missed: it has taken part in that.
-                missed = self._missed > 0 and self._due + self._missed > self._held
-                mine = [float(self._due_at_end or missed), float(self._is_last())]
-                due, last = world.reduce(torch.tensor(mine), "max").tolist()
-                if due > 0.0 and not self._validated:
-                    with _at_last_step(self._trainer):
-                        join_validation(self._trainer)
-                if last > mine[1]:  # another rank's, which has taken more steps: nobody goes on without it
-                    self._trainer.should_stop = True
-                self._due_at_end = False
-                self._due = self._held = self._missed = 0
-            original()
-            if follow_rates is not None:
-                follow_rates()
-            self._strategy.end_epoch()
-
-        return on_advance_end
+            world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
+            if updates is not None:
+                follow_rates = updates.rates.end_epoch(world)
+            # Others may have come to what this rank has missed: it has taken part in that.
+            missed = self._missed > 0 and self._due + self._missed > self._held
+            mine = [float(self._due_at_end or missed), float(self._is_last())]
+            due, last = world.reduce(torch.tensor(mine), "max").tolist()
+            if due > 0.0 and not self._validated:
+                _validate_at_end(self._trainer)
+            if last > mine[1]:  # another rank's, which has taken more steps: no rank goes on without it
+                self._trainer.should_stop = True
+            self._due_at_end = False
+            self._due = self._held = self._missed = 0
+        original()
+        if follow_rates is not None:
+            follow_rates()
+        self._strategy.end_epoch()
 
     def _meet(self) -> None:
         with _at_last_step(self._trainer):
             self._meeting.rendezvous(SyncPointKind.EPOCH_END, self._trainer.current_epoch)
 
     def _is_last(self) -> bool:
-        """Whether this rank has come to its limits with the epoch that ends, where all do not come to them alike."""
+        """Return whether this rank reaches its limits with this epoch, where ranks do not reach them together."""
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed + 1
         steps = fit.epoch_loop.global_step
@@ -210,55 +188,44 @@ class Validation:
 
 
 class ShortEpochs:
-    """Patches how an epoch ends whose data is shorter than the loader's length: at the ``StopIteration`` of a fetch.
+    """Patches of how an epoch ends whose data is shorter than the loader's length: at the ``StopIteration`` of a fetch.
 
     Lightning leaves out what belongs to the last batch, as no batch was known to be that one. Here schedulers that
     step with an epoch do so, and the validations run that the missing batches would have brought.
-
-    Args:
-        trainer: its epoch loop is patched.
-        end_early: Validates, once, if the number of missed validations that it is called with is positive. Default: at
-            once.
+    ``end_early`` is called with the number of missed validations; by default, it validates once if that is positive.
     """
 
     def __init__(self, trainer: Any, end_early: Callable[[int], None] | None = None) -> None:
         self._trainer = trainer
-        self._end_early = end_early
+        self._end_early = end_early or partial(_validate_at_end, trainer)
         self._warned = False
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
-        return [replace(self._trainer.fit_loop.epoch_loop, "advance", self._advance)]
+        return [override(self._trainer.fit_loop.epoch_loop, "advance", self._advance)]
 
-    def _advance(self, original: Any) -> Any:
-        def advance(data_fetcher: Any) -> None:
-            try:
-                original(data_fetcher)
-            except StopIteration as ended:
-                fit = self._trainer.fit_loop
-                has_data = not math.isinf(fit.max_batches) or _completed(self._trainer) > 0  # see `EmptyShards`
-                # `on_train_batch_start` that returns -1 has ended the epoch as a last batch does: that is asked for.
-                if has_data and not fit.epoch_loop._num_ready_batches_reached():
-                    self._end()
-                # One that has come from a loader's worker is a part of a cycle that holds the workers.
-                ended.__traceback__ = None
-                raise StopIteration from None
-
-        return advance
+    def _advance(self, original: Any, data_fetcher: Any) -> None:
+        try:
+            original(data_fetcher)
+        except StopIteration as ended:
+            fit = self._trainer.fit_loop
+            has_data = not math.isinf(fit.max_batches) or _completed(self._trainer) > 0  # see `EmptyShards`
+            # `on_train_batch_start` that returns -1 has ended the epoch as a last batch does: that is asked for.
+            if has_data and not fit.epoch_loop._num_ready_batches_reached():
+                self._end()
+            # One that has come from a loader's worker is a part of a cycle that holds the workers.
+            ended.__traceback__ = None
+            raise StopIteration from None
 
     def _end(self) -> None:
         trainer = self._trainer
-        epoch = self._trainer.fit_loop.epoch_loop
+        epoch = trainer.fit_loop.epoch_loop
         self._warn()
         missed = _missed_validations(trainer)
         if _completed(trainer) > 0:  # else no optimizer has stepped, which schedulers follow
             epoch.batch_progress.is_last_batch = True
             if trainer.lr_scheduler_configs:
                 epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-        if self._end_early is None:
-            _validate_at_end(trainer, missed)
-        else:
-            self._end_early(missed)
+        self._end_early(missed)
 
     def _warn(self) -> None:
         trainer = self._trainer
@@ -283,7 +250,7 @@ def _completed(trainer: Any) -> int:
 
 
 def _missed_validations(trainer: Any) -> int:
-    """How many validations the batches would have brought that are missing in this epoch."""
+    """Return how many validations are due with batches that are missing in this epoch."""
     fit = trainer.fit_loop
     every = trainer.val_check_batch
     by_time = isinstance(validation_interval(trainer), timedelta)
@@ -295,7 +262,7 @@ def _missed_validations(trainer: Any) -> int:
     return 0 if math.isinf(fit.max_batches) else int(fit.max_batches // every - _completed(trainer) // every)
 
 
-def _validate_at_end(trainer: Any, missed: int) -> None:
+def _validate_at_end(trainer: Any, missed: int = 1) -> None:
     if missed > 0:
         with _at_last_step(trainer):
             join_validation(trainer)
@@ -303,149 +270,106 @@ def _validate_at_end(trainer: Any, missed: int) -> None:
 
 @contextlib.contextmanager
 def _at_last_step(trainer: Any) -> Iterator[None]:
-    """Loggers show validations with the step before, as Lightning's, which come ahead of its count, and as an epoch's
-    metrics. What is counted stays: saves within a validation are of it."""
+    """Log validations with the step before, as Lightning does: it validates before it counts the step, and logs an
+    epoch's metrics so. The count itself stays: it is that of saves within a validation."""
     epoch = trainer.fit_loop.epoch_loop
 
-    def shown(original: Any) -> Any:
-        def log_eval_end_metrics(metrics: Any) -> None:
-            epoch._batches_that_stepped -= 1
-            try:
-                original(metrics)
-            finally:
-                epoch._batches_that_stepped += 1
+    def log_eval_end_metrics(original: Any, metrics: Any) -> None:
+        epoch._batches_that_stepped -= 1
+        try:
+            original(metrics)
+        finally:
+            epoch._batches_that_stepped += 1
 
-        return log_eval_end_metrics
-
-    undo = replace(trainer._logger_connector, "log_eval_end_metrics", shown)
+    undo = override(trainer._logger_connector, "log_eval_end_metrics", log_eval_end_metrics)
     try:
         yield
     finally:
         undo()
 
 
-# What must change in Lightning's loops so that replicas may run at their own pace, and where they meet.
-#
-# Each patch replaces one method of one object of one Trainer, and is taken back at tear-down.
-
-
-class DriftPatches:
-    """The patches on one Trainer.
-
-    Args:
-        strategy: has the sync points and hears the votes.
-        trainer: its loops, its signal connector, and some of its callbacks are patched.
-    """
+class LoopPatches:
+    """The patches on one Trainer: on its loops, its signal connector, and some of its callbacks."""
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         stopping = Stopping(strategy, trainer)
-        self._meeting = FitSyncPoints(strategy, trainer, stopping)
-        self._rates = LearningRates(strategy, trainer)
-        self._lost_rank_data = LostRankData(strategy, trainer, self._rates)
-        self._joiner_data = JoinerData(strategy, trainer, self._lost_rank_data.epoch, self._rates)
-        self._validation = Validation(strategy, trainer, self._meeting, self._lost_rank_data)
+        self.sync_points = FitSyncPoints(strategy, trainer, stopping)
+        self.rates = LearningRates(strategy, trainer)
+        self._lost_rank_data = LostRankData(strategy, trainer, self.rates)
+        self.joiner_data = JoinerData(strategy, trainer, self._lost_rank_data.epoch, self.rates)
+        self._validation = Validation(strategy, trainer, self.sync_points, self._lost_rank_data)
         self._saving = saving = Saving(strategy, trainer)
-        self._meeting.on_met = StepState(strategy, trainer, self._rates).make_equal
-        self._meeting.on_model_changed += [
+        self.sync_points.on_met = StepState(strategy, trainer, self.rates).make_equal
+        self.sync_points.on_model_changed += [
             self._validation.model_changed,
             saving.model_changed,
             strategy.on_model_changed,
         ]
-        collective_actions = CollectiveActions(strategy, trainer, self._meeting, saving, strategy.host)
+        collective_actions = CollectiveActions(strategy, trainer, self.sync_points, saving, strategy.host)
         shortage = WaitForReplicas(strategy, trainer, collective_actions, stopping)
         self._logging_failover = LoggingFailover(trainer)
         self._parts = (
-            stopping, collective_actions, shortage, self._validation, saving, self._rates,
+            stopping, collective_actions, shortage, self._validation, saving, self.rates,
             EmptyShards(strategy, trainer),
-            SamplerResize(strategy, trainer), self._lost_rank_data, self._joiner_data,
+            SamplerResize(strategy, trainer), self._lost_rank_data, self.joiner_data,
             ValidationTakeover(strategy, trainer), ConsistentMetrics(strategy, trainer), self._logging_failover,
         )  # fmt: skip
         self._undo: list[Undo] = []
 
     def install(self) -> None:
-        """Patch."""
         for part in self._parts:
-            for undo in part.install():
-                self._undo.append(undo)
-        self._undo.append(replace(self._trainer.fit_loop, "on_run_end", self._end_training))
+            self._undo += part.install()
+        self._undo.append(override(self._trainer.fit_loop, "on_run_end", self._end_training))
         self._undo.append(lambda: vars(self._trainer.strategy).pop("averaged_models", None))
         self._undo += sync_metrics_through(lambda: self._strategy.world, self._trainer.lightning_module)
 
     def remove(self) -> None:
-        """Take every patch back."""
         take_back(self._undo)
 
     def begin(self, world: LightningCollectives) -> None:
-        """All ranks begin to train.
-
-        Raises:
-            ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks.
-        """
+        """Begin to train, on all ranks, after `check_fit`."""
         self._validation.sync_points_epochs = configuration_checks.check_fit(self._trainer, world)
         self._logging_failover.begin(world)
-        self._meeting.begin(world)
-
-    def begin_steps(self, world: LightningCollectives) -> None:
-        """Replicas are about to take steps: all ranks call this together."""
-        self._meeting.on_met(world)
+        self.sync_points.begin(world)
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """What a joining rank must know of this fit, see `go_on`."""
+        """Return what a joining rank must know of this fit, for `go_on`."""
         return {
             "sync_points_epochs": self._validation.sync_points_epochs,
-            "epoch": self._joiner_data.told(),
-            "succession": self._logging_failover.told(),
+            "epoch": self.joiner_data.told(),
+            "succession": self._logging_failover.describe(),
         }
-
-    def prepare_for(self) -> None:
-        """See `JoinerData`."""
-        self._joiner_data.prepare_for()
-
-    def place(self, name: str, comes: bool = False) -> list[Any]:
-        """See `JoinerData`."""
-        return self._joiner_data.place(name, comes)
 
     def go_on(
         self, world: LightningCollectives, name: str, places: list[list[Any]], told: dict[str, Any] | None = None
     ) -> None:
-        """The same training goes on in a world of all, with a joining rank: this rank, if it has been ``told``."""
+        """Go on in a world that includes a joining rank: this rank, if it is ``told`` what the others know."""
         if told is not None:
             self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
             self._logging_failover.take(told["succession"])
-        self._meeting.begin(world)
-        self._joiner_data.deal(name, places, None if told is None else told["epoch"])
+        self.sync_points.begin(world)
+        self.joiner_data.deal(name, places, None if told is None else told["epoch"])
 
     @property
     def has_part(self) -> bool:
-        """Whether this rank, which has come within an epoch, takes part in the rest of it."""
+        """Whether this rank, which has joined within an epoch, takes part in the rest of it."""
         return self._lost_rank_data.epoch.first is not None or self._lost_rank_data.epoch.begins
 
     def tell_place(self) -> None:
-        """What is sent next holds all that this rank has done, the batch under way included."""
+        """Note that what is sent next holds all that this rank has done, the batch under way included."""
         if self._strategy.shrinks and self._strategy.sync_points is not None:
             self._lost_rank_data.tell_place(self._strategy.sync_points)
 
-    def follow_schedule(self) -> None:
-        """See `LearningRates.follow`."""
-        self._rates.follow()
-
     def start_over(self) -> None:
-        """Training begins anew within this fit."""
+        """Begin training anew within this fit."""
         self._validation.start_over()
         self._lost_rank_data.start_over()
-        self._rates.start_over()
+        self.rates.start_over()
 
-    def within_batch(self, sync_point: SyncPointKind) -> Arrival:
-        """See `FitSyncPoints.within_batch`."""
-        return self._meeting.within_batch(sync_point)
-
-    def _end_training(self, original: Any) -> Any:
-        def on_run_end() -> None:
-            self._meeting.rendezvous(SyncPointKind.TRAIN_END)
-            self._saving.catch_up()
-            self._strategy.summarise()
-            original()
-
-        return on_run_end
+    def _end_training(self, original: Any) -> None:
+        self.sync_points.rendezvous(SyncPointKind.TRAIN_END)
+        self._saving.catch_up()
+        self._strategy.summarise()
+        original()

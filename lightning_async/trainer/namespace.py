@@ -1,10 +1,8 @@
-"""Lightning as this package uses it: its namespace, patches of its objects, and what a Trainer or module says.
+"""Lightning as this package uses it: its namespace, patches of its objects, questions to a Trainer or a module.
 
-Both ``lightning.pytorch`` and ``pytorch_lightning`` hold the same code under different names, and objects of one do not
-work with the other. Here, and nowhere else, one is chosen: the one that the program has imported first, else the one
-that is installed, ``lightning`` first. Where both are imported, the other one's Trainer says why it refuses, and what
-to do. Then come, in this order: patches and what undoes them (`replace`), questions to a Trainer and to a module, words
-of exceptions, sizes of batches, one model for all replicas, `OwnSteps` and `CompiledMark`.
+``lightning.pytorch`` and ``pytorch_lightning`` hold the same code under different names, and objects of one do not work
+with the other. Here, and nowhere else, one is chosen: the one that the program has imported first, else the one that is
+installed, ``lightning`` first. Where both are imported, the other one's Trainer says why it refuses, and what to do.
 """
 
 from __future__ import annotations
@@ -72,12 +70,8 @@ def fabric(module: str) -> ModuleType:
 def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
     """Let the Trainer of the other namespace, where the program has imported it, name the cause of its refusal.
 
-    Its registry holds the names, with a function that raises. It takes a strategy's class for one of its own, so that
-    `check_object` is reached in place of "invalid strategy name".
-
-    Args:
-        strategy: a class of this package.
-        names: under which it is registered.
+    Its registry gets the ``names`` of the ``strategy``, with a function that raises. It takes the class for one of its
+    own, so that `check_object` is reached in place of "invalid strategy name".
     """
     other = sys.modules.get(f"{_OTHER}.strategies")
     if other is None:
@@ -92,11 +86,7 @@ def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
 
 
 def check_object(owner: object, thing: object) -> None:
-    """Refuse a Trainer, or a part of it, that is of the other namespace.
-
-    Raises:
-        TypeError: it is; says what to do.
-    """
+    """Raise TypeError for a Trainer, or a part of it, that is of the other namespace."""
     roots = {"lightning"} if name == "pytorch_lightning" else {"pytorch_lightning", "lightning_fabric"}
     if any(kind.__module__.partition(".")[0] in roots for kind in type(thing).__mro__):
         raise TypeError(_refusal(type(owner).__name__))
@@ -106,7 +96,7 @@ def _refusal(owner: str) -> str:
     return (
         f"`{owner}` works with the Trainer of `{name}`, and was given to that of `{_OTHER}`. "
         "This program imports both, and the one that is imported first is taken. "
-        f"Import `{_OTHER}` before everything else, or lightning_async right behind it; or use `{name}.Trainer`."
+        f"Import `{_OTHER}` before everything else, or lightning_async right after it; or use `{name}.Trainer`."
     )
 
 
@@ -123,7 +113,7 @@ def set_for_now(owner: Any, name: str, value: Any) -> Undo:
 
 
 def take_back(undo: list[Undo]) -> None:
-    """Call what takes patches back, the last first, and empty the list."""
+    """Take patches back, the last first, and empty the list."""
     while undo:
         undo.pop()()
 
@@ -133,25 +123,18 @@ def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
     return set_for_now(owner, name, wrap(getattr(owner, name)))
 
 
-def wrap_method(owner: Any, name: str, method: Callable[..., Any]) -> Undo:
-    """Call ``method`` with the original before the arguments, in a method's place; return what sets it back."""
-    original = getattr(owner, name)
+def override(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
+    """Have ``call`` called in place of a method, which is its first argument; return what sets the method back."""
+    return set_for_now(owner, name, _before(getattr(owner, name), call))
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return method(original, *args, **kwargs)
 
-    return set_for_now(owner, name, wrapped)
+def _before(original: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    # A function, and no `functools.partial`: set on a class, it is a method, with `self` after the original.
+    return lambda *args, **kwargs: call(original, *args, **kwargs)
 
 
 class _InPlaceOf:
-    """What an object calls for now, in place of what it had.
-
-    Users pickle and copy their objects in mid-fit: a pickle and a deep copy have what the object had.
-
-    Args:
-        had: what stood there.
-        call: what is called.
-    """
+    """A function that an object calls for now; a pickle or a deep copy of the object has the one that it ``had``."""
 
     def __init__(self, had: Any, call: Callable[..., Any]) -> None:
         self._had = had
@@ -161,25 +144,25 @@ class _InPlaceOf:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # No function of this package: whoever reads the pickle need not have it.
+        # No function of this package: a program that reads the pickle need not have it.
         return operator.itemgetter(0), ((self._had,),)
 
 
 class _InPlaceOfAll(_InPlaceOf):
-    """The same for what says nothing of the object itself: a deep copy goes on with it, a pickle does not."""
+    """The same for a function that is not bound to the object: a deep copy keeps it, a pickle does not."""
 
     def __deepcopy__(self, memo: Any) -> _InPlaceOfAll:
         return self
 
 
-def replace_for_users(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
-    """Do as `replace`, on an object that a user may pickle or copy meanwhile: a callback, a logger."""
+def override_for_users(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
+    """Do as `override`, on an object that a user may pickle or copy meanwhile: a callback, a logger."""
     original = getattr(owner, name)
-    return set_for_now(owner, name, _InPlaceOf(original, wrap(original)))
+    return set_for_now(owner, name, _InPlaceOf(original, _before(original, call)))
 
 
 def sync_metrics_through(world: Callable[[], LightningCollectives | None], module: Any) -> list[Undo]:
-    """Lead torchmetrics' collectives through ``world()``; they wait for nobody while replicas are asynchronous."""
+    """Lead torchmetrics' collectives through ``world()``; they wait for no rank while replicas are asynchronous."""
 
     def available() -> bool:
         there = world()
@@ -217,7 +200,7 @@ def searches_lr(trainer: Any) -> bool:
 
 
 def pulls(module: Any) -> bool:
-    """Return whether `training_step` takes its batches from the loader by itself: nobody knows them before."""
+    """Return whether `training_step` takes its batches from the loader by itself: they are not known before."""
     signature = pytorch("utilities.signature_utils")
     return signature.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
@@ -228,12 +211,10 @@ def pulled(trainer: Any) -> Any:
 
 
 def changes_gradients(module: Any, until_step: bool = False) -> bool:
-    """Return whether a hook of the module's, or of a callback, may change gradients behind the backward pass.
+    """Return whether a hook of the module, or of a callback, may change gradients after the backward pass.
 
-    It may leave no trace (``p.grad.data``), so gradients can only leave when it is over.
-
-    Args:
-        until_step: or later, before the optimizer's step. Default: by the end of the pass.
+    It may leave no trace (``p.grad.data``), so gradients can only leave when it is over. With ``until_step``: also the
+    hooks that come later, before the optimizer's step.
     """
     is_overridden = pytorch("utilities.model_helpers").is_overridden
     hooks = ("on_after_backward", *(("on_before_optimizer_step",) if until_step else ()))
@@ -249,7 +230,7 @@ def rank_zero_info(text: str) -> None:
 
 
 def in_words(exception: BaseException) -> str:
-    """Return what the other ranks are told of this rank's end."""
+    """Return the text by which other ranks learn why this rank has ended."""
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by hand (KeyboardInterrupt), which is no error of the program"
     try:
@@ -259,7 +240,7 @@ def in_words(exception: BaseException) -> str:
 
 
 def shorten(exception: BaseException) -> None:
-    """Strip the places in Lightning and in this package that it came through off its message; they are logged."""
+    """Strip the traceback and the causes off an exception, after they were logged."""
     log.debug("Where it was noticed:", exc_info=exception)
     exception.__cause__ = exception.__context__ = None
     exception.__suppress_context__ = True
@@ -281,12 +262,7 @@ def _warn(kind: str) -> None:
 
 
 def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Return a user's function of a batch as one that returns a finite number >= 0, or raises.
-
-    Args:
-        owner: the strategy's name, for messages.
-        function: what a batch counts.
-    """
+    """Return a user's function of a batch as one that returns a finite number >= 0, or raises."""
 
     def count(batch: Any) -> float:
         counted = float(function(batch))
@@ -300,11 +276,7 @@ def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], fl
 
 
 def make_equal(world: LightningCollectives, module: Any) -> None:
-    """Compare the replicas' models, and start them all from rank 0's.
-
-    Raises:
-        LayoutMismatch: they differ; names the first difference.
-    """
+    """Start all replicas from rank 0's model; raise `LayoutMismatch` with the first difference of their layouts."""
     mine = describe(module)
     for rank, theirs in enumerate(world.gather_objects(mine)):
         difference = FlatLayout.first_difference(mine, theirs)
@@ -317,50 +289,42 @@ def make_equal(world: LightningCollectives, module: Any) -> None:
 
 
 class OwnSteps:
-    """What a module decides by itself: a batch without a loss, and steps of optimizers that Lightning has not wrapped.
+    """A module's own decisions: a batch without a loss, and steps of optimizers that Lightning has not wrapped.
 
-    A raw ``optimizer.step()`` would pass by the strategy: replicas would part, and Lightning would not count it. While
-    `install` holds, the ``step`` of each optimizer is Lightning's, with all that belongs to it, unless Lightning itself
-    calls it. A step that was taken from the optimizer before (``step = optimizer.step``, or a compiled one) cannot be
-    led there: torch's hook sees it, and it is refused.
-
-    Args:
-        strategy: has the optimizers.
+    A raw ``optimizer.step()`` would bypass the strategy: replicas would diverge, and Lightning would not count it.
+    After `install`, the ``step`` of each optimizer is Lightning's, unless Lightning itself calls it. A step that was
+    taken from the optimizer before (``step = optimizer.step``, or a compiled one) cannot be redirected: torch's hook
+    sees it, and it is refused.
     """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self._under_way: set[int] = set()
-        """Optimizers, by their `id`, of which Lightning takes a step."""
+        """The `id` of each optimizer of which Lightning takes a step."""
         self.skipped = False
-        """`training_step` has returned None for the batch under way."""
+        """Whether `training_step` has returned None for the batch under way."""
 
     def install(self, trainer: Any) -> list[Undo]:
-        """Patch; return what takes it back."""
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
-        undo = [replace(loop, "_training_step", functools.partial(self._let_skip, loop))]
+        undo = [override(loop, "_training_step", functools.partial(self._let_skip, loop.output_result_cls))]
         for optimizer in self._strategy.optimizers:
             undo.append(optimizer.register_step_pre_hook(self._check).remove)
             undo.append(replace(optimizer, "step", functools.partial(self.led, optimizer)))
         return undo
 
-    def _let_skip(self, loop: Any, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def _let_skip(self, result: Any, original: Callable[[Any], Any], kwargs: Any) -> Any:
         """Let `training_step` return None, which Lightning refuses where others would wait for gradients for ever."""
-
-        def training_step(kwargs: Any) -> Any:
-            self.skipped = False
-            try:
-                return original(kwargs)
-            except RuntimeError:
-                if not self.skipped:
-                    raise
-                return loop.output_result_cls(None)
-
-        return training_step
+        self.skipped = False
+        try:
+            return original(kwargs)
+        except RuntimeError:
+            if not self.skipped:
+                raise
+            return result(None)
 
     @contextmanager
     def taking(self, optimizer: Optimizer) -> Iterator[None]:
-        """Note that Lightning takes a step of this one, for the time of the block."""
+        """Note that Lightning takes a step of this optimizer within the block."""
         new = {id(optimizer)} - self._under_way
         self._under_way |= new
         try:
@@ -369,7 +333,7 @@ class OwnSteps:
             self._under_way -= new
 
     def led(self, optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``step`` for the optimizer's place: where it is not Lightning that calls it, Lightning is to."""
+        """Return a ``step`` for the optimizer that calls Lightning's, unless Lightning is the caller."""
 
         @functools.wraps(getattr(step, "__func__", step))
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -397,11 +361,10 @@ _MARK = "_compiler_ctx"
 
 
 class CompiledMark:
-    """The mark of compilation of one strategy's module, and whether it is off.
+    """The mark that `torch.compile` leaves on a module, taken off while the Trainer looks for it.
 
-    Lightning lets only strategies on a list of its own train a module that `torch.compile` returned. The Trainer looks
-    at the mark after it has handed the module to the strategy, or asked the strategy for it, and before it asks for the
-    launcher. In between, the mark is off.
+    Lightning lets only strategies on a list of its own train a compiled module. The Trainer looks at the mark after it
+    has handed the module to the strategy, or asked the strategy for it, and before it asks for the launcher.
     """
 
     def __init__(self) -> None:

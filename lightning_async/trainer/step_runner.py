@@ -1,4 +1,4 @@
-"""`StepRunner`: what a strategy does with the batches, backward passes and optimizer steps of its replica."""
+"""`StepRunner`: the base of what a strategy does with a replica's batches, backward passes and optimizer steps."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ class StepRunner:
     """The steps of one replica in one session. This base takes them as they come, and exchanges nothing.
 
     The training thread calls, for each batch: `start_batch`; within `batch`, for each backward pass, `backward` around
-    it and `after_backward`; `step` for each optimizer step; `after_batch`. Before it stands at a sync point it calls
-    `finish_batch`, and `close` at the end of the session.
+    it and `after_backward`; `step` for each optimizer step; `after_batch`. Before a sync point it calls `finish_batch`,
+    and `close` at the end of the session.
     """
 
     recent: Sequence[Any] = ()
-    """The last batches, for recomputing BatchNorm's statistics, where that is asked for."""
+    """The last batches, if BatchNorm's statistics are to be recomputed."""
     between_windows = True
     """Whether this replica has no batches of a step that other replicas have whole: it may join their validation."""
     accumulates = False
     """Whether there are gradients of batches that are in no step, and not on their way to one."""
     missed_steps: int | None = None
-    """Synchronous steps of the others that this replica's optimizers have not taken; None where it takes none."""
+    """Number of the others' synchronous steps that this replica has not taken; None where it takes none."""
     called = False
     """Whether a replica has called all ranks together with the step that this replica has just taken."""
 
@@ -43,7 +43,7 @@ class StepRunner:
         """Use the gradients that a backward pass has made."""
 
     def skip_batch(self) -> None:
-        """Count the batch for nothing: in automatic optimization, `training_step` has returned None."""
+        """Do not count the batch: in automatic optimization, `training_step` has returned None."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Take one optimizer step.
@@ -54,7 +54,7 @@ class StepRunner:
             run: takes Lightning's optimizer step with a closure.
 
         Returns:
-            what ``run`` or ``closure`` has returned.
+            the result of ``run`` or ``closure``.
         """
         return run(closure)
 
@@ -62,15 +62,15 @@ class StepRunner:
         """End the passes of a batch."""
 
     def finish_batch(self) -> None:
-        """Take what is put off to the end of a batch. Calling it twice does no more."""
+        """Take what is put off to the end of a batch; idempotent."""
 
     def call_all(self) -> bool:
-        """Have the next message call all ranks together, so that all come behind the same step; False where a message
-        cannot: each rank comes when it hears of it."""
+        """Have the next message call all ranks together, after the same step; return False if it cannot: each rank
+        comes when it learns of the call."""
         return False
 
     def complete_summary(self) -> None:
-        """Add what is counted elsewhere to the summary of the run; all replicas are at the last sync point."""
+        """Add what is counted elsewhere to the summary of the run, at the last sync point."""
 
     def close(self) -> None:
-        """Give the optimizers back. Waits for no other rank."""
+        """Restore the optimizers; wait for no other rank."""

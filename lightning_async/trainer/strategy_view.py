@@ -1,4 +1,4 @@
-"""`StrategyView`: what the loops, checkpoints and callbacks ask of a strategy; `view_of` asks any strategy."""
+"""`StrategyView`: the properties of a strategy that loops, checkpoints and callbacks read; `view_of` any strategy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ _PLAIN_STEPS = StepRunner()
 
 
 class StrategyView:
-    """A strategy as the rest of the package sees it. This base answers as a strategy of Lightning's own.
-
-    The strategies of this package inherit from it, and replace what is otherwise with them.
-    """
+    """A strategy as the rest of the package sees it; the base of the strategies of this package, which override what
+    differs from Lightning's own strategies."""
 
     replicated = False
     """A strategy of this package: one whole replica per rank."""
@@ -29,36 +27,27 @@ class StrategyView:
     in_step = False
     """Replicas take every step together, each after the same number of its own batches, as long as it has some."""
     failed = False
-    """This rank has ended with an exception: it waits for nobody."""
+    """This rank has ended with an exception: it waits for no other."""
     weight = 1.0
-    """What each loss is multiplied by, see `HorovodStrategy`."""
+    """Factor of each loss, see `HorovodStrategy`."""
     live_ranks: Any = None
-    """The live ranks of those that began, see `RankMap`; None where all are, or must be."""
+    """The `RankMap` of live ranks; None where no rank may be lost."""
     host: Any = None
-    """Admits joining ranks, see `JoinCoordinator`; None where nobody can come."""
+    """The `JoinCoordinator`, which admits joining ranks; None where none can join."""
     summary: Any = None
-    """What the run has done so far, see `RunSummary`."""
+    """The `RunSummary` so far."""
     updates: Any = None
     """`OptimizerUpdates` of the fit; None where a step belongs to the batch that Lightning has at hand."""
-
-    @property
-    def connection(self) -> Any:
-        """`Connection` of all ranks; None in a world of one."""
-        return None
+    connection: Any = None
+    """The `Connection` of all ranks; None in a world of one."""
+    averager: Any = None
+    """The `BackgroundAverager` of this session, if any."""
+    gradients: Any = None
+    """The `SynchronousGradients` of this session, if any, which move gradients by the engine."""
 
     @property
     def world(self) -> LightningCollectives | None:
         """Collectives over all ranks; None in a world of one."""
-        return None
-
-    @property
-    def averager(self) -> Any:
-        """The `BackgroundAverager` of this session; None where there is none."""
-        return None
-
-    @property
-    def gradients(self) -> Any:
-        """`SynchronousGradients` of this session, which move gradients by the engine; None where there is none."""
         return None
 
     @property
@@ -68,7 +57,7 @@ class StrategyView:
 
     @property
     def step_runner(self) -> StepRunner:
-        """Takes the steps of this replica; where nothing is exchanged, as they come."""
+        """The `StepRunner` of this replica; the base class where nothing is exchanged."""
         return _PLAIN_STEPS
 
     @property
@@ -83,26 +72,24 @@ class StrategyView:
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        """Optimizer steps per replica, the mean over all: when training began, and now.
-
-        Learning rates that change per batch follow them; None: each replica's follow its own steps.
-        """
+        """Optimizer steps, as the mean over replicas, when training began and now; learning rates that change per batch
+        follow them. None: each replica's follow its own steps."""
         return None
 
     def start_over(self) -> None:
         """Begin another training with the next batch: all ranks are here, with one model."""
 
     def begin_again(self) -> None:
-        """Before a batch or a sync point: if a checkpoint was restored during training, be asynchronous from there."""
+        """Become asynchronous again, before a batch or a sync point, if a checkpoint was restored during training."""
 
     def on_model_changed(self) -> None:
         """Follow another model, which a sync point has given all replicas."""
 
     def end_epoch(self) -> None:
-        """Count an epoch of this rank's."""
+        """Count an epoch of this rank."""
 
     def summarise(self) -> None:
-        """Complete the summary: all replicas are at the last sync point."""
+        """Complete the summary, at the last sync point."""
 
 
 _OTHERS = StrategyView()

@@ -131,7 +131,8 @@ def hosted(
     trainer = SimpleNamespace(fit_loop=SimpleNamespace(done=done), callbacks=[])
     strategy: Any = SimpleNamespace(
         fit_sessions=SimpleNamespace(
-            session=SimpleNamespace(averager=averager), patches=SimpleNamespace(place=lambda name: [name])
+            session=SimpleNamespace(averager=averager),
+            patches=SimpleNamespace(joiner_data=SimpleNamespace(place=lambda name, comes: [name])),
         ),
         module=SimpleNamespace(trainer=trainer), connection=object(), live_ranks=live_ranks,
     )  # fmt: skip

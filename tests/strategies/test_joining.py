@@ -20,6 +20,7 @@ from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loop_patches import Validation
 from lightning_async.trainer.loops.updates import SharedLearningRates
+from lightning_async.trainer.strategy_view import StrategyView
 from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.strategies.test_live_ranks import epochs_logged
@@ -148,9 +149,7 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
         progress = SimpleNamespace(current=SimpleNamespace(processed=0))
         fit = SimpleNamespace(epoch_loop=epoch, epoch_progress=progress, max_epochs=9, restarting=False)
         fit.on_advance_end = lambda: stepped.append("ended")
-        strategy: Any = SimpleNamespace(
-            begin_again=lambda: None, end_epoch=lambda: None, sync_points=True, shrinks=True
-        )
+        strategy: Any = type("Strategy", (StrategyView,), {"sync_points": True, "shrinks": True, "world": None})()
         loggers = SimpleNamespace(log_eval_end_metrics=None)
         trainer = SimpleNamespace(
             fit_loop=fit, strategy=strategy, current_epoch=0, should_stop=False, _logger_connector=loggers

@@ -174,5 +174,5 @@ def test_too_few_end_where_nobody_comes_in_time(tmp_path: Path) -> None:
         results = group.join()
     error = ended(results[0])["error"]
     assert error.startswith("PeerLost: Rank 0: 1 of at least 2 replicas are left"), results[0]
-    assert "nobody has come within 0:00:06" in error  # that is no hang, either
+    assert "none has joined within 0:00:06" in error  # that is no hang, either
     assert ended(results[0])["alone"] <= 2

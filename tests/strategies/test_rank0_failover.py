@@ -191,7 +191,7 @@ def succeed(trainer: Any, told: dict[str, Any], batch_idx: int = 0) -> None:
 
 
 def test_a_logger_of_which_nothing_is_known_is_told_of_once(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
-    told = LoggingFailover(trainer_with(Own(), loggers.CSVLogger(tmp_path), leads=True)).told()
+    told = LoggingFailover(trainer_with(Own(), loggers.CSVLogger(tmp_path), leads=True)).describe()
     succeed(trainer_with(Own(), loggers.CSVLogger(tmp_path)), told)
     (record,) = caplog.records
     assert "and logs with Own. How that goes on" in record.getMessage()
@@ -199,7 +199,7 @@ def test_a_logger_of_which_nothing_is_known_is_told_of_once(caplog: pytest.LogCa
     succeed(trainer_with(loggers.CSVLogger(tmp_path)), told)
     assert "had the loggers ['Own', 'CSVLogger'], and this one has ['CSVLogger']" in caplog.text
     caplog.clear()
-    succeed(trainer_with(), LoggingFailover(trainer_with()).told())
+    succeed(trainer_with(), LoggingFailover(trainer_with()).describe())
     assert not caplog.text
 
 
@@ -249,7 +249,7 @@ def test_a_bar_that_was_off_stays_off(bar: Any, rank_0_shows: bool, capsys: pyte
     assert bar.train_progress_bar.disable
     assert capsys.readouterr() == ("", "")
     bar.enable()
-    assert LoggingFailover(trainer_with(bar=bar, leads=True)).told()["bar"] is bar.is_enabled
+    assert LoggingFailover(trainer_with(bar=bar, leads=True)).describe()["bar"] is bar.is_enabled
 
 
 class AsDocumented(callbacks.ProgressBar):
@@ -288,7 +288,7 @@ def test_one_that_comes_is_told_of_the_bar_though_rank_0_has_yet_to_show_it() ->
     succession = LoggingFailover(trainer)
     succession.take({"loggers": [], "kinds": [], "bar": True})
     trainer.is_global_zero = True
-    assert succession.told() == {"loggers": [], "kinds": [], "bar": True}
+    assert succession.describe() == {"loggers": [], "kinds": [], "bar": True}
 
 
 def test_the_trainer_of_a_users_has_what_is_asked_for(tmp_path: Path) -> None:
@@ -296,4 +296,4 @@ def test_the_trainer_of_a_users_has_what_is_asked_for(tmp_path: Path) -> None:
     trainer = pl.Trainer(
         logger=False, enable_progress_bar=False, accelerator="cpu", devices=1, default_root_dir=tmp_path
     )
-    assert LoggingFailover(trainer).told() == {"loggers": [], "kinds": [], "bar": False}
+    assert LoggingFailover(trainer).describe() == {"loggers": [], "kinds": [], "bar": False}

@@ -31,7 +31,7 @@ from lightning_async.trainer.checkpoint.saves import FAILED_S, AsyncSaves, Locks
 from lightning_async.trainer.environment.environments import StableIds, is_joining, names_of
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, Preemption
-from lightning_async.trainer.namespace import Undo, in_words, pytorch, searches_lr, set_for_now, take_back, wrap_method
+from lightning_async.trainer.namespace import Undo, in_words, override, pytorch, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
@@ -71,19 +71,19 @@ class Checkpointing:
         trainer = self._trainer
         strategy = self._trainer.strategy
         reader = DirectoryIO(strategy.checkpoint_io, self._recovery.load)
-        self._undo.append(wrap_method(strategy, "teardown", self._tear_down))
+        self._undo.append(override(strategy, "teardown", self._tear_down))
         self._undo.append(set_for_now(strategy, "_checkpoint_io", reader))
         if trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         self._undo += self.resume.install()
         self.resume.on_boundary = self._boundary
         self._undo += [
-            wrap_method(trainer.fit_loop, "run", self._run_fit),
-            wrap_method(trainer, "_run_sanity_check", self._run_fit),
-            wrap_method(trainer._checkpoint_connector, "resume_start", self._resume_start),
-            wrap_method(trainer._checkpoint_connector, "resume_end", self._recovery.end),
-            wrap_method(strategy, "load_optimizer_state_dict", self._load_optimizers),
-            wrap_method(strategy, "on_train_start", self._begin),
+            override(trainer.fit_loop, "run", self._run_fit),
+            override(trainer, "_run_sanity_check", self._run_fit),
+            override(trainer._checkpoint_connector, "resume_start", self._resume_start),
+            override(trainer._checkpoint_connector, "resume_end", self._recovery.end),
+            override(strategy, "load_optimizer_state_dict", self._load_optimizers),
+            override(strategy, "on_train_start", self._begin),
             *self._preempted.install(),
         ]
 

@@ -18,11 +18,11 @@ from lightning_async.trainer.loops.loop_state import go_on_averaging, put_logged
 from lightning_async.trainer.namespace import (
     Undo,
     fabric,
+    override,
     searches_lr,
     set_for_now,
     take_back,
     validation_interval,
-    wrap_method,
 )
 
 
@@ -63,18 +63,18 @@ class Resume:
         return [
             self._end,
             *self.points.step_position.install(),
-            wrap_method(fit, "_load_combined_loader_states", self._load_loaders),
-            wrap_method(fit, "setup_data", partial(self._ask_for_loaders, fit, "reloaded")),
-            wrap_method(epoch.val_loop, "setup_data", partial(self._ask_for_loaders, epoch.val_loop, "val_reloaded")),
-            wrap_method(fit, "reset", self._reset_fit),
-            wrap_method(fit, "on_run_start", self._start_fit),
-            wrap_method(fit, "on_advance_end", self._end_epoch),
-            wrap_method(epoch, "reset", self._reset_epoch),
-            wrap_method(epoch, "on_run_start", self._start_epoch),
-            wrap_method(epoch, "on_advance_end", self._end_batch),
-            wrap_method(epoch, "_should_check_val_fx", self._should_validate),
-            wrap_method(epoch.val_loop, "run", self._validate),
-            wrap_method(epoch.val_loop, "_evaluation_step", self._validate_batch),
+            override(fit, "_load_combined_loader_states", self._load_loaders),
+            override(fit, "setup_data", partial(self._ask_for_loaders, fit, "reloaded")),
+            override(epoch.val_loop, "setup_data", partial(self._ask_for_loaders, epoch.val_loop, "val_reloaded")),
+            override(fit, "reset", self._reset_fit),
+            override(fit, "on_run_start", self._start_fit),
+            override(fit, "on_advance_end", self._end_epoch),
+            override(epoch, "reset", self._reset_epoch),
+            override(epoch, "on_run_start", self._start_epoch),
+            override(epoch, "on_advance_end", self._end_batch),
+            override(epoch, "_should_check_val_fx", self._should_validate),
+            override(epoch.val_loop, "run", self._validate),
+            override(epoch.val_loop, "_evaluation_step", self._validate_batch),
         ]
 
     def problems(self) -> list[str]:

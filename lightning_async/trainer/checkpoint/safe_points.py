@@ -36,7 +36,7 @@ from lightning_async.trainer.data.epoch_data import lost_rank_data_of
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
 from lightning_async.trainer.loops.loop_state import Known, Modes, take_logged
 from lightning_async.trainer.loops.updates import updates_of
-from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, take_back, wrap_method
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, pytorch, take_back
 
 log = logging.getLogger(__name__)
 
@@ -279,12 +279,12 @@ class StepPosition:
     def install(self) -> list[Undo]:
         epoch = self._trainer.fit_loop.epoch_loop
         return [
-            wrap_method(self._trainer.strategy, "backward", self._backward),
-            wrap_method(self._trainer.precision_plugin, "_after_closure", self._after_closure),
-            wrap_method(epoch.manual_optimization, "run", self._step_manually),
-            wrap_method(epoch, "update_lr_schedulers", self._update_lr_schedulers),
-            wrap_method(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
-            wrap_method(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
+            override(self._trainer.strategy, "backward", self._backward),
+            override(self._trainer.precision_plugin, "_after_closure", self._after_closure),
+            override(epoch.manual_optimization, "run", self._step_manually),
+            override(epoch, "update_lr_schedulers", self._update_lr_schedulers),
+            override(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
+            override(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
         ]
 
     def follow(self) -> Undo:

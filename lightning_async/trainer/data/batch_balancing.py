@@ -16,7 +16,7 @@ from lightning_async.data.redistribution import DataShard, by_steps
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.events import tell
 from lightning_async.trainer.data.epoch_data import EpochAssignment, end_at, go_on_with, lost_rank_data_of
-from lightning_async.trainer.namespace import Undo, take_back, wrap_method
+from lightning_async.trainer.namespace import Undo, override, take_back
 
 log = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class Balancing:
     def install(self) -> list[Undo]:
         """Patch, on top of all else that begins an epoch; return what takes it back."""
         loop = self._trainer.fit_loop.epoch_loop
-        return [wrap_method(loop, "on_run_start", self._begin), wrap_method(loop, "run", self._run)]
+        return [override(loop, "on_run_start", self._begin), override(loop, "run", self._run)]
 
     @property
     def name(self) -> str:

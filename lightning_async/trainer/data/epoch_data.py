@@ -35,10 +35,10 @@ from lightning_async.trainer.loops.lr_schedules import LearningRates
 from lightning_async.trainer.namespace import (
     Undo,
     callbacks_of,
+    override,
     set_for_now,
     take_back,
     validation_interval,
-    wrap_method,
 )
 from lightning_async.trainer.strategy_view import StrategyView
 
@@ -187,8 +187,8 @@ class LostRankData:
             return []
         vars(self._trainer.strategy)["lost_rank_data"] = self  # for checkpoints
         return [
-            wrap_method(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
-            wrap_method(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
+            override(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
+            override(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
             lambda: vars(self._trainer.strategy).pop("lost_rank_data", None),
         ]
 
@@ -366,9 +366,9 @@ class JoinerData:
             return []
         loop = self._trainer.fit_loop.epoch_loop
         return [
-            wrap_method(loop, "on_run_start", self._begin),
-            wrap_method(loop, "on_advance_end", self._after_batch),
-            wrap_method(loop, "run", self._run),
+            override(loop, "on_run_start", self._begin),
+            override(loop, "on_advance_end", self._after_batch),
+            override(loop, "run", self._run),
         ]
 
     def prepare_for(self) -> None:
@@ -528,7 +528,7 @@ def end_at(trainer: Any, end: float) -> list[Undo]:
 def train_on(trainer: Any, share: DataShard) -> None:
     epoch = trainer.fit_loop.epoch_loop
     fetcher = trainer.fit_loop._data_fetcher
-    undo = [wrap_method(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
+    undo = [override(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
     try:
         while not epoch.done:
             try:
@@ -559,7 +559,7 @@ class EmptyShards:
 
     def install(self) -> list[Undo]:
         return [
-            wrap_method(self._trainer.fit_loop, "setup_data", self._setup_data),
+            override(self._trainer.fit_loop, "setup_data", self._setup_data),
             set_for_now(self._trainer.lightning_module, "allow_zero_length_dataloader_with_multiple_devices", True),
         ]
 

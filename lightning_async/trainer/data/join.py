@@ -12,7 +12,7 @@ from lightning_async.checkpoint.buffers import Buffer
 from lightning_async.engine.collectives import Packed, packed
 from lightning_async.trainer.loops.averaged_models import averages_of
 from lightning_async.trainer.loops.loop_state import put_blank, take_logged
-from lightning_async.trainer.namespace import Undo, wrap_method
+from lightning_async.trainer.namespace import Undo, override
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
 
@@ -129,7 +129,7 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[
         if given:
             fit.max_batches = given.pop()
 
-    return [wrap_method(fit.epoch_loop, "run", run), wrap_method(fit, "on_advance_end", end)]
+    return [override(fit.epoch_loop, "run", run), override(fit, "on_advance_end", end)]
 
 
 def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from lightning_async.data.redistribution import (
 )
 from lightning_async.data.stateful_loader import sources_of
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, replace, set_for_now, take_back, validation_interval, wrap_method
+from lightning_async.trainer.namespace import Undo, override, replace, set_for_now, take_back, validation_interval
 from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
@@ -203,8 +203,8 @@ class ConsistentMetrics:
         loop = self._trainer.fit_loop.epoch_loop
         metrics = [child for child in self._trainer.lightning_module.modules() if isinstance(child, Metric)]
         return [
-            *(wrap_method(results, "_get_cache", self._cache) for results in (loop._results, loop.val_loop._results)),
-            *(wrap_method(metric, "compute", partial(self._compute, metric)) for metric in metrics),
+            *(override(results, "_get_cache", self._cache) for results in (loop._results, loop.val_loop._results)),
+            *(override(metric, "compute", partial(self._compute, metric)) for metric in metrics),
         ]
 
     def _cache(self, original: Any, logged: Any, on_step: bool) -> Any:
@@ -247,8 +247,8 @@ class ValidationTakeover:
         if not self._strategy.shrinks:
             return []
         return [
-            wrap_method(self._loop, "on_run_start", self._begin),
-            wrap_method(self._loop, "_store_dataloader_outputs", self._end_loader),
+            override(self._loop, "on_run_start", self._begin),
+            override(self._loop, "_store_dataloader_outputs", self._end_loader),
         ]
 
     def _begin(self, original: Any) -> None:

@@ -1,4 +1,4 @@
-"""Cluster environments that Lightning does not know: ranks that ``mpirun`` or ``horovodrun`` started."""
+"""Cluster environments for ranks of ``mpirun`` and ``horovodrun`` and for changed ranks; stable ids of ranks."""
 
 from __future__ import annotations
 
@@ -22,15 +22,14 @@ _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 class MPIRunEnvironment(ClusterEnvironment):
-    """Ranks started by ``mpirun`` (Open MPI, MPICH, Intel MPI), read from its variables; needs no mpi4py. Also by
-    ``horovodrun``, where torch moves their bytes.
+    """Ranks of ``mpirun`` (Open MPI, MPICH, Intel MPI), or of ``horovodrun`` with another transport; needs no mpi4py.
 
-    The address of rank 0 is ``MASTER_ADDR``, or this host where all ranks run on one. The port is
-    ``MASTER_PORT``, or derived from the job's id, so that jobs on one host do not meet. Where mpirun gives none, as
-    MPICH's, mpirun's own process on this host stands for the job.
+    The address of rank 0 is ``MASTER_ADDR``, or this host if all ranks run on it. The port is ``MASTER_PORT``, or
+    derived from the job's id, so that jobs on one host do not meet. If mpirun has no id, as MPICH's, its own process on
+    this host identifies the job.
 
     Raises:
-        RuntimeError: ranks on several hosts without ``MASTER_ADDR``; neither a port, nor what it could be derived from.
+        RuntimeError: ranks on several hosts without ``MASTER_ADDR``; neither a port, nor an id to derive it from.
     """
 
     def __init__(self) -> None:
@@ -49,12 +48,8 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Whether mpirun started this process and nothing else (torchrun, srun) says so too."""
-        return (
-            any(n[0] in os.environ for n in _VARIABLES)
-            and "RANK" not in os.environ
-            and "SLURM_PROCID" not in os.environ
-        )
+        """Return whether mpirun started this process, and no other launcher (torchrun, srun)."""
+        return any(n[0] in os.environ for n in _VARIABLES) and not os.environ.keys() & {"RANK", "SLURM_PROCID"}
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -84,7 +79,7 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     @property
     def job(self) -> str:
-        """What tells this job apart from others; "" where nothing does."""
+        """An id of this job; "" where there is none."""
         if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
             return "horovodrun {HOROVOD_GLOO_RENDEZVOUS_ADDR} {HOROVOD_GLOO_RENDEZVOUS_PORT}".format_map(os.environ)
         found = (os.environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"))
@@ -94,13 +89,13 @@ class MPIRunEnvironment(ClusterEnvironment):
         return self._size
 
     def set_world_size(self, size: int) -> None:
-        """Nothing: mpirun has decided."""
+        """Do nothing: mpirun has decided."""
 
     def global_rank(self) -> int:
         return self._rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Nothing: mpirun has decided."""
+        """Do nothing: mpirun has decided."""
 
     def local_rank(self) -> int:
         return self._local_rank
@@ -109,7 +104,7 @@ class MPIRunEnvironment(ClusterEnvironment):
         return self._rank // max(1, self._local_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Compare the Trainer's numbers with mpirun's."""
+        """Raise ValueError if the Trainer's numbers are not mpirun's."""
         if num_devices * num_nodes != self._size:
             raise ValueError(
                 f"`Trainer(devices={num_devices}, num_nodes={num_nodes})` asks for {num_devices * num_nodes} ranks; "
@@ -119,7 +114,7 @@ class MPIRunEnvironment(ClusterEnvironment):
 
 
 def _launcher_above() -> str:
-    """The process among this one's parents that started all ranks of this host; "" where none is known as such."""
+    """Name the parent process that started all ranks of this host; "" where none is known as a launcher."""
     pid = os.getpid()
     found = ""
     while pid > 1:
@@ -141,18 +136,14 @@ def started_by_horovodrun() -> bool:
 
 
 class _Renumbered:
-    """A cluster environment in which this rank's number is another one; all else is as it was.
-
-    Args:
-        environment: the one that the ranks were started in.
-    """
+    """A cluster ``environment`` in which this rank's number is another one; all else is as it was."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
     @property
     def launchers(self) -> Any:
-        """The one that the ranks were started in."""
+        """The environment in which the ranks were started."""
         return getattr(self._environment, "launchers", self._environment)
 
     def __getattr__(self, name: str) -> Any:
@@ -160,13 +151,7 @@ class _Renumbered:
 
 
 class RenumberedEnvironment(_Renumbered):
-    """Ranks are lost, or came back: those who are there are numbered anew.
-
-    Args:
-        environment: the one that the ranks were started in.
-        rank, world_size: this rank's number now, and how many there are.
-        room: where those who are there meet from now on; differs from that of others before.
-    """
+    """The environment of live ranks, which meet in another ``room`` of the store after a reconfiguration."""
 
     def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
         super().__init__(environment)
@@ -182,11 +167,11 @@ class RenumberedEnvironment(_Renumbered):
 
 
 class JoiningEnvironment(_Renumbered):
-    """The others train already, and one of them is rank 0: whatever this one was, it comes last."""
+    """The environment of a joining rank: the others train already, and one of them is rank 0, so it is the last."""
 
     @property
     def started_as(self) -> int:
-        """The number that this rank was started with."""
+        """The rank with which this process was started."""
         return self._environment.global_rank()
 
     def global_rank(self) -> int:
@@ -196,18 +181,14 @@ class JoiningEnvironment(_Renumbered):
         return self._environment.world_size()
 
 
-# What ranks are called in checkpoints: the numbers that they were started with, which stay where others are
-# lost.
-
-
 class StableIds(NamedTuple):
-    """Of the ranks of a run, as things stand.
+    """The ids of ranks in checkpoints: the ranks with which they were started, which stay when others are lost.
 
     Args:
-        mine: this rank's.
-        left: of all that are left, in order.
-        started: how many there were at first; where more came since, their names are below this number.
-        lost: of those without which training goes on.
+        mine: of this rank.
+        left: of all live ranks, in order.
+        started: how many there were at first, or a larger number if ranks have joined since: all ids are below it.
+        lost: of the lost ranks.
     """
 
     mine: int
@@ -217,15 +198,11 @@ class StableIds(NamedTuple):
 
 
 NOBODY = StableIds(-1, (0,), 1)
-"""One who takes no part in training, and only reads."""
+"""A reader that takes no part in training."""
 
 
 def names_of(trainer: Any) -> StableIds:
-    """Numbers, where nobody can be lost.
-
-    Args:
-        trainer: its strategy may have `RankMap`.
-    """
+    """Return the stable ids of the Trainer's ranks; their current ranks, if none can be lost."""
     live_ranks = view_of(trainer.strategy).live_ranks
     if is_joining(trainer.strategy):
         others = frozenset(range(trainer.world_size))
@@ -239,7 +216,7 @@ def names_of(trainer: Any) -> StableIds:
 
 
 def is_joining(strategy: Any) -> bool:
-    """Whether this rank was started while others train, and is not among them yet."""
+    """Return whether this rank was started while others train, and is not admitted yet."""
     return (
         isinstance(getattr(strategy, "cluster_environment", None), JoiningEnvironment) and strategy.live_ranks is None
     )

@@ -1,8 +1,8 @@
-"""Ranks that were started with different settings are refused before the first round, by name and with the values.
+"""Comparisons of the settings that ranks were started with, before the first round, by name and with the values.
 
-Settings decide what a message means and how large it is. Where they differ the model comes out silently wrong,
-or the transport aborts the process because of unequal sizes. So they are compared by text, ahead of all that depends
-on them.
+Settings decide what a message means and how large it is. If they differ, the model is silently wrong, or the transport
+aborts the process because of unequal sizes. So they are compared as texts, ahead of all that depends on them. Every
+comparison raises `SettingsMismatch`, on every rank, with each setting that differs and its values.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -39,35 +39,16 @@ _WHOSE = ("params", "param_names")
 Settings = dict[str, str]
 
 
-class Compared(Protocol):
-    """A strategy that says which of its settings the ranks compare."""
-
-    def settings(self) -> dict[str, object]:
-        """What must be equal on all ranks in a fit."""
-        ...
-
-    def usual_settings(self) -> dict[str, object]:
-        """What need not be equal, but commonly is."""
-        ...
-
-
-def check_settings(strategy: Compared, trainer: Any, world: LightningCollectives) -> None:
-    """Compare what the ranks were started with; all call this together, before anything else of a run.
-
-    Raises:
-        SettingsMismatch: on every rank; names each setting that differs, and its values.
-    """
+def check_settings(strategy: Any, trainer: Any, world: LightningCollectives) -> None:
+    """Compare the settings of all ranks, which call this together, before anything else of a run."""
     stage = trainer.state.fn.value
-    same = _everywhere(trainer)
-    usual = {}
-    if stage == "fit":
-        same = settings_of(strategy, trainer)
-        usual = _usual(strategy, trainer)
+    same = settings_of(strategy, trainer) if stage == "fit" else _everywhere(trainer)
+    usual = _usual(strategy, trainer) if stage == "fit" else {}
     told = world.gather_objects({"stage": stage, "same": same, "usual": usual})
-    strangers = [rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings]
-    if strangers:
+    others = [rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings]
+    if others:
         raise SettingsMismatch(
-            f"Rank {world.rank}: ranks {strangers} run a version of lightning_async that does not compare settings; "
+            f"Rank {world.rank}: ranks {others} run a version of lightning_async that does not compare settings; "
             f"this is version {version()}. Install the same version on every host."
         )
     stages = [settings["stage"] for settings in told]
@@ -78,8 +59,8 @@ def check_settings(strategy: Compared, trainer: Any, world: LightningCollectives
     _warn(world, [settings["usual"] for settings in told])
 
 
-def settings_of(strategy: Compared, trainer: Any) -> Settings:
-    """What must be equal on all ranks in a fit, as texts."""
+def settings_of(strategy: Any, trainer: Any) -> Settings:
+    """Return the settings that must be equal on all ranks in a fit, as texts."""
     same = _everywhere(trainer) | _texts(strategy.settings(), trainer, _PRECISION)
     if callbacks_of(trainer, "GradientAccumulationScheduler") or any(
         hasattr(each, "accumulation_steps") for each in trainer.callbacks
@@ -89,51 +70,27 @@ def settings_of(strategy: Compared, trainer: Any) -> Settings:
 
 
 def check_joining(theirs: Settings, mine: Settings) -> None:
-    """Compare what a joining rank was started with to what those have who train.
-
-    Raises:
-        SettingsMismatch: names each setting that differs, and its values.
-    """
+    """Compare the settings of a joining rank with those of the live ranks, on the joining rank only."""
     if different := _differences([theirs, mine]):
         raise SettingsMismatch(
-            f"This rank comes to a training of others, and was started with other settings: {different} (rank 0: they; "
-            "rank 1: this one). Start it with the same versions and arguments."
+            f"This rank joins a running job, and was started with other settings: {different} (rank 0: the job; "
+            "rank 1: this rank). Start it with the same versions and arguments."
         )
 
 
-def check_checkpoint(world: LightningCollectives, checkpoint: str) -> None:
-    """Compare the checkpoints that the ranks go on from, as soon as they are read.
-
-    Raises:
-        SettingsMismatch: on every rank; says what each rank has read.
-    """
-    check_equal(world, {"ckpt_path": checkpoint})
-
-
 def check_equal(world: LightningCollectives, settings: Settings) -> None:
-    """Compare what is known only once the model is there.
-
-    Raises:
-        SettingsMismatch: on every rank; names each setting that differs, and its values.
-    """
+    """Compare settings that are known only after the model is set up."""
     _refuse(world, world.gather_objects(settings))
 
 
 _NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-"""Arguments that torch's optimizers have come to have, and add to the groups of older checkpoints."""
+"""Newer arguments of torch's optimizers, which add them to the groups of older checkpoints."""
 
 
 def check_optimizers(
     world: LightningCollectives, module: Any, optimizers: Sequence[Optimizer], usual: bool = False
 ) -> None:
-    """Compare them: where each rank steps with the gradients of all, replicas would else part silently.
-
-    Args:
-        usual: they need not be equal, but commonly are: a warning says where they are not.
-
-    Raises:
-        SettingsMismatch: on every rank; names each setting that differs, and its values.
-    """
+    """Compare the optimizers of replicas, which would else diverge silently; only warn if they are but ``usual``."""
     kinds = []
     for each in optimizers:
         defaults = _plain(each.defaults)
@@ -157,11 +114,7 @@ def check_optimizers(
 
 
 def check_saved(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
-    """Refuse a checkpoint of other optimizers than training has now, before torch fails on what they lack.
-
-    Raises:
-        ValueError: names the optimizer, what its groups need, and what the saved ones have.
-    """
+    """Raise ValueError for a checkpoint of other optimizers than training has, before torch fails on what they lack."""
     for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         for saved in state["param_groups"]:
             if lacks := sorted(set(optimizer.defaults) - set(saved) - _NEWER):
@@ -189,24 +142,24 @@ def _refuse(world: LightningCollectives, told: list[Settings]) -> None:
 
 
 def _everywhere(trainer: Any) -> Settings:
-    """What must be equal in evaluation too: callbacks that work on all ranks together would wait for one another."""
+    """Return what must be equal in evaluation, too: callbacks of all ranks would wait for one another."""
     kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
     together = sorted(
         getattr(callback, "compared", type(callback).__name__)
         for callback in trainer.callbacks
         if isinstance(callback, kinds) or getattr(callback, "of_all_ranks", False)
     )
-    values = {
+    values: dict[str, object] = {
         "version of lightning_async": version(),
         "version of torch": ".".join(torch.__version__.split(".")[:2]),
         "namespace of Lightning": namespace,
         "callbacks of all ranks": together,
     }
-    return {name: _text(value) for name, value in values.items()}
+    return _texts(values, trainer, ())
 
 
-def _usual(strategy: Compared, trainer: Any) -> Settings:
-    """What need not be equal, but commonly is."""
+def _usual(strategy: Any, trainer: Any) -> Settings:
+    """Return what need not be equal, but usually is."""
     values: dict[str, object] = {
         "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
         "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
@@ -217,13 +170,12 @@ def _usual(strategy: Compared, trainer: Any) -> Settings:
 
 
 def _texts(values: dict[str, object], trainer: Any, arguments: tuple[str, ...]) -> Settings:
-    """These values and those arguments of the Trainer, as texts."""
     values = values | {name: getattr(trainer, name) for name in arguments}
     return {name: _text(value) for name, value in values.items()}
 
 
 def _text(value: object) -> str:
-    """The value as it was written; without the address in memory of an object that has no text of its own."""
+    """Return the value as text, without the address in memory of an object that has no text of its own."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", value if isinstance(value, str) else repr(value))
 
 
@@ -237,21 +189,20 @@ def _arguments(values: Mapping[str, str]) -> str:
 
 
 def _differences(told: list[Settings]) -> str:
-    """Each setting that is not equal on all ranks, with the ranks that have each value; "" if all are."""
+    """Name each setting that differs, with the ranks that have each value; "" if none does."""
     found = []
     for name in dict.fromkeys(name for settings in told for name in settings):
         ranks: dict[str, list[int]] = {}
         for rank, settings in enumerate(told):
             ranks.setdefault(settings.get(name, "unknown"), []).append(rank)
         if len(ranks) > 1:
-            found.append(f"`{name}` is " + ", ".join(f"{value} on {_those(who)}" for value, who in ranks.items()))
+            values = (
+                f"{value} on {'rank' if len(who) == 1 else 'ranks'} {', '.join(map(str, who))}"
+                for value, who in ranks.items()
+            )
+            found.append(f"`{name}` is {', '.join(values)}")
     return "; ".join(found)
 
 
-def _those(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
-
-
 def version() -> str:
-    """Of this package."""
     return importlib.import_module(__name__.partition(".")[0]).__version__

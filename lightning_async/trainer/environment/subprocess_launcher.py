@@ -1,4 +1,4 @@
-"""What starts the other ranks where no launcher did: it hands them the job's secret, and hears of their end."""
+"""Launchers of the other ranks where no external one did, with the job's secret; exit codes and ends of ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import os
 import select
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from lightning_async.errors import AsyncTrainingError, PeerLost, StoreLost
 from lightning_async.membership.process_liveness import STARTER
@@ -26,9 +25,6 @@ from lightning_async.trainer.strategy_view import view_of
 log = logging.getLogger(__name__)
 
 
-# What a rank has died of, for who has started it: in a file, as torch.distributed.elastic has it; and by its
-# code.
-
 STORE_LOST = 69
 """The exit code of a script that ends with `StoreLost`: EX_UNAVAILABLE of sysexits.h, as of our launcher."""
 
@@ -37,78 +33,56 @@ _ends: list[str] = []  # of runs of this process, by an exception
 
 
 def note_end(exception: BaseException) -> None:
-    """The Trainer ends with this exception: it is written down. Of `PeerLost` the message alone is shown.
-
-    A program whose main function is under torch's ``@record`` writes it once more, over this.
-    """
-    if type(exception) is not SystemExit or exception.code:  # what serves ends by that; a signal is a class below it
+    """Record the exception with which the Trainer ends, in the file of torch.distributed.elastic and by the exit code;
+    of `PeerLost` show the message alone. torch's ``@record`` around a main function overwrites the file."""
+    if type(exception) is not SystemExit or exception.code:  # servers end by that; a signal is a class below it
         _ends.append(type(exception).__name__)
     if isinstance(exception, Exception) and _VARIABLE in os.environ:
         with contextlib.suppress(Exception):  # it cannot be written, has no words, or no file can be opened any more
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(exception)
-    if isinstance(exception, PeerLost):  # who lost it is not to blame, and where it stood says nothing
+    if isinstance(exception, PeerLost):  # this rank is not to blame, and its place in the code says nothing
         shorten(exception)
     if isinstance(exception, StoreLost) and not isinstance(sys.excepthook, _Codes):
         sys.excepthook = _Codes(sys.excepthook)
 
 
 def ended_in_order() -> bool:
-    """Whether no run of this process has ended by an exception or a signal: it has nothing left to do."""
+    """Return whether no run of this process has ended by an exception or a signal."""
     return not _ends
 
 
 class _Codes:
-    """Of a script that nobody has kept from ending: the exception is shown as before, and has a code of its own.
-
-    Args:
-        before: shows it.
-    """
+    """An exception hook with exit codes: the hook ``before`` shows the exception."""
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._before = before
 
     def __call__(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         self._before(kind, value, traceback)
-        # Who calls this from a hook that came later may have more to show; and a prompt is no script.
+        # A hook that came later, and calls this one, may have more to show; and a prompt is no script.
         if isinstance(value, StoreLost) and sys.excepthook is self and not hasattr(sys, "ps1"):
             raise SystemExit(STORE_LOST)
 
 
-# A process that has done its part ends its script in order, from within a run.
-
-
 def leave(trainer: Any) -> NoReturn:
-    """End with status 0. Callbacks, loggers and data hear of no exception, as they have not begun.
-
-    Raises:
-        SystemExit: which ends the script.
-    """
+    """Raise SystemExit with status 0; callbacks, loggers and data do not see it, as they have not begun."""
     trainer.callbacks = []
     trainer.loggers = []
     trainer.datamodule = None
     raise SystemExit(0)
 
 
-if TYPE_CHECKING:
-    from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
-    from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
-    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-else:
-    _ChildProcessObserver = fabric("strategies.launchers.subprocess_script")._ChildProcessObserver
-    _MultiProcessingLauncher = pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
-    _SubprocessScriptLauncher = pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+_ChildProcessObserver: Any = fabric("strategies.launchers.subprocess_script")._ChildProcessObserver
+_MultiProcessingLauncher: Any = pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
+_SubprocessScriptLauncher: Any = pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
 _AFTER_THE_CAUSE_S = 2.0
 _PORT = "MASTER_PORT"
 
 
 def check_launcher() -> None:
-    """Whether the process that started this rank still lives, if it was one of the launchers here.
-
-    Raises:
-        AsyncTrainingError: it does not.
-    """
+    """Raise AsyncTrainingError if one of the launchers here has started this rank, and has died."""
     parent = multiprocessing.parent_process()
     pid = os.environ.get(STARTER)
     if (parent is not None and not parent.is_alive()) or (pid is not None and not _lives(int(pid))):
@@ -120,7 +94,7 @@ def check_launcher() -> None:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as stat:  # one that has ended may not have been asked for its status yet
+        with open(f"/proc/{pid}/stat") as stat:  # a process that has ended may be a zombie
             return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
     except ProcessLookupError:
         return False
@@ -129,7 +103,7 @@ def _lives(pid: int) -> bool:
 
 
 def _introduce(num_nodes: int) -> None:
-    """What the processes to be started inherit: who starts them, and the job's secret where this is its only host."""
+    """Set the environment of the processes to be started: the starter's pid, and the secret of a job on one host."""
     os.environ[STARTER] = str(os.getpid())
     if num_nodes == 1:
         os.environ.setdefault(SECRET, new_secret())
@@ -137,7 +111,7 @@ def _introduce(num_nodes: int) -> None:
 
 @contextlib.contextmanager
 def _given_back(*names: str) -> Iterator[None]:
-    """Environment variables are at the end what they were at the beginning."""
+    """Restore environment variables at the end of the block."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -150,28 +124,22 @@ def _given_back(*names: str) -> Iterator[None]:
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher for "spawn", "fork" and "forkserver", but for what it does not hear from the processes.
+    """Lightning's launcher for "spawn", "fork" and "forkserver", with exceptions and the summary of the processes.
 
     Lightning calls `on_exception` around the launcher only, so never in a process that was started here: the others
-    would wait for its rank until they are killed. And what a strategy has learned stays in the processes.
-
-    Args:
-        strategy, start_method: see Lightning's.
+    would wait for its rank until they are killed. And the strategy's state stays in the processes.
     """
 
-    def __init__(self, strategy: Any, start_method: Any) -> None:
-        super().__init__(strategy, start_method)
-
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Run the function in new processes. The next launch of this process finds nothing of this one.
+        """Run the function in new processes.
 
-        The store of ranks that failed serves for a moment longer. So each launch has a port of its own; where the user
-        has set one, a launch that failed waits until that is free.
+        The store of ranks that failed serves for a moment longer. So each launch has a port of its own; if the user has
+        set one, a launch that failed waits until that is free.
         """
         environment: Any = self._strategy.cluster_environment
         is_users_port = _PORT in os.environ
         with _given_back(_PORT, STARTER, SECRET):
-            _introduce(self._strategy.num_nodes)  # pyright: ignore[reportAttributeAccessIssue]
+            _introduce(self._strategy.num_nodes)
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except BaseException:
@@ -193,8 +161,8 @@ class ProcessLauncher(_MultiProcessingLauncher):
             except Exception:
                 log.exception("Ending this rank after an error failed.")
             if isinstance(error, PeerLost):
-                # The launcher shows the error of the process that ends first: that shall be the rank that failed.
-                threading.Event().wait(_AFTER_THE_CAUSE_S)
+                # The launcher shows the error of the process that ends first: that must be the rank that failed.
+                time.sleep(_AFTER_THE_CAUSE_S)
             raise
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
@@ -202,23 +170,20 @@ class ProcessLauncher(_MultiProcessingLauncher):
         return {**super().get_extra_results(trainer), "summary": view_of(self._strategy).summary}
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
-        """See `get_extra_results`."""
         summary = extra.pop("summary")
         if summary is not None:
-            self._strategy.summary = summary  # pyright: ignore[reportAttributeAccessIssue]
+            self._strategy.summary = summary
         super().update_main_process_results(trainer, extra)
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher, but for what happens when a rank dies.
+    """Lightning's launcher of scripts, with time for the other ranks to end by themselves when one dies.
 
-    Lightning then kills all others within seconds, and does not say what went wrong in training. Here the others are
-    told first, so that each ends with an error that names the rank; who has not ended in time is killed.
+    Lightning kills all others within seconds, and does not say what went wrong in training. Here the others learn of it
+    first, so that each ends with an error that names the rank; one that has not ended in time is killed.
 
-    Args:
-        environment, num_processes, num_nodes: see Lightning's.
-        on_death: called with the local rank and the exit status of a process that died; returns how long the others
-            may take to end, None where they go on without it.
+    ``on_death`` is called with the local rank and the exit status of a process that died; it returns how long the
+    others may take to end, None if they go on without it.
     """
 
     def __init__(
@@ -232,7 +197,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._on_death = on_death
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """See Lightning's, which starts an observer of its own."""
+        """Do as Lightning's, with `_Watch` in place of its observer."""
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -244,7 +209,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class _Watch(_ChildProcessObserver):
-    """Looks after the processes as soon as one ends; once a second where the system does not tell of that."""
+    """A thread that acts as soon as a process ends; within a second on systems without pidfds."""
 
     def __init__(
         self, children: Sequence[subprocess.Popen[Any]], on_death: Callable[[int, int], timedelta | None]
@@ -262,12 +227,12 @@ class _Watch(_ChildProcessObserver):
                 time.sleep(self._sleep_period)
 
     def _run(self) -> bool:
-        """Whether all are looked after."""
+        """Act on processes that have ended; return whether there is no more to watch."""
         dead = [rank for rank, child in enumerate(self._child_processes, start=1) if child.poll()]
         news = [self._tell(rank) for rank in dead if rank not in self._known]
         self._known.update(dead)
         if patience := [left for left in news if left is not None]:
-            threading.Event().wait(max(patience).total_seconds())  # a daemon: it ends with the process
+            time.sleep(max(patience).total_seconds())  # a daemon: it ends with the process
             self._terminate_all()
         return bool(patience) or all(child.returncode is not None for child in self._child_processes)
 
@@ -282,11 +247,11 @@ class _Watch(_ChildProcessObserver):
 
 
 def _held(children: Sequence[subprocess.Popen[Any]]) -> dict[int, subprocess.Popen[Any]]:
-    """Those that live, each by a descriptor that tells of its end; none where there is no such thing."""
+    """Return the living processes by their pidfds; none where the system has none."""
     held: dict[int, subprocess.Popen[Any]] = {}
     try:
         for child in children:
-            if child.poll() is None:  # until this thread asks for its status again, its number is its own
+            if child.poll() is None:  # until this thread polls again, its pid is not reused
                 held[os.pidfd_open(child.pid)] = child
     except (AttributeError, OSError):
         while held:
@@ -295,7 +260,7 @@ def _held(children: Sequence[subprocess.Popen[Any]]) -> dict[int, subprocess.Pop
 
 
 def _wait_for_one(held: dict[int, subprocess.Popen[Any]]) -> None:
-    """Until one has ended; all that have are held no longer."""
+    """Wait until a process has ended, and close the pidfds of all that have."""
     poll = select.poll()
     for descriptor in held:
         poll.register(descriptor, select.POLLIN)

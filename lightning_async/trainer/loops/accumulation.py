@@ -9,32 +9,26 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_async.trainer.namespace import Undo, replace, searches_lr, set_for_now
+from lightning_async.trainer.namespace import Undo, override, searches_lr, set_for_now
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
 
-# A batch for which there is not enough memory is trained on in pieces, as a part of the same window.
-
-
 class OomMicrobatches:
-    """Runs a batch, whole as long as there is memory for it; from the first time on that there is not, in pieces.
-
-    Args:
-        rank: for messages.
-    """
+    """Batches that are trained on in pieces, within the same window, from the first time that memory is too small."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.most: int | None = None
-        """Rows in a piece; None: as many as there are."""
+        """Rows in a piece; None: all."""
 
     def run(
         self,
@@ -43,13 +37,13 @@ class OomMicrobatches:
         spoilt: Callable[[], bool],
         begin_again: Callable[[], None],
     ) -> list[tuple[int, Any]]:
-        """Of each piece, its rows and what ``train`` made of it.
+        """Return, of each piece, its number of rows and the result of ``train``.
 
         Args:
             batch: on its device.
-            train: forward and backward of a piece.
-            spoilt: whether a backward pass has begun in vain, which may have added a part of a gradient.
-            begin_again: gradients are made none; all pieces of the batch come again.
+            train: runs forward and backward of a piece.
+            spoilt: returns whether a backward pass was broken off, which may have added a part of a gradient.
+            begin_again: resets the gradients, before all pieces of the batch come again.
 
         Raises:
             torch.OutOfMemoryError: there is no memory for a single row, or the batch is of a kind that cannot be cut.
@@ -85,7 +79,7 @@ class OomMicrobatches:
         return [(first, min(first + most, rows)) for first in range(begin, rows, most)]
 
     def _try(self, batch: Any, train: Callable[[Any], Any]) -> tuple[Any, Exception | None]:
-        """The error without its places, which hold what the memory is full of."""
+        """Return the result, or the error without its traceback, which keeps tensors in memory."""
         try:
             return train(batch), None
         except torch.OutOfMemoryError as error:
@@ -97,7 +91,7 @@ class OomMicrobatches:
 
 
 def rows_of(batch: Any) -> int | None:
-    """The common length of all tensors of a batch along their first dimension; None where there is none.
+    """Return the common length of all tensors of a batch along their first dimension; None where there is none.
 
     >>> rows_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)], "name": "a"}), rows_of([torch.zeros(3), torch.zeros(2)])
     (3, None)
@@ -107,7 +101,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def cut(batch: Any, rows: int, begin: int, end: int) -> Any:
-    """These rows of a batch; what is no tensor and no sequence of so many values stays whole.
+    """Return these rows of a batch; a value that is no tensor and no sequence of ``rows`` values stays whole.
 
     >>> cut({"x": torch.arange(3), "names": ["a", "b", "c"], "mode": "train"}, 3, 1, 3)
     {'x': tensor([1, 2]), 'names': ['b', 'c'], 'mode': 'train'}
@@ -132,17 +126,13 @@ def _tensors(batch: Any) -> Sequence[Tensor]:
 
 
 class WindowPlan(NamedTuple):
-    """A window as it is meant to be.
-
-    Args:
-        batches: how many there are.
-        samples: in all of them; the same on ranks that step together.
-        by_samples: it is full when it has so many, however many batches that takes.
-    """
+    """A window as it is meant to be."""
 
     batches: int
     samples: float
+    """Number of samples in all batches; the same on ranks that step together."""
     by_samples: bool = False
+    """The window is full when it has so many samples, in however many batches."""
 
 
 class AccumulationWindows:
@@ -155,9 +145,9 @@ class AccumulationWindows:
 
     Args:
         trainer: its loops are patched.
-        plan: asked when a window begins, with the samples in its first batch.
-        mean: of a number, over the ranks that step together.
-        count: how many samples a batch has.
+        plan: returns the plan of a window that begins, given the samples in its first batch.
+        mean: returns the mean of a number over the ranks that step together.
+        count: returns the number of samples in a batch.
     """
 
     def __init__(
@@ -172,20 +162,20 @@ class AccumulationWindows:
         self._mean = mean
         self._given = count
         self.pieces: OomMicrobatches | None = None
-        """What trains on batches in pieces where there is not enough memory; None: they are whole."""
+        """Trains on batches in pieces where there is not enough memory; None: they are whole."""
         self.whole = True
-        """All batches of this window were."""
+        """All batches of this window were trained on whole."""
         self.before_backward: Callable[[float], None] = lambda scale: None
-        """Called with what the gradient of this batch's mean loss is multiplied by."""
+        """Called with the factor of the gradient of this batch's mean loss."""
         self.after_backward: Callable[[bool], None] = lambda ends: None
         """Called when gradients are there, with whether they are stepped with now."""
         self.planned = WindowPlan(1, 1.0)
         self.is_open = False
         """Gradients are in accumulation."""
         self.batches = 0
-        """Of this window, with the one under way."""
+        """Number of batches in this window, with the one under way."""
         self.samples = 0.0
-        """Behind the gradients of this window; of a full one the mean over the ranks that step together."""
+        """Number of samples in this window's gradients; in a full one the mean over the ranks that step together."""
         self._seen = self._now = self._before = 0.0
         self._spoilt = False
         """A backward pass has begun, and has not come to its end."""
@@ -193,32 +183,26 @@ class AccumulationWindows:
         """The batch, by its number in training, that completes this window; -1 for a later one."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
         epoch = self._trainer.fit_loop.epoch_loop
         return [
             set_for_now(self._trainer, "accumulate_grad_batches", self._trainer.accumulate_grad_batches),
-            replace(epoch, "_accumulated_batches_reached", self._reached),
-            replace(epoch.automatic_optimization, "_make_closure", self._make_closure),
+            override(epoch, "_accumulated_batches_reached", self._reached),
+            override(epoch.automatic_optimization, "_make_closure", self._make_closure),
         ]
 
     @property
     def away(self) -> bool:
-        """What runs is no training of the user's: a search, or an epoch without steps for BatchNorm's statistics."""
+        """No training of the user's runs: a search, or an epoch without steps for BatchNorm's statistics."""
         trainer = self._trainer
         sizes = not trainer.callbacks  # as a search for a batch size leaves it
         return trainer.fit_loop._skip_backward or sizes or searches_lr(trainer)
 
     @property
     def ends(self) -> bool:
-        """The batch under way, or just done with, is the last one of a window."""
+        """The batch under way, or the last one if none is, completes a window."""
         return not self._trainer.fit_loop._should_accumulate()
 
     def _count(self, batch: Any) -> float:
-        """What a batch counts.
-
-        Raises:
-            ValueError: it is no number that samples could have.
-        """
         counted = float(self._given(batch))
         if not 0.0 <= counted < math.inf:
             raise ValueError(
@@ -227,11 +211,11 @@ class AccumulationWindows:
         return counted
 
     def show(self) -> None:
-        """Lightning divides losses by it, and others multiply them again."""
+        """Set the Trainer's number of batches, by which Lightning divides losses."""
         self._trainer.accumulate_grad_batches = self.planned.batches
 
     def begin_batch(self, batch: Any) -> None:
-        """It is about to be trained on."""
+        """Begin a batch, and a window if none is open."""
         if self.away:
             return
         samples = self._count(batch)
@@ -255,14 +239,14 @@ class AccumulationWindows:
         self._ends_at = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready if full else -1
 
     def end_batch(self) -> bool:
-        """A batch is done with; whether a window has ended with it."""
+        """End a batch; return whether a window has ended with it."""
         if self.away or not self.is_open or not self.ends:
             return False
         self.is_open = False
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values: where the window under way stands."""
+        """Return the state of the window under way as plain values."""
         return {
             "planned": list(self.planned), "is_open": self.is_open, "batches": self.batches, "samples": self.samples,
             "seen": self._seen, "ends_at": self._ends_at, "whole": self.whole,
@@ -270,7 +254,6 @@ class AccumulationWindows:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with it."""
         self.planned = WindowPlan(*state["planned"])
         self.is_open = state["is_open"]
         self.batches = state["batches"]
@@ -281,116 +264,95 @@ class AccumulationWindows:
         if self.pieces is not None:
             self.pieces.most = state["most"]
 
-    def _reached(self, original: Any) -> Any:
-        def accumulated_batches_reached() -> bool:
-            if self.away:
-                return original()
-            return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._ends_at
+    def _reached(self, original: Any) -> bool:
+        if self.away:
+            return original()
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._ends_at
 
-        return accumulated_batches_reached
-
-    def _make_closure(self, original: Any) -> Any:
+    def _make_closure(self, original: Any, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
+        closure = original(kwargs, optimizer, batch_idx)
+        if self.away:
+            return closure
         automatic = self._trainer.fit_loop.epoch_loop.automatic_optimization
 
-        def make_closure(kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-            closure = original(kwargs, optimizer, batch_idx)
-            if self.away:
-                return closure
+        def zero_grad() -> None:
+            automatic._on_before_zero_grad(optimizer)
+            automatic._optimizer_zero_grad(batch_idx, optimizer)
 
-            def zero_grad() -> None:
-                automatic._on_before_zero_grad(optimizer)
-                automatic._optimizer_zero_grad(batch_idx, optimizer)
+        closure._zero_grad_fn = zero_grad if self.batches == 1 else None
+        closure._backward_fn = partial(self._backward, closure._backward_fn)
+        whole = closure.closure
+        if self.pieces is not None and "batch" in kwargs:
+            whole = partial(self._in_pieces, closure, whole, kwargs, self.pieces, zero_grad)
+        closure.closure = partial(self._complete, whole)
+        return closure
 
-            closure._zero_grad_fn = zero_grad if self.batches == 1 else None
-            closure._backward_fn = self._weighted(closure._backward_fn)
-            whole = closure.closure
-            if self.pieces is not None and "batch" in kwargs:
-                whole = self._in_pieces(closure, kwargs, self.pieces, zero_grad)
-            closure.closure = self._completed(whole)
-            return closure
+    def _backward(self, backward: Any, loss: Any) -> None:
+        strategy = self._trainer.strategy
+        given = view_of(strategy).weight
+        if given != 1.0:  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway
+            self._now = self._now if given else 0.0
+            strategy.weight = 1.0
+        weight = self._now * self.planned.batches / self.planned.samples
+        self.before_backward(weight / self.planned.batches)
+        self._spoilt = True
+        backward(loss if weight == 1.0 else loss * weight)
+        self._spoilt = False
+        self.samples = self._before + self._now
 
-        return make_closure
+    def _in_pieces(
+        self, closure: Any, whole: Any, inputs: Any, pieces: OomMicrobatches, zero_grad: Callable[[], None],
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        batch = inputs["batch"]
+        samples = self._now
+        earlier = self._before
+        self._spoilt = False
 
-    def _weighted(self, backward: Any) -> Any:
-        def weighted(loss: Any) -> None:
-            strategy = self._trainer.strategy
-            given = view_of(strategy).weight
-            if (
-                given != 1.0
-            ):  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway
-                self._now = self._now if given else 0.0
-                strategy.weight = 1.0
-            weight = self._now * self.planned.batches / self.planned.samples
-            self.before_backward(weight / self.planned.batches)
-            self._spoilt = True
-            backward(loss if weight == 1.0 else loss * weight)
-            self._spoilt = False
-            self.samples = self._before + self._now
-
-        return weighted
-
-    def _in_pieces(self, closure: Any, kwargs: Any, pieces: OomMicrobatches, zero_grad: Callable[[], None]) -> Any:
-        inner = closure.closure
-
-        def in_pieces(*args: Any, **options: Any) -> Any:
-            batch = kwargs["batch"]
-            samples = self._now
-            earlier = self._before
-            self._spoilt = False
-
-            def train(piece: Any) -> Any:
-                self._now = samples if piece is batch else self._count(piece)
-                self.whole &= piece is batch
-                kwargs["batch"] = piece
-                result = inner(*args, **options)
-                self._before = self.samples
-                closure._zero_grad_fn = None
-                return result
-
-            def begin_again() -> None:
-                if earlier:
-                    log.warning(
-                        "Rank %d: the gradients of %g samples that came before in this window are lost with it.",
-                        self._trainer.global_rank, earlier,
-                    )  # fmt: skip
-                zero_grad()
-                self._before = 0.0
-                self._spoilt = False
-                closure._zero_grad_fn = None
-
-            try:
-                done = pieces.run(batch, train, lambda: self._spoilt, begin_again)
-            finally:
-                kwargs["batch"] = batch
-                self._now = samples
-            result = done[-1][1]
-            if len(done) > 1 and all(each.loss is not None for _, each in done):
-                result.loss = sum(rows * each.loss for rows, each in done) / sum(rows for rows, _ in done)
+        def train(piece: Any) -> Any:
+            self._now = samples if piece is batch else self._count(piece)
+            self.whole &= piece is batch
+            inputs["batch"] = piece
+            result = whole(*args, **kwargs)
+            self._before = self.samples
+            closure._zero_grad_fn = None
             return result
 
-        return in_pieces
+        def begin_again() -> None:
+            if earlier:
+                log.warning(
+                    "Rank %d: the gradients of %g samples that came before in this window are lost with it.",
+                    self._trainer.global_rank, earlier,
+                )  # fmt: skip
+            zero_grad()
+            self._before = 0.0
+            self._spoilt = False
+            closure._zero_grad_fn = None
 
-    def _completed(self, closure: Any) -> Any:
-        def completed(*args: Any, **kwargs: Any) -> Any:
-            result = closure(*args, **kwargs)
-            if self.ends:
-                self.samples = self._mean(self.samples)
-                factor = self.planned.samples / self.samples if self.samples else 1.0
-                if factor != 1.0 and math.isfinite(factor):
-                    _multiply_(gradients_of(self._trainer.optimizers), factor)
-            self.after_backward(self.ends)
-            return result
+        try:
+            done = pieces.run(batch, train, lambda: self._spoilt, begin_again)
+        finally:
+            inputs["batch"] = batch
+            self._now = samples
+        result = done[-1][1]
+        if len(done) > 1 and all(each.loss is not None for _, each in done):
+            result.loss = sum(rows * each.loss for rows, each in done) / sum(rows for rows, _ in done)
+        return result
 
-        return completed
+    def _complete(self, closure: Any, *args: Any, **kwargs: Any) -> Any:
+        result = closure(*args, **kwargs)
+        if self.ends:
+            self.samples = self._mean(self.samples)
+            factor = self.planned.samples / self.samples if self.samples else 1.0
+            if factor != 1.0 and math.isfinite(factor):
+                with torch.no_grad():
+                    for gradient in gradients_of(self._trainer.optimizers):
+                        gradient.mul_(factor)
+        self.after_backward(self.ends)
+        return result
 
 
 def gradients_of(optimizers: Any) -> Iterator[torch.Tensor]:
-    """Those that there are."""
+    """Return the gradients that are not None."""
     params = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     return (p.grad for p in params if p.grad is not None)
-
-
-@torch.no_grad()
-def _multiply_(gradients: Iterable[torch.Tensor], factor: float) -> None:
-    for gradient in gradients:
-        gradient.mul_(factor)

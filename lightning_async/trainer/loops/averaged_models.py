@@ -1,4 +1,4 @@
-r"""Lightning's averages of the model over time: at every sync point theirs become that of the agreed model.
+r"""Lightning's averages of the model over time, which become those of the agreed model at every sync point.
 
 Each rank averages its own replica between sync points. These averages are linear in the parameters, so the mean over
 ranks of the replicas' averages is the average of the replicas' mean:
@@ -19,31 +19,26 @@ from lightning_async.trainer.namespace import callbacks_of, pytorch
 
 
 def averaged_models_of(trainer: Any) -> AveragedModels | None:
-    """Those of the training under way; None where replicas are synchronous, whose averages are equal by themselves."""
+    """Return those of this training; None where replicas are synchronous, and averages equal by themselves."""
     return vars(trainer.strategy).get("averaged_models")
 
 
 def averages_of(trainer: Any) -> list[Any]:
-    """The averages that `WeightAveraging` keeps (EMA and others), there since Lightning 2.6."""
+    """Return the averages of `WeightAveraging` (EMA and others), which Lightning has since 2.6."""
     return [callback._average_model for callback in callbacks_of(trainer, "WeightAveraging")]
 
 
 def follow_step(trainer: Any) -> None:
-    """`WeightAveraging` looks for one step at the end of each batch: this is one that it would not see there."""
+    """Update `WeightAveraging` after a step that it does not see at the end of a batch."""
     for callback in callbacks_of(trainer, "WeightAveraging"):
-        # Its own: what a class of the user's has made of it may want a batch
+        # Lightning's own method: an override of the user's may need a batch.
         pytorch("callbacks").WeightAveraging.on_train_batch_end(
             callback, trainer, trainer.lightning_module, None, None, -1
         )
 
 
 class AveragedModels:
-    """The averages that `WeightAveraging` (EMA and others) and `StochasticWeightAveraging` keep.
-
-    Args:
-        trainer: its callbacks.
-        world: of all ranks, which do everything here together.
-    """
+    """The averages of `WeightAveraging` (EMA and others) and `StochasticWeightAveraging`, on all ranks together."""
 
     def __init__(self, trainer: Any, world: LightningCollectives) -> None:
         self._trainer = trainer
@@ -55,11 +50,7 @@ class AveragedModels:
     def make_equal(self, restored: bool) -> None:
         """Begin all ranks' averages with rank 0's: the callbacks copied the model before the ranks compared theirs.
 
-        Ranks that go on from averages of their own keep them until the next sync point.
-
-        Args:
-            restored: this rank has its own from a checkpoint. One that has not, beside others that have, has those of
-                another rank.
+        If a rank has ``restored`` averages from a checkpoint, all have, and keep them until the next sync point.
         """
         if not self._averages or any(self._world.gather_objects(restored)):
             return
@@ -67,16 +58,16 @@ class AveragedModels:
             self._world.make_equal_([*average.parameters(), *average.buffers()])
 
     def updates(self) -> list[int]:
-        """Return how many updates of each average no sync point has seen: what they weigh at the next one."""
+        """Return the number of updates of each average since the last sync point: its weight at the next one."""
         return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
 
     def go_on(self, updates: list[int]) -> None:
-        """Averages were restored that had so many updates since the last sync point; none where others are kept now."""
+        """Go on with restored averages that had so many updates since the last sync point."""
         known = updates if len(updates) == len(self._averages) else [0] * len(self._averages)
         self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
 
     def before_sync_point(self) -> Callable[[], None]:
-        """A rank comes to a sync point. Returns what all do once it is open."""
+        """Prepare for a sync point; return a function that all ranks call when it is open."""
         own = [_batch_norms(callback) for callback in self._swa if self._updates_batch_norm(callback)]
 
         def at_sync_point() -> None:
@@ -95,11 +86,11 @@ class AveragedModels:
         self._agreed[index] = int(average.n_averaged)
 
     def _updates_batch_norm(self, callback: Any) -> bool:
-        """Whether this epoch is the one, after the last, that takes no steps and fills BatchNorm's statistics anew."""
+        """Return whether this epoch, after the last, takes no steps and recomputes BatchNorm's statistics."""
         return bool(callback.momenta) and self._trainer.current_epoch == callback.swa_end + 1
 
     def _share_statistics(self, layers: list[tuple[Any, Tensor, Tensor, Tensor]]) -> None:
-        """Each replica has the mean over its own batches: take that over the batches of all."""
+        """Turn the means over each replica's batches into those over the batches of all."""
         for layer, mean, var, batches in layers:
             self._mean_([mean, var], float(batches))
             self._largest_([batches])
@@ -109,7 +100,7 @@ class AveragedModels:
 
     @torch.no_grad()
     def _mean_(self, tensors: list[Tensor], weight: float) -> bool:
-        """The weighted mean of the floating-point tensors over all ranks; False, and nothing done, without a weight."""
+        """Take the weighted mean of the floating-point tensors over all ranks; return False if all weights are zero."""
         total = float(self._world.reduce(torch.tensor(weight, dtype=torch.float64), "sum"))
         if total == 0.0:
             return False
@@ -121,7 +112,7 @@ class AveragedModels:
 
     @torch.no_grad()
     def _largest_(self, tensors: list[Tensor]) -> None:
-        """The largest of the integers on any rank, each."""
+        """Take the maximum of each integer over all ranks."""
         group = [t for t in tensors if not (t.is_floating_point() or t.is_complex())]
         if group:
             flat = torch.cat([t.detach().reshape(-1).to(torch.int64) for t in group])
@@ -129,13 +120,13 @@ class AveragedModels:
 
 
 def _batch_norms(callback: Any) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
-    """The layers whose statistics are filled anew, and copies of what this rank has filled in."""
+    """Return the layers whose statistics are recomputed, with copies of this rank's."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return [(layer, *(getattr(layer, name).clone() for name in statistics)) for layer in callback.momenta]
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[tuple[torch.dtype, list[Tensor]]]:
-    """Tensors that are summed in the same precision: at least fp32."""
+    """Group tensors by the precision of their sum: at least fp32."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)

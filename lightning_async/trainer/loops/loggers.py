@@ -1,8 +1,8 @@
-"""Rank 0 may be lost: the loggers of all ranks write where its do, and go on with what is there.
+"""Loggers when rank 0 is lost: those of the next rank 0 write to the same place, and keep what is there.
 
-Lightning's loggers do nothing on other ranks. Whoever becomes rank 0 opens them with the first row that it logs: a
-TensorBoardLogger begins another file of events beside the others; a CSVLogger would delete what it finds, and is given
-a writer that does not.
+Lightning's loggers do nothing on other ranks. The next rank 0 opens them with the first row that it logs: a
+TensorBoardLogger begins another file of events beside the others; a CSVLogger would delete what it finds, and gets a
+writer that does not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, pytorch, replace, replace_for_users, take_back
+from lightning_async.trainer.namespace import Undo, override, override_for_users, pytorch, take_back
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +28,7 @@ ExperimentWriter: Any = pytorch("loggers.csv_logs").ExperimentWriter
 
 
 class ContinuedLogger(ExperimentWriter):
-    """Appends to the files of a `CSVLogger`; opens them, and looks at what is there, when it is used at all.
-
-    Args:
-        log_dir: where they are.
-    """
+    """A writer that appends to the files of a `CSVLogger`, which it opens and reads when it is first used."""
 
     def __init__(self, log_dir: str) -> None:
         self._place = log_dir
@@ -51,7 +47,7 @@ class ContinuedLogger(ExperimentWriter):
         return getattr(self, name)
 
     def _check_log_dir_exists(self) -> None:
-        """Nothing: what is there stays."""
+        """Do nothing: what is there stays."""
 
     def save(self) -> None:
         _save(self, super().save)
@@ -62,7 +58,7 @@ class ContinuedLogger(ExperimentWriter):
     def _go_on(self) -> None:
         hparams = os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)
         if self._fs.isfile(hparams):
-            with contextlib.suppress(Exception):  # not whole, or of the user's classes: what comes next takes its place
+            with contextlib.suppress(Exception):  # not whole, or of the user's classes: the next save replaces it
                 self.hparams.update(pytorch("core.saving").load_hparams_from_yaml(hparams, use_omegaconf=False))
         if not self._fs.isfile(self.metrics_file_path):
             return
@@ -71,13 +67,12 @@ class ContinuedLogger(ExperimentWriter):
         whole, end, torn = text.rpartition("\n")
         if not whole:
             self._fs.rm_file(self.metrics_file_path)
-        elif torn:  # who wrote it was killed in the midst of a row
+        elif torn:  # its writer was killed in the midst of a row
             _write(self, whole + end)
 
 
 def _save(writer: Any, save: Callable[[], None]) -> None:
-    """In the columns that are there: others than this writer's, where others have gone on without this process, as it
-    was stopped."""
+    """Save in the columns that the file has: others have changed them if they went on without this process."""
     if not writer.metrics:
         return
     files = writer._fs
@@ -85,20 +80,20 @@ def _save(writer: Any, save: Callable[[], None]) -> None:
     if files.isfile(path) and files.size(path) != vars(writer).get("_left_size"):
         with files.open(path, "r", newline="") as file:
             writer.metrics_keys = next(csv.reader(file), [])
-        if writer.metrics_keys != sorted(writer.metrics_keys):  # as they are to be
+        if writer.metrics_keys != sorted(writer.metrics_keys):
             _rewrite(writer)
     save()
     writer._left_size = files.size(path)
 
 
 def _rewrite(writer: Any) -> None:
-    """More columns have come: the file is the old one or the new one, whenever this process is killed."""
+    """Add columns; the file is the old one or the new one, whenever this process is killed."""
     with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
         _write(writer, file.read())
 
 
 def _write(writer: Any, text: str) -> None:
-    """These rows, in columns that are theirs or the writer's."""
+    """Write these rows, in their columns and the writer's."""
     rows = csv.DictReader(io.StringIO(text, newline=""))
     beside = f"{writer.metrics_file_path}.new"
     writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})
@@ -113,19 +108,12 @@ def _is_known(logger: Any) -> bool:
     return isinstance(logger, _loggers.CSVLogger | _loggers.TensorBoardLogger)
 
 
-def unknown(trainer: Any) -> list[str]:
-    """The classes of the loggers of which it is not known how a second process goes on with them."""
-    dummy = pytorch("loggers.logger").DummyLogger
-    return [type(each).__name__ for each in trainer.loggers if not _is_known(each) and not isinstance(each, dummy)]
-
-
 def kinds(trainer: Any) -> list[str]:
-    """The classes of all of them."""
     return [type(each).__name__ for each in trainer.loggers]
 
 
 def places(trainer: Any) -> list[dict[str, Any]]:
-    """Where those of this rank write, for `take_places`: plain values, none of a logger of which that is not known."""
+    """Return where this rank's loggers write, for `take_places`: plain values, none of a logger of another class."""
     return [_place(each) if _is_known(each) else {} for each in trainer.loggers]
 
 
@@ -136,7 +124,7 @@ def _place(logger: Any) -> dict[str, Any]:
 
 
 def take_places(trainer: Any, told: list[dict[str, Any]]) -> None:
-    """Be ready to write there, should this rank become rank 0."""
+    """Prepare to write there, should this rank become rank 0."""
     for logger, place in zip(trainer.loggers, told, strict=False):
         if not place or not _is_known(logger):
             continue
@@ -144,41 +132,31 @@ def take_places(trainer: Any, told: list[dict[str, Any]]) -> None:
             if hasattr(logger, name):
                 setattr(logger, name, value)
         if isinstance(logger, _loggers.CSVLogger):
-            there = logger._experiment
-            if there is None or (isinstance(there, ContinuedLogger) and not there.is_open):
+            writer = logger._experiment
+            if writer is None or (isinstance(writer, ContinuedLogger) and not writer.is_open):
                 logger._experiment = ContinuedLogger(logger.log_dir)
         else:  # tensorboardX names files by the second
             logger._kwargs.setdefault("filename_suffix", f".{os.getpid()}")
 
 
 def keep_whole(trainer: Any) -> list[Undo]:
-    """On rank 0: whenever it is killed, or stopped and gone on without, all that was written stays, in its columns.
-    Returns what takes it back."""
+    """Have the writers of rank 0 keep all that was written, in its columns, if it is killed, or stopped and overtaken.
+    Returns what takes that back."""
     writers = [each._experiment for each in trainer.loggers if isinstance(each, _loggers.CSVLogger)]
     undo: list[Undo] = []
     for writer in writers:
         if isinstance(writer, ExperimentWriter) and not isinstance(writer, ContinuedLogger):
-            undo.append(
-                replace_for_users(writer, "save", lambda original, writer=writer: partial(_save, writer, original))
-            )
+            undo.append(override_for_users(writer, "save", partial(_save, writer)))
             rewrite = partial(_rewrite, writer)
-            undo.append(
-                replace_for_users(writer, "_rewrite_with_new_header", lambda _, now=rewrite: lambda fieldnames: now())
-            )
+            undo.append(override_for_users(writer, "_rewrite_with_new_header", lambda *_, rewrite=rewrite: rewrite()))
     return undo
 
 
-# Rank 0 is lost: the next one logs where it did, and shows the progress bar.
-
-
 class LoggingFailover:
-    """Whether this rank is rank 0, from batch to batch of one fit.
+    """The change to rank 0 in one fit: the next one logs where the lost one did, and shows the progress bar.
 
-    Loggers know where to write before that: from the moment in which its number is another one the training thread may
-    log. All else waits for the next batch.
-
-    Args:
-        trainer: its loggers, its progress bar, and its strategy, which is patched.
+    Loggers know in advance where to write: the training thread may log as soon as the rank is another one. All else
+    waits for the next batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -188,22 +166,21 @@ class LoggingFailover:
         self._undo: list[Undo] = []
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
         return [
-            replace(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
+            override(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
             partial(take_back, self._undo),
         ]
 
     def begin(self, world: LightningCollectives) -> None:
-        """Training begins, or begins anew; all ranks call this together."""
-        told = world.broadcast(self.told())
+        """Begin to train, or begin anew; all ranks call this together."""
+        told = world.broadcast(self.describe())
         if not self._leads:
             self.take(told)
         elif not self._undo:
             self._undo += keep_whole(self._trainer)
 
-    def told(self) -> dict[str, Any]:
-        """On rank 0, what the others must know: plain values."""
+    def describe(self) -> dict[str, Any]:
+        """Return, on rank 0, what the others must know: plain values."""
         bar = self._trainer.progress_bar_callback
         return {
             "loggers": places(self._trainer),
@@ -212,28 +189,26 @@ class LoggingFailover:
         }
 
     def take(self, told: dict[str, Any]) -> None:
-        """On another rank: be ready to be rank 0."""
+        """Prepare, on another rank, to become rank 0."""
         self._told = told
         take_places(self._trainer, told["loggers"])
 
-    def _begin_batch(self, original: Any) -> Any:
-        def on_train_batch_start(batch: Any, batch_idx: int) -> None:
-            if not self._leads and self._trainer.is_global_zero:
-                self._leads = True
-                self._tell_of_loggers()
-                if self._told["bar"]:
-                    self._show_bar(batch_idx)
-            original(batch, batch_idx)
+    def _begin_batch(self, original: Any, batch: Any, batch_idx: int) -> None:
+        if not self._leads and self._trainer.is_global_zero:
+            self._leads = True
+            self._warn_of_loggers()
+            if self._told["bar"]:
+                self._show_bar(batch_idx)
+        original(batch, batch_idx)
 
-        return on_train_batch_start
-
-    def _tell_of_loggers(self) -> None:
-        """Of those that may do something else than the user expects."""
-        if names := unknown(self._trainer):
+    def _warn_of_loggers(self) -> None:
+        dummy = pytorch("loggers.logger").DummyLogger
+        unknown = [each for each in self._trainer.loggers if not _is_known(each) and not isinstance(each, dummy)]
+        if unknown:
             log.warning(
                 "This rank is rank 0 from here, and logs with %s. How that goes on with what the lost one logged is "
                 "not known: it may begin a run of its own. Where it can go on with one, give it that one's id or name, "
-                "on every rank.", " and ".join(names),
+                "on every rank.", " and ".join(type(each).__name__ for each in unknown),
             )  # fmt: skip
         if self._told["kinds"] != (own := kinds(self._trainer)):
             log.warning(
@@ -242,9 +217,9 @@ class LoggingFailover:
             )  # fmt: skip
 
     def _show_bar(self, batches: int) -> None:
-        """As it were, had it been there from the beginning; so many batches of the epoch are done."""
+        """Show the progress bar as if it had been there from the beginning of the epoch."""
         trainer = self._trainer
-        bar = self._trainer.progress_bar_callback
+        bar = trainer.progress_bar_callback
         if bar is None:
             return
         try:
@@ -262,7 +237,7 @@ class LoggingFailover:
 
 
 def _advance(bar: Any, batches: int) -> None:
-    """Of Lightning's bars, and what inherits from them; others hear of it at the end of the batch."""
+    """Advance a bar of Lightning's, or of a class that inherits from it; others follow at the end of the batch."""
     callbacks = pytorch("callbacks")
     if isinstance(bar, callbacks.TQDMProgressBar):
         shown = bar.train_progress_bar

@@ -1,4 +1,7 @@
-"""What was logged in the epoch under way, and torchmetrics' counts: monitors and schedulers ask for them."""
+"""Parts of the loops' state that Lightning's checkpoint lacks: modes of modules, logged values, metrics' counts.
+
+Also the states of ranks of which a checkpoint holds none: they go on beside a rank of which it does.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchmetrics import Metric
 
 from lightning_async.data.random_states import of_another
 from lightning_async.trainer.namespace import callbacks_of, pytorch
@@ -16,19 +20,11 @@ from lightning_async.trainer.namespace import callbacks_of, pytorch
 log = logging.getLogger(__name__)
 
 
-# Ranks of which a checkpoint holds no state of their own: they go on beside one of which it does.
-
-
 def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[str, Any] | None:
-    """The state from which ``rank`` goes on; None where no rank has one, and the data begins again.
+    """Return a state for a rank that has none in a checkpoint; None where no rank has one, and the data begins again.
 
-    It takes as many batches of its own data for read as the first rank that was there had. Where its sampler draws an
-    order by chance, that order is another one now.
-
-    Args:
-        states: what `Resume` has of each rank that was there, by its name.
-        rank: that was not.
-        path: of the checkpoint, for the warning.
+    The rank skips as many batches of its own data as the first saved rank has read. If its sampler draws an order by
+    chance, that order is another one now. ``states`` are those of `Resume`, by the stable id of the rank.
     """
     if not states:
         log.warning("Rank %d: %s does not hold where any rank stood in its data: the epoch's begins again.", rank, path)
@@ -42,7 +38,7 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
 
 
 def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
-    """The part of the epoch that nobody who was there has: one for each that was not, in order."""
+    """Return the part of the epoch that no saved rank has: one for each rank without a state, in order."""
     parts = range(among(states[min(states)], 0))
     free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
     absent = [name for name in parts if name not in states]
@@ -50,27 +46,22 @@ def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
 
 
 def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
-    """Of another rank's clocks what one that comes in its place, or beside it, goes on from."""
+    """Return another rank's clocks for a rank that replaces it, or goes on beside it."""
     return {**clocks, "rule_state": {}, "gathered": None}
 
 
 def has_none(state: Mapping[str, Any] | None) -> bool:
-    """Whether a rank had come within the epoch, and had no part of it: what it has is nowhere in the epoch."""
+    """Return whether a rank had joined within the epoch, and had no part of it."""
     return state is not None and not state.get("dealt", (0, 1))
 
 
 def among(state: dict[str, Any], world_size: int) -> int:
-    """How many ranks the data of the epoch under way was dealt out to; ``world_size`` where the state is too old."""
+    """Return among how many ranks the epoch's data was divided; ``world_size`` if the state is too old to know."""
     return state.get("dealt", (0, world_size))[1]
 
 
 def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """The states of all ranks that the epoch's data was dealt out to, those included that have none.
-
-    Args:
-        states: what `Resume` has of each rank that was there, by its name.
-        world_size: of the training.
-    """
+    """Return the states of all ranks among which the epoch's data was divided, made up for ranks without one."""
     first = states[min(states)]
     places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
     return [places.get(place) or _moved(first, place, place) for place in range(among(first, world_size))]
@@ -82,27 +73,20 @@ def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
 
 
 def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
-    """As many batches further on. What a dataset, a loader or a worker says of itself is of the other rank's data."""
+    """Return the same number of batches, without the states of the other rank's dataset, loader and workers."""
     if "taken" not in position:
         return {**position, "dataset": None, "state": None}
-    told = position.get("share")
-    if told is not None:
-        told = {"distributed": {**told, "rank": part}, "sequential": told}.get(told["kind"])
+    share = position.get("share")
+    if share is not None:
+        share = {"distributed": {**share, "rank": part}, "sequential": share}.get(share["kind"])
     of_the_rank = {"drawn": {}, "random": None, "seed": None, "workers": {}, "first": {}}
-    return {**position, **of_the_rank, "share": told, "dataset": None, "state": None}
-
-
-# What was done at the start of the epoch under way and is in no state: within it, its hooks are not called
-# again.
+    return {**position, **of_the_rank, "share": share, "dataset": None, "state": None}
 
 
 class Modes:
-    """Which parameters are trained, and the mode of each submodule: what training has changed of that since it began.
+    """What training has changed, since it began, of `requires_grad` of parameters and the modes of submodules.
 
-    What it has not changed is as the program says, which may be another one when it is started again.
-
-    Args:
-        trainer: in a fit.
+    The rest is as the program says, which may be another one when it is started again.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -111,20 +95,19 @@ class Modes:
         self._changed: set[str] = set()
 
     def begin(self) -> None:
-        """Training begins: from here on changes count."""
         self._first = _modes(self._trainer.lightning_module)
 
     def take(self) -> dict[str, bool]:
-        """What has changed, as it is now."""
+        """Return what has changed, as it is now."""
         now = _modes(self._trainer.lightning_module)
         return {name: on for name, on in now.items() if name in self._changed or on is not self._first.get(name, on)}
 
     def put_trained(self, state: dict[str, bool]) -> None:
-        """Which parameters are trained, ahead of the rest: a strategy looks at that before training begins."""
+        """Put `requires_grad`, ahead of the rest: a strategy looks at it before training begins."""
         self.put({name: on for name, on in state.items() if name.endswith(".requires_grad")})
 
     def put(self, state: dict[str, bool]) -> None:
-        """As it was when ``state`` was taken."""
+        """Make all as it was when ``state`` was taken."""
         self._changed = set(state)
         module = self._trainer.lightning_module
         owners: dict[str, Any] = {**dict(module.named_modules()), **dict(module.named_parameters())}
@@ -135,7 +118,7 @@ class Modes:
 
 
 def start_again(trainer: Any) -> None:
-    """Have Lightning's callbacks repeat, in the middle of an epoch, what they did at its start, where that can be."""
+    """Have Lightning's callbacks repeat, in the middle of an epoch, what they did at its start."""
     for kind in ("GradientAccumulationScheduler", "TQDMProgressBar"):
         for callback in callbacks_of(trainer, kind):
             callback.on_train_epoch_start(trainer, trainer.lightning_module)
@@ -143,8 +126,8 @@ def start_again(trainer: Any) -> None:
 
 
 def go_on_averaging(trainer: Any, in_epoch: bool = False) -> None:
-    """`StochasticWeightAveraging` makes its scheduler where an epoch starts, which sets learning rates, and takes what
-    the last epoch needs from there: make it now, and let the learning rates and BatchNorm's statistics be."""
+    """Have `StochasticWeightAveraging` make its scheduler now, as at the start of an epoch, but keep the learning rates
+    and BatchNorm's statistics, which that sets."""
     module = trainer.lightning_module
     epoch = trainer.current_epoch
     for callback in callbacks_of(trainer, "StochasticWeightAveraging"):
@@ -178,25 +161,18 @@ _STATE = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
 
 
 class Known:
-    """What was taken before.
-
-    Args:
-        trainer: in a fit; its metrics are looked for now.
-    """
+    """The copies of metrics' states that `take_logged` has taken before, in one fit."""
 
     def __init__(self, trainer: Any) -> None:
         self.metrics = _metrics(trainer)
         self.copies: dict[str, tuple[list[Any], dict[str, Any]]] = {}
-        """Of each metric: its state, by reference, and a copy."""
+        """The state of each metric, by reference, and a copy."""
 
 
 def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
-    """Values of this epoch so far, and the last of each; copies.
+    """Return copies of this epoch's logged values so far, and of the last of each.
 
-    Args:
-        trainer: in a fit.
-        known: filled here: metrics that were not updated since the last call with it are not copied again. Default:
-            nothing is.
+    Metrics that were not updated since the last call with the same ``known`` are not copied again.
     """
     connector = trainer._logger_connector
     known = known or Known(trainer)
@@ -215,9 +191,9 @@ def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
 
 
 def show(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """Put values into the progress bar and the callbacks' metrics, where they stay until others take their places.
+    """Put values into the progress bar and the callbacks' metrics, where they stay until others replace them.
 
-    `LightningModule.log` does so, too, and computes them again at every step until the end of the epoch.
+    `LightningModule.log` does so, too, but computes them again at every step until the end of the epoch.
     """
     connector = trainer._logger_connector
     connector._progress_bar_metrics.update(metrics)
@@ -225,7 +201,7 @@ def show(trainer: Any, metrics: Mapping[str, float]) -> None:
 
 
 def put_logged(trainer: Any, state: dict[str, Any]) -> None:
-    """As it was when ``state`` was taken."""
+    """Make the logged values as they were when ``state`` was taken."""
     connector = trainer._logger_connector
     modules = _metrics(trainer)
     device = trainer.strategy.root_device
@@ -245,16 +221,15 @@ def put_logged(trainer: Any, state: dict[str, Any]) -> None:
 
 
 def put_blank(trainer: Any, state: dict[str, Any]) -> None:
-    """As if this rank had logged the same in the epoch under way, of no samples: ends of epochs are collectives."""
+    """Log the same in the epoch under way, of no samples: ends of epochs are collectives."""
     put_logged(trainer, state)
-    for key in state["results"]:
-        result = trainer.fit_loop.epoch_loop._results.get(key)
-        if result is not None:
-            _blank(result)
+    results = trainer.fit_loop.epoch_loop._results
+    for key in state["results"].keys() & results.keys():
+        _blank(results[key])
 
 
 def put_missing(trainer: Any, state: dict[str, Any]) -> None:
-    """As if this rank had logged, of no samples, what another one has in the epoch under way, and in the same order."""
+    """Log, of no samples, what another rank has logged in the epoch under way, and in the same order."""
     results = trainer.fit_loop.epoch_loop._results
     modules = _metrics(trainer)
     own = dict(results)
@@ -276,8 +251,6 @@ def _blank(result: Any) -> Any:
 
 
 def _metrics(trainer: Any) -> dict[str, Any]:
-    from torchmetrics import Metric
-
     return {name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)}
 
 
@@ -292,10 +265,8 @@ def _take_metric(name: str, metric: Any, known: Known) -> dict[str, Any]:
 
 
 def _mark(state: Any) -> Any:
-    """Another object after each update: of a list, which only grows or begins anew, its last entry.
-
-    What is updated in place, the count of updates tells.
-    """
+    """Return an object that is another one after each update; the count of updates covers updates in place."""
+    # A list only grows or begins anew.
     return (state[-1] if state else None) if isinstance(state, list) else state
 
 
@@ -313,7 +284,7 @@ def _take_result(result: Any, names: dict[int, str]) -> dict[str, Any]:
 
 
 def _make_result(trainer: Any, saved: dict[str, Any], modules: dict[str, Any]) -> Any:
-    """None where it cannot be made anew: a group of the user's own, or a metric that is no part of the module."""
+    """Return the result; None for a group of the user's own, or a metric that is no part of the module."""
     made = pytorch("trainer.connectors.logger_connector.result")
     name, builtin = saved["reduce"]
     should, rank_zero_only, whole_world = saved["sync"]

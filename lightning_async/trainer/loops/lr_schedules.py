@@ -1,8 +1,4 @@
-"""Steps on averaged gradients are the same on all replicas where what optimizers remember is, and learning rates are.
-
-A rank that is out of data takes no part in the others' steps, and one that comes from steps of its own has momentum of
-its own. At the next sync point, or as training begins, it takes over what one of the others has.
-"""
+"""`LearningRates` follow the mean number of steps of all replicas; `StepState` makes optimizers' state equal."""
 
 from __future__ import annotations
 
@@ -14,45 +10,34 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import digest, strided
-from lightning_async.trainer.namespace import Undo, replace
+from lightning_async.trainer.namespace import Undo, override
 from lightning_async.trainer.strategy_view import StrategyView
-
-# Learning rates that change per batch may follow the mean number of steps over all replicas.
 
 
 class LearningRates:
-    """Patches when the schedulers step.
-
-    Args:
-        strategy: has the clock.
-        trainer: its schedulers.
-    """
+    """Patches of when the schedulers step, which may follow the mean number of steps over all replicas."""
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self.stepped: dict[int, int] = {}
-        """Of each scheduler: the steps that it has taken."""
+        """The number of steps that each scheduler has taken."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
-        return [replace(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update)]
+        return [override(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update)]
 
     def start_over(self) -> None:
-        """Training begins anew within this fit."""
+        """Begin training anew within this fit."""
         self.stepped.clear()
 
-    def _update(self, original: Any) -> Any:
-        def update(interval: str, update_plateau_schedulers: bool) -> None:
-            if self._strategy.shared_steps is None or interval != "step" or update_plateau_schedulers:
-                original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
-            else:
-                self.follow()
-
-        return update
+    def _update(self, original: Any, interval: str, update_plateau_schedulers: bool) -> None:
+        if self._strategy.shared_steps is None or interval != "step" or update_plateau_schedulers:
+            original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
+        else:
+            self.follow()
 
     def follow(self) -> None:
-        """Schedulers that step per batch take the steps that are due by now."""
+        """Take the steps that are due by now of schedulers that step per batch."""
         steps = self._strategy.shared_steps
         if steps is None:
             return
@@ -69,12 +54,10 @@ class LearningRates:
 
 
 class StepState:
-    """What a step needs beside gradients: optimizers' state, and schedulers.
+    """The state of optimizers and schedulers, which synchronous steps need to be equal on all replicas.
 
-    Args:
-        strategy: says how many of the others' steps this replica has missed.
-        trainer: has the optimizers and schedulers.
-        rates: what schedulers have taken.
+    A rank that is out of data takes no part in the others' steps, and one that has taken steps of its own has momentum
+    of its own. At the next sync point, or as training begins, it takes over the state of one of the others.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
@@ -83,8 +66,8 @@ class StepState:
         self._rates = rates
 
     def make_equal(self, world: LightningCollectives) -> None:
-        """Those that take synchronous steps have what the one of all ranks has that has missed the fewest. All ranks
-        call this together."""
+        """Give all that take synchronous steps the state of the rank that has missed the fewest of them. All ranks call
+        this together."""
         missed = self._strategy.step_runner.missed_steps
         mine = 0 if missed is None else self._digest()
         if (state := world.in_one_generation(lambda: self._others(world, missed, mine))) is not None:
@@ -93,7 +76,7 @@ class StepState:
             self._strategy.step_runner.missed_steps = 0
 
     def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
-        """What that one has; None where this rank has it, too, or takes no synchronous steps."""
+        """Return the state of that rank; None where this rank has it, too, or takes no synchronous steps."""
         told = world.gather_objects([missed is not None, missed or 0, mine])
         source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))
         held = told[source][2]

@@ -1,49 +1,44 @@
-"""`ModelCheckpoint` takes equal steps and metrics for granted on all ranks; asynchronous replicas have their own.
+"""Saves of `ModelCheckpoint`, which assumes equal steps and metrics on all ranks; asynchronous replicas differ.
 
-One that saves by steps or by time saves between two sync points, where there is no model that all agree on: the replica
-that is ahead calls all together for it.
+A callback that saves by steps or by time saves between two sync points, where there is no model that all agree on: the
+replica that is ahead calls all together for it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, callbacks_of, replace_for_users
+from lightning_async.trainer.namespace import Undo, callbacks_of, override_for_users
 from lightning_async.trainer.strategy_view import StrategyView
 
 
 class Saving:
-    """Patches every `ModelCheckpoint` of a Trainer; see `CollectiveCallback`.
-
-    Args:
-        strategy: its collectives.
-        trainer: its callbacks.
-    """
+    """Patches of every `ModelCheckpoint` of a Trainer; see `CollectiveCallback`."""
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self.call_together: Callable[[], None] | None = None
         self._saves: dict[int, int] = {}
-        """Of each callback: how many times n steps the replica that was ahead had taken at the last save."""
+        """Of each callback, by its `id`: how many times n steps the replica ahead had taken at the last save."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
         undo = []
         for checkpoint in self._checkpoints():
-            undo.append(replace_for_users(checkpoint, "_monitor_candidates", self._from_rank_zero))
-            undo.append(replace_for_users(checkpoint, "on_train_batch_start", self._count_from(checkpoint)))
-            undo.append(replace_for_users(checkpoint, "on_train_batch_end", self._when_due(checkpoint)))
+            undo.append(override_for_users(checkpoint, "_monitor_candidates", self._monitor_candidates))
+            undo.append(override_for_users(checkpoint, "on_train_batch_start", partial(self._begin_batch, checkpoint)))
+            undo.append(override_for_users(checkpoint, "on_train_batch_end", partial(self._end_batch, checkpoint)))
         return undo
 
     def _checkpoints(self) -> list[Any]:
         return callbacks_of(self._trainer, "ModelCheckpoint")
 
     def model_changed(self) -> None:
-        """No checkpoint holds the model, whatever this rank's step count says.
+        """Note that no checkpoint holds the model, whatever this rank's step count says.
 
         `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a sync point keeps
         its count, others do not, and then some would save, with collectives, and some would not.
@@ -51,32 +46,17 @@ class Saving:
         for callback in self._checkpoints():
             callback._last_global_step_saved = -1
 
-    def _count_from(self, checkpoint: Any) -> Callable[[Any], Any]:
-        """Before the first batch: the steps that are there were another training's."""
+    def _begin_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+        # Before the first batch: the steps that are counted were another training's.
+        self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
+        original(*args, **kwargs)
 
-        def wrap(original: Any) -> Any:
-            def on_train_batch_start(*args: Any, **kwargs: Any) -> None:
-                self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
-                original(*args, **kwargs)
-
-            return on_train_batch_start
-
-        return wrap
-
-    def _when_due(self, checkpoint: Any) -> Callable[[Any], Any]:
-        """After a batch: ask all others to come, instead of saving alone."""
-
-        def wrap(original: Any) -> Any:
-            def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
-                if self._strategy.sync_points is None:
-                    original(*args, **kwargs)
-                    return
-                if self._is_due(checkpoint) and self.call_together is not None:
-                    self.call_together()
-
-            return on_train_batch_end
-
-        return wrap
+    def _end_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
+        """Call all ranks together where a save is due, instead of saving alone."""
+        if self._strategy.sync_points is None:
+            original(*args, **kwargs)
+        elif self._is_due(checkpoint) and self.call_together is not None:
+            self.call_together()
 
     def _turns(self, checkpoint: Any) -> int:
         n = checkpoint._every_n_train_steps
@@ -90,7 +70,7 @@ class Saving:
         return by_time or turns > self._saves.get(id(checkpoint), turns)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """All ranks are here and hold one model: save what is due on any of them."""
+        """Save what is due on any rank; all are here and hold one model."""
         timed = [each for each in self._checkpoints() if each._every_n_train_steps or each._train_time_interval]
         if not timed:
             return False
@@ -102,13 +82,13 @@ class Saving:
         return False
 
     def catch_up(self) -> None:
-        """All ranks have ended training: save what they would have met for at their next batch."""
+        """Save what is due at the end of training, where no batch follows."""
         world = self._strategy.world
         if world is not None and self._strategy.sync_points is not None and not self._strategy.failed:
             self.decide(world)
 
     def _save(self, checkpoint: Any) -> None:
-        """Named by the step of rank 0, whose loops are in the file, although another replica may be ahead."""
+        """Save by the step of rank 0, whose loops are in the file, although another replica may be ahead."""
         trainer = self._trainer
         checkpoint._last_time_checked = time.monotonic()
         checkpoint._last_global_step_saved = -1
@@ -121,15 +101,10 @@ class Saving:
             checkpoint._save_topk_checkpoint(trainer, candidates)
             checkpoint._save_last_checkpoint(trainer, candidates)
 
-    def _from_rank_zero(self, original: Any) -> Any:
-        """Files are named by the step and by metrics, and names are compared between collectives: they must be equal
-        on all ranks, and steps are not."""
-
-        def monitor_candidates(trainer: Any) -> dict[str, Any]:
-            candidates = original(trainer)
-            world = self._strategy.world
-            if world is None or world.asynchronous:
-                return candidates
-            return world.broadcast({name: value.cpu() for name, value in candidates.items()})
-
-        return monitor_candidates
+    def _monitor_candidates(self, original: Any, trainer: Any) -> dict[str, Any]:
+        """Return rank 0's values: they name files, names are compared between collectives, and so must be equal."""
+        candidates = original(trainer)
+        world = self._strategy.world
+        if world is None or world.asynchronous:
+            return candidates
+        return world.broadcast({name: value.cpu() for name, value in candidates.items()})

@@ -1,11 +1,8 @@
-"""The system takes the machine back: SIGTERM, or SLURM's requeue signal. One checkpoint, then exit code 75.
+"""Preemption by SIGTERM or SLURM's requeue signal: one checkpoint, then exit code 75.
 
-The handler sets a flag; what follows comes at a batch boundary of all ranks. 75 is EX_TEMPFAIL of sysexits.h: to be
-tried again. A second SIGTERM ends the process at once.
-
-`timeout`, systemd, Slurm and shells signal whole groups, so a rank's workers die of the same signal. In a rank they are
-missed where they are needed, not by an exception in whatever the main thread does; and the user's own handler runs when
-all is saved.
+The handler sets a flag, on which all ranks act at a batch boundary. A second SIGTERM ends the process at once.
+`timeout`, systemd, Slurm and shells signal whole groups, so a rank's workers die of the same signal. That is noticed
+where the rank reads from them, not by an exception wherever the main thread is. The user's own handler runs at the end.
 """
 
 from __future__ import annotations
@@ -22,13 +19,12 @@ from typing import Any, NoReturn
 import torch.utils.data._utils.signal_handling as torch_signals
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from lightning_async.trainer.namespace import Undo, pytorch, replace, set_for_now
+from lightning_async.trainer.namespace import Undo, override, pytorch, set_for_now
 
 log = logging.getLogger(__name__)
 
 
-TRY_AGAIN = 75
-"""The exit code."""
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 _SAME_S = 1.0
 """Launchers send a signal to a process and to its group: what comes so soon after the first is no second one."""
 _REQUEUE_S = 60.0
@@ -36,10 +32,7 @@ _LOOK_S = 0.01
 
 
 def in_this_process(handle: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Return a handler of a signal that ends this process by default, for this process alone.
-
-    Forks inherit it. They die of the signal, as if there was no handler.
-    """
+    """Return a handler for this process alone: forks, which inherit it, die of the signal as if there was none."""
     own = os.getpid()
 
     def handler(number: int, frame: Any) -> None:
@@ -53,68 +46,57 @@ def in_this_process(handle: Callable[[int, Any], None]) -> Callable[[int, Any], 
 
 
 class Preemption:
-    """Replaces Lightning's handlers of these signals.
-
-    Args:
-        trainer: before it registers them.
-    """
+    """Patches of Lightning's handlers of these signals, on a Trainer that has not registered them yet."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.told = False
-        """This rank was told to go."""
+        """Whether this rank has received the signal."""
         self._told_at = 0.0
         self._requeues = False
         self._users: Callable[[int, Any], Any] | None = None
-        """The handler of SIGTERM that the user had before fit; it is called when all is over."""
+        """The handler of SIGTERM that the user had before fit; it is called at the end of the run."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back, but for what happens at the end of the run."""
+        """Patch; return what takes it back, but for `_at_the_end`, which ends by itself."""
         signals = self._trainer._signal_connector
         own = os.getpid()
 
         def requeue(number: int, frame: Any) -> None:
             if os.getpid() == own:
-                self._on_requeue(number, frame)
+                self._requeues = True
+                self._note(number, frame)
 
         self._at_the_end(signals)
         return [
-            replace(signals, "_sigterm_notifier_fn", lambda original: self._on_sigterm),
-            replace(signals, "_slurm_sigusr_handler_fn", lambda original: requeue),
-            replace(signals, "register_signal_handlers", self._register),
-            replace(torch_signals, "_error_if_any_worker_fails", _but_for_sigterm),
-            replace(_MultiProcessingDataLoaderIter, "_try_get_data", _look_first),
+            set_for_now(signals, "_sigterm_notifier_fn", self._note),
+            set_for_now(signals, "_slurm_sigusr_handler_fn", requeue),
+            override(signals, "register_signal_handlers", self._register),
+            override(torch_signals, "_error_if_any_worker_fails", _error_but_for_sigterm),
+            override(_MultiProcessingDataLoaderIter, "_try_get_data", _read_from_workers),
         ]
 
     def is_told(self) -> bool:
-        """Return whether this rank was told to go, or is within a moment.
-
-        What the same signal has broken may be noticed before this process's own handler has run.
-        """
+        """Return whether this rank has received the signal, or does so within a moment: what the same signal has broken
+        may be noticed before this process's own handler has run."""
         until = time.monotonic() + _SAME_S
         while not self.told and time.monotonic() < until:
             time.sleep(_LOOK_S)  # signals are handled meanwhile
         return self.told
 
-    def _register(self, original: Any) -> Any:
-        def register_signal_handlers() -> None:
-            original()
-            handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
-            if handlers is None:  # not in the main thread: Lightning registers nothing
-                return
-            users = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
-            if users in handlers:
-                handlers.remove(users)
-                self._users = users if callable(users) else None
-            handlers.insert(0, in_this_process(self._hear))
+    def _register(self, original: Any) -> None:
+        original()
+        handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
+        if handlers is None:  # not in the main thread: Lightning registers nothing
+            return
+        users = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
+        if users in handlers:
+            handlers.remove(users)
+            self._users = users if callable(users) else None
+        handlers.insert(0, in_this_process(self._note))
 
-        return register_signal_handlers
-
-    def _hear(self, number: int, frame: Any) -> None:
-        """Note the signal, before whoever knows what follows from it: a strategy may have put that there.
-
-        A second signal ends the process at once.
-        """
+    def _note(self, number: int, frame: Any) -> None:
+        """Note the signal, ahead of the other handlers; a second one ends the process at once."""
         if self.told and time.monotonic() - self._told_at > _SAME_S:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -123,7 +105,7 @@ class Preemption:
             self.told = True
 
     def _at_the_end(self, signals: Any) -> None:
-        """Have the user's handler called when the run has ended and all handlers are as they were."""
+        """Call the user's handler when the run has ended and all handlers are as they were."""
 
         def teardown() -> None:
             undo()
@@ -143,19 +125,8 @@ class Preemption:
 
         undo = set_for_now(signals, "teardown", teardown)
 
-    def _on_sigterm(self, number: int, frame: Any) -> None:
-        self._hear(number, frame)
-
-    def _on_requeue(self, number: int, frame: Any) -> None:
-        self._requeues = True
-        self._on_sigterm(number, frame)
-
     def leave(self, finish: Callable[[], object]) -> NoReturn:
-        """All ranks have saved: ``finish`` waits until that is on the disk.
-
-        Raises:
-            SystemExit: with `TRY_AGAIN`; Lightning's SIGTERMException, so that it ends as after any signal.
-        """
+        """Wait by ``finish`` for the save of all ranks; then raise Lightning's SIGTERMException with `TRY_AGAIN`."""
         finish()
         if self._requeues and self._trainer.is_global_zero:
             self._requeue()
@@ -172,25 +143,21 @@ class Preemption:
             log.error("The checkpoint is written, but SLURM did not take job %s into its queue again: %s", job, error)
 
 
-def _but_for_sigterm(original: Callable[[], None]) -> Callable[[], None]:
-    """Return what torch's handler of SIGCHLD calls: it raises for a worker that has died, but not of SIGTERM.
+def _error_but_for_sigterm(original: Callable[[], None]) -> None:
+    """Raise for a worker that has died, as torch's handler of SIGCHLD does, but not of SIGTERM.
 
     That exception comes wherever the main thread is, amid a step or a save. The loader misses the worker by itself, but
-    while it reads: the worker may have left half a message, to whose end nobody comes.
+    not while it reads: the worker may have left half a message, whose end never comes.
     """
-
-    def error_if_any_worker_fails() -> None:
-        try:
-            original()
-        except RuntimeError as error:
-            if str(signal.strsignal(signal.SIGTERM)) not in str(error) or _reads(sys._getframe(1)):
-                raise
-
-    return error_if_any_worker_fails
+    try:
+        original()
+    except RuntimeError as error:
+        if str(signal.strsignal(signal.SIGTERM)) not in str(error) or _reads(sys._getframe(1)):
+            raise
 
 
 def _reads(frame: Any) -> bool:
-    """Return whether the main thread takes something from a loader's workers, or ends them."""
+    """Return whether the main thread reads from a loader's workers, or ends them."""
     while frame is not None:
         if frame.f_code.co_name in ("_try_get_data", "_shutdown_workers"):
             return True
@@ -198,13 +165,9 @@ def _reads(frame: Any) -> bool:
     return False
 
 
-def _look_first(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a read from workers that fails at once where a signal has ended one: half a message may be left."""
-
-    def try_get_data(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for lives, worker in zip(self._workers_status, self._workers, strict=True):
-            if lives and worker.exitcode == -signal.SIGTERM:
-                raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was ended by a signal: Terminated.")
-        return original(self, *args, **kwargs)
-
-    return try_get_data
+def _read_from_workers(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read from workers; fail at once where a signal has ended one: half a message may be left."""
+    for lives, worker in zip(loader._workers_status, loader._workers, strict=True):
+        if lives and worker.exitcode == -signal.SIGTERM:
+            raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was ended by a signal: Terminated.")
+    return original(loader, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""One rank is told to stop, or to end: all ranks do, from one model.
+"""The sync points of one fit, and what all ranks do there together: stop, validate, decide, wait for other replicas.
 
 Lightning 2.6 broadcasts a SIGTERM flag before every batch, which is a hidden lockstep. Here a signal, a time limit or a
 spike of the loss is a vote.
@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,21 +22,15 @@ from lightning_async.errors import PeerLost
 from lightning_async.events import tell
 from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.loops.preemption import in_this_process
-from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, replace, replace_for_users, set_for_now
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, override_for_users, pytorch, set_for_now
 from lightning_async.trainer.strategy_view import StrategyView
-
-# Lightning's `SpikeDetection` on asynchronous replicas: one rank sees a spike of its loss, all ranks raise.
-#
-# The callback asks all ranks after every batch, which would be a lockstep. Here each looks at its own loss; a
-# spike is a vote for stopping, and where all have stopped every rank raises what the callback raises.
 
 
 class Spikes:
-    """Patches every `SpikeDetection` of a Trainer.
+    """Patches of every `SpikeDetection` of a Trainer.
 
-    Args:
-        trainer: its callbacks.
-        vote: asks all ranks to stop.
+    The callback asks all ranks after every batch, which would be a lockstep. Here each looks at its own loss; a spike
+    is a ``vote`` for stopping, and when all have stopped every rank raises what the callback raises.
     """
 
     def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
@@ -44,18 +39,17 @@ class Spikes:
         self._callbacks = callbacks_of(trainer, "SpikeDetection")  # since Lightning 2.3
         self._handlers = [callback._handle_spike for callback in self._callbacks]
         self._seen = -1
-        """The first batch that this rank saw a spike in."""
+        """The first batch in which this rank saw a spike."""
 
-    def install(self) -> list[Callable[[], None]]:
-        """Patch; returns what takes it back."""
+    def install(self) -> list[Undo]:
         undo = []
         for callback in self._callbacks:
-            undo.append(replace_for_users(callback, "_handle_spike", lambda original: self._note))
-            undo.append(replace_for_users(callback, "on_train_batch_end", self._alone))
+            undo.append(override_for_users(callback, "_handle_spike", self._note))
+            undo.append(override_for_users(callback, "on_train_batch_end", self._end_batch))
         return undo
 
     def raise_agreed(self, world: LightningCollectives) -> None:
-        """All ranks have stopped: if one has seen a spike, write down its batch and raise, on every rank."""
+        """Write down the batch of a spike that one rank has seen, and raise, on every rank; all have stopped."""
         if not self._callbacks:
             return
         seen = [batch for batch in world.gather_objects(self._seen) if batch >= 0]
@@ -63,67 +57,57 @@ class Spikes:
             for handle in self._handlers:
                 handle(self._trainer, min(seen))
 
-    def _note(self, trainer: Any, batch_idx: int) -> None:
+    def _note(self, original: Any, trainer: Any, batch_idx: int) -> None:
         if self._seen < 0:
             self._seen = batch_idx
             self._vote()
 
-    def _alone(self, original: Callable[..., None]) -> Callable[..., None]:
-        """The hook, with a Trainer of one rank."""
-
-        def on_train_batch_end(trainer: Any, *args: Any, **kwargs: Any) -> None:
-            strategy = SimpleNamespace(
-                root_device=trainer.strategy.root_device,
-                barrier=lambda *_: None,
-                reduce_boolean_decision=lambda decision, all=True: decision,
-            )
-            original(SimpleNamespace(strategy=strategy, default_root_dir=trainer.default_root_dir), *args, **kwargs)
-
-        return on_train_batch_end
+    def _end_batch(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
+        """Call the hook with a Trainer of one rank."""
+        strategy = SimpleNamespace(
+            root_device=trainer.strategy.root_device,
+            barrier=lambda *_: None,
+            reduce_boolean_decision=lambda decision, all=True: decision,
+        )
+        original(SimpleNamespace(strategy=strategy, default_root_dir=trainer.default_root_dir), *args, **kwargs)
 
 
 class Stopping:
-    """Patches the signal handler, the end of each batch, and `Timer` and `SpikeDetection`.
-
-    Args:
-        strategy: hears the votes.
-        trainer: whose they are.
-    """
+    """Patches of the signal handler, the end of each batch, and `Timer` and `SpikeDetection`."""
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._spikes = Spikes(trainer, self._vote)
         self._told = False
-        """This rank was told to stop where there was nobody to tell yet."""
+        """A signal has come before there were sync points."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
         epoch = self._trainer.fit_loop.epoch_loop
         signals = self._trainer._signal_connector
         before = signals._sigterm_notifier_fn
         undo = [
-            replace(signals, "_sigterm_notifier_fn", lambda original: in_this_process(self._on_sigterm)),
-            replace(epoch, "on_advance_end", self._after_batch),
+            set_for_now(signals, "_sigterm_notifier_fn", in_this_process(self._on_sigterm)),
+            override(epoch, "on_advance_end", self._after_batch),
             *self._spikes.install(),
         ]
         registered = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
-        if before in registered:  # in a rank that comes to others, whose training has begun by then
+        if before in registered:  # in a joining rank, whose training has begun by then
             registered[registered.index(before)] = signals._sigterm_notifier_fn
         if hasattr(epoch, "_broadcast_sigterm_tensor"):
-            undo.append(replace(epoch, "_broadcast_sigterm_tensor", lambda original: lambda: None))
+            undo.append(set_for_now(epoch, "_broadcast_sigterm_tensor", lambda: None))
         for timer in callbacks_of(self._trainer, "Timer"):
-            undo.append(replace_for_users(timer, "_check_time_remaining", self._time_remaining(timer)))
+            undo.append(override_for_users(timer, "_check_time_remaining", partial(self._check_time, timer)))
         return undo
 
     def pass_on(self, sync_points: SyncPoints) -> None:
-        """Vote, if this rank was told to stop where there was nobody to tell yet."""
+        """Vote, if a signal has come before there were sync points."""
         if self._told:
             self._told = False
             sync_points.request_stop()
 
     def leave(self, sync_points: SyncPoints) -> None:
-        """A rank was told to stop: all leave from here, with one model."""
+        """Leave training together with all ranks, with one model, because one was told to stop."""
         sync_points.rendezvous(SyncPointKind.STOP)
         if self._strategy.world is not None:
             self._strategy.world.asynchronous = False
@@ -142,66 +126,48 @@ class Stopping:
         else:
             sync_points.request_stop()
 
-    def _after_batch(self, original: Any) -> Any:
-        def on_advance_end(data_fetcher: Any) -> None:
-            original(data_fetcher)
-            sync_points = self._strategy.sync_points
-            if sync_points is None:
-                return
-            self.pass_on(sync_points)
-            sync_points.resume()
-            if Vote.STOP in sync_points.agreed:
-                self._strategy.step_runner.finish_batch()
-                self.leave(sync_points)
-            if Vote.END in sync_points.agreed:
-                self._trainer.should_stop = True
-            elif self._trainer.should_stop:  # on this rank alone: it asks the others
-                sync_points.vote(Vote.END)
+    def _after_batch(self, original: Any, data_fetcher: Any) -> None:
+        original(data_fetcher)
+        sync_points = self._strategy.sync_points
+        if sync_points is None:
+            return
+        self.pass_on(sync_points)
+        sync_points.resume()
+        if Vote.STOP in sync_points.agreed:
+            self._strategy.step_runner.finish_batch()
+            self.leave(sync_points)
+        if Vote.END in sync_points.agreed:
+            self._trainer.should_stop = True
+        elif self._trainer.should_stop:  # on this rank alone: it asks the others
+            sync_points.vote(Vote.END)
 
-        return on_advance_end
-
-    def _time_remaining(self, timer: Any) -> Callable[[Any], Any]:
-        """A time limit is checked on this rank's clock; when it is up, all ranks end."""
-
-        def wrap(original: Any) -> Any:
-            def check(trainer: Any) -> None:
-                sync_points = self._strategy.sync_points
-                if sync_points is None:
-                    original(trainer)
-                elif timer.time_elapsed() >= timer._duration:
-                    sync_points.vote(Vote.END)
-
-            return check
-
-        return wrap
-
-
-# What a sync point is to Lightning: all ranks wait for one another, and everybody hears that the model has changed.
+    def _check_time(self, timer: Any, original: Any, trainer: Any) -> None:
+        """Check a time limit on this rank's clock; when it is up, all ranks end."""
+        sync_points = self._strategy.sync_points
+        if sync_points is None:
+            original(trainer)
+        elif timer.time_elapsed() >= timer._duration:
+            sync_points.vote(Vote.END)
 
 
 class FitSyncPoints:
-    """The sync points of one fit, which all open through here.
+    """The sync points of one fit: all ranks wait for one another, and listeners learn that the model has changed."""
 
-    Args:
-        strategy: has the sync points.
-        trainer: is told that training ends, and validates where another rank asks for it.
-        stopping: how all ranks leave early.
-    """
+    _averaged_models: AveragedModels  # from `begin` on
 
     def __init__(self, strategy: StrategyView, trainer: Any, stopping: Stopping) -> None:
         self._strategy = strategy
         self._trainer = trainer
         self._stopping = stopping
-        self._averaged_models: AveragedModels | None = None
         self.on_model_changed: list[Callable[[], None]] = []
         """Called, on all ranks together, when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None
-        """The same; not where a step needs a sync point, at which those who need it are alone."""
+        """The same, but not at the sync points within a batch."""
         self.on_called: Callable[[], None] = lambda: None
         """Goes to `SyncPointKind.DECIDE`, because another rank has called all together."""
 
     def begin(self, world: LightningCollectives) -> None:
-        """Training begins, or begins anew: the callbacks' averages over time are equal on all ranks."""
+        """Begin training, or begin anew, with averages over time that are equal on all ranks."""
         self._averaged_models = AveragedModels(self._trainer, world)
         vars(self._trainer.strategy)["averaged_models"] = self._averaged_models  # for checkpoints
 
@@ -214,8 +180,8 @@ class FitSyncPoints:
         if sync_points is None or world is None or strategy.failed:
             return
         strategy.step_runner.finish_batch()
-        self._stopping.pass_on(sync_points)  # one that comes within an epoch may stand here before its first batch
-        share_averages = self._before_sync_point()
+        self._stopping.pass_on(sync_points)  # a joining rank may wait here before its first batch
+        share_averages = self._averaged_models.before_sync_point()
         while (arrival := sync_points.rendezvous(sync_point, index)) is not Arrival.OPEN:
             if arrival is Arrival.STOP:
                 self._stopping.leave(sync_points)
@@ -232,21 +198,17 @@ class FitSyncPoints:
             self.on_met(world)
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
-        """Wait at a sync point that a step needs. What others ask for instead has to wait for the end of the batch."""
+        """Wait at a sync point that a step needs; what others ask for instead waits for the end of the batch."""
         sync_points = self._strategy.sync_points
         world = self._strategy.world
         assert sync_points is not None
         assert world is not None
-        share_averages = self._before_sync_point()
+        share_averages = self._averaged_models.before_sync_point()
         arrival = sync_points.rendezvous(sync_point)
         if arrival is Arrival.OPEN:
             self._opened(sync_points, world, share_averages)
             world.asynchronous = True  # the batch goes on
         return arrival
-
-    def _before_sync_point(self) -> Callable[[], None]:
-        assert self._averaged_models is not None
-        return self._averaged_models.before_sync_point()
 
     def _opened(self, sync_points: SyncPoints, world: LightningCollectives, share_averages: Callable[[], None]) -> None:
         world.asynchronous = False
@@ -259,7 +221,7 @@ class FitSyncPoints:
 
 
 def join_validation(trainer: Any) -> None:
-    """Validate although this rank's own loops do not come to it now. As in `_TrainingEpochLoop.on_advance_end`."""
+    """Validate although this rank's own loops do not come to it now, as `_TrainingEpochLoop.on_advance_end` does."""
     was_training = trainer.training
     first_loop_iter = trainer._logger_connector._first_loop_iter
     trainer.validating = True
@@ -268,18 +230,15 @@ def join_validation(trainer: Any) -> None:
     trainer._logger_connector._first_loop_iter = first_loop_iter
 
 
-# A callback calls all replicas together between two sync points of theirs: they meet, hold one model, and decide.
-
-
 @runtime_checkable
 class CollectiveCallback(Protocol):
-    """A callback that decides with those of all other ranks, while replicas are asynchronous."""
+    """A callback that decides together with those of all other ranks, while replicas are asynchronous."""
 
     call_together: Callable[[], None] | None
     """Ask all ranks to come to `decide` at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
-        """All ranks are here and hold one model; whether this has put another one in its place, on all of them."""
+        """Decide, where all ranks hold one model; return whether all have replaced it by another one."""
         ...
 
 
@@ -288,22 +247,16 @@ class Saves(Protocol):
     """A callback that saves where all ranks hold one model."""
 
     call_together: Callable[[], None] | None
-    """See `CollectiveCallback`."""
 
     def save_together(self, world: LightningCollectives) -> None:
-        """All ranks are here and hold one model, which stays as it is."""
+        """Save; all ranks are here and hold one model, which stays as it is."""
         ...
 
 
 class CollectiveActions:
-    """Introduces such callbacks to the sync points of one fit.
+    """What callbacks of all ranks decide together, at sync points for which one of them has called all ranks.
 
-    Args:
-        strategy: whose sync points these are.
-        trainer: its callbacks, and the end of each batch.
-        meeting: opens the sync points.
-        saving: no callback itself, and decides as these do.
-        host: takes joining ranks in, when all else is decided and there is no other model.
+    ``saving`` decides as these callbacks do. Last, if the model has not been replaced, ``host`` admits joining ranks.
     """
 
     def __init__(
@@ -320,54 +273,47 @@ class CollectiveActions:
         self._saving = saving
         self._host = host
         self._called = False
-        """By a callback of this rank."""
+        """A callback of this rank has called."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
+        callers = [*self._deciding(), *self._saves(), *([self._host] if self._host else [])]
         return [
-            *(set_for_now(each, "call_together", self._call) for each in self._callers()),
+            *(set_for_now(each, "call_together", self._call) for each in callers),
             set_for_now(self._meeting, "on_called", self.hold),
-            replace(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
+            override(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
         ]
 
-    def _convened(self) -> list[CollectiveCallback]:
+    def _deciding(self) -> list[CollectiveCallback]:
         return [self._saving, *(each for each in self._trainer.callbacks if isinstance(each, CollectiveCallback))]
 
     def _saves(self) -> list[Saves]:
         return [each for each in self._trainer.callbacks if isinstance(each, Saves)]
 
-    def _callers(self) -> list[Any]:
-        return [*self._convened(), *self._saves(), *([self._host] if self._host else [])]
-
     def _call(self) -> None:
         if not self._strategy.step_runner.call_all():
             self._called = True
 
-    def _after_batch(self, original: Any) -> Any:
-        def on_advance_end(data_fetcher: Any) -> None:
-            original(data_fetcher)
-            sync_points = self._strategy.sync_points
-            if sync_points is not None and self.is_called(sync_points) and self._strategy.step_runner.between_windows:
-                self.hold()
-
-        return on_advance_end
+    def _after_batch(self, original: Any, data_fetcher: Any) -> None:
+        original(data_fetcher)
+        sync_points = self._strategy.sync_points
+        if sync_points is not None and self.is_called(sync_points) and self._strategy.step_runner.between_windows:
+            self.hold()
 
     def is_called(self, sync_points: SyncPoints) -> bool:
-        """Whether somebody has called all ranks together."""
+        """Return whether a rank has called all ranks together."""
         return self._called or self._strategy.step_runner.called or Vote.DECIDE in sync_points.agreed
 
     def hold(self) -> None:
-        """Meet, and decide; what is done to the model outside of averaging begins another training."""
+        """Meet, and decide; another model than averaging has made begins another training."""
         self._called = False
         self._meeting.rendezvous(SyncPointKind.DECIDE)
         world = self._strategy.world
         sync_points = self._strategy.sync_points
         if world is None or sync_points is None:
             return
-        replaced = [callback.decide(world) for callback in self._convened()]
-        if (
-            any(replaced) and self._strategy.sync_points is sync_points
-        ):  # else the checkpoint that was loaded has seen to it
+        replaced = [callback.decide(world) for callback in self._deciding()]
+        # Where the sync points are others, a checkpoint that was loaded has begun another training.
+        if any(replaced) and self._strategy.sync_points is sync_points:
             module = self._trainer.lightning_module
             world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
             self._strategy.start_over()
@@ -378,18 +324,8 @@ class CollectiveActions:
                 self._host.decide(world)
 
 
-# Too few replicas are left: they stand at a batch boundary until others have come, or the time is up.
-
-
 class WaitForReplicas:
-    """Patches the end of each batch.
-
-    Args:
-        strategy: knows who is left.
-        trainer: its loop.
-        collective_actions: by whose sync points joining ranks are taken in.
-        stopping: how all ranks leave early.
-    """
+    """The wait of too few live ranks, at the end of a batch, until others have joined or the time is up."""
 
     def __init__(
         self, strategy: StrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
@@ -400,38 +336,27 @@ class WaitForReplicas:
         self._stopping = stopping
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
-        return [replace(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
+        return [override(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
 
     @property
     def _is_short(self) -> bool:
         live_ranks = self._strategy.live_ranks
         return self._strategy.sync_points is not None and live_ranks is not None and live_ranks.are_short
 
-    def _after_batch(self, original: Any) -> Any:
-        def on_advance_end(data_fetcher: Any) -> None:
-            original(data_fetcher)
-            if self._is_short:
-                self._stand()
+    def _after_batch(self, original: Any, data_fetcher: Any) -> None:
+        original(data_fetcher)
+        if self._is_short:
+            self._wait()
 
-        return on_advance_end
-
-    def _stand(self) -> None:
-        """Until there are enough.
-
-        Raises:
-            PeerLost: nobody has come in time.
-        """
+    def _wait(self) -> None:
         patience = self._strategy.patience
         live_ranks = self._strategy.live_ranks
         began = time.monotonic()
         until = began + patience.total_seconds()
         rank = live_ranks.generation.rank
         left = live_ranks.generation.world_size
-        words = (
-            f"Rank {rank}: {left} of at least {live_ranks.wanted} replicas are left, and wait {patience} for others."
-        )
-        tell("short", logging.WARNING, words, rank=rank, world_size=left)
+        text = f"Rank {rank}: {left} of at least {live_ranks.wanted} replicas are left, and wait {patience} for others."
+        tell("short", logging.WARNING, text, rank=rank, world_size=left)
         while self._is_short:
             sync_points = self._strategy.sync_points
             assert sync_points is not None
@@ -452,7 +377,7 @@ class WaitForReplicas:
         live_ranks = self._strategy.live_ranks
         raise PeerLost(
             f"Rank {live_ranks.generation.rank}: {live_ranks.generation.world_size} of at least {live_ranks.wanted} "
-            f"replicas are left (`min_replicas`), and nobody has come within {patience} (`Timeouts(replicas=)`). "
+            f"replicas are left (`min_replicas`), and none has joined within {patience} (`Timeouts(replicas=)`). "
             "Training ends here; start the others again, and resume from the last checkpoint.",
             (),
         )

@@ -1,11 +1,11 @@
-"""Where a replica's time goes: it waits for its data, trains on it, communicates, or stands still for others.
+"""The time of a replica's batches, divided into data, compute and communication, and a warning of a slow replica.
 
     next(loader)                    data
     the rest of the batch           compute, but for
       packing and merging             communication
-      standing still for others       nobody's: a fast replica waits, a slow one is waited for
+      waiting at sync points          not counted: a fast replica waits, a slow one is waited for
 
-All ranks hear of all paces by their headers. On a GPU it is the host's time that is measured, which soon waits for it.
+Headers carry the pace of each rank to all. On a GPU the host's time is measured, which soon waits for the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from lightning_async.algorithms.schedules import Pace, Reason, straggler
 from lightning_async.events import tell
-from lightning_async.trainer.namespace import Undo, replace, searches_lr
+from lightning_async.trainer.namespace import Undo, override, searches_lr
 from lightning_async.trainer.strategy_view import StrategyView
 
 _FIRST = 20
@@ -34,13 +34,9 @@ _CAUSES: dict[Reason, str] = {
 
 
 class Pacing:
-    """Measures this replica, and warns once of one that is slow.
+    """The pace of this replica; warns once of a replica that is slow.
 
-    Args:
-        strategy: has the sync points.
-        trainer: its loop is patched.
-        communicated_s: how long this replica has packed and merged, so far.
-        now: a monotonic clock, in seconds.
+    ``communicated_s`` returns how long this replica has packed and merged so far; ``now`` is a monotonic clock.
     """
 
     def __init__(
@@ -59,51 +55,41 @@ class Pacing:
         self._looked = now()
         self._warned = False
         self.pace = Pace()
-        """Of late."""
+        """An exponential mean over the last batches."""
         self.mean = Pace()
-        """Of all batches that were measured."""
+        """The mean over all batches that were measured."""
         self.batches = 0
         self.samples = 1.0
-        """Of the batch under way; whoever counts it says so."""
+        """In the batch under way; the strategy sets it."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
         loop = self._trainer.fit_loop.epoch_loop
         return [
-            replace(loop, "_on_before_fetch", self._before_fetch),
-            replace(loop, "_on_after_fetch", self._after_fetch),
-            replace(loop, "advance", self._advance),
+            override(loop, "_on_before_fetch", self._before_fetch),
+            override(loop, "_on_after_fetch", self._after_fetch),
+            override(loop, "advance", self._advance),
         ]
 
-    def _before_fetch(self, original: Any) -> Any:
-        def before_fetch() -> None:
-            original()
-            self._fetching = self.now()
+    def _before_fetch(self, original: Any) -> None:
+        original()
+        self._fetching = self.now()
 
-        return before_fetch
+    def _after_fetch(self, original: Any) -> None:
+        self._data_s += self.now() - self._fetching
+        original()
 
-    def _after_fetch(self, original: Any) -> Any:
-        def after_fetch() -> None:
-            self._data_s += self.now() - self._fetching
-            original()
-
-        return after_fetch
-
-    def _advance(self, original: Any) -> Any:
-        def advance(data_fetcher: Any) -> None:
-            started = self.now()
-            self._data_s = 0.0
-            waited_s = self._waited_s
-            communicated_s = self._communicated_s()
-            original(data_fetcher)
-            if searches_lr(self._trainer):
-                return
-            data_s = self._data_s
-            communicated_s = max(0.0, self._communicated_s() - communicated_s)
-            rest_s = self.now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
-            self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self.samples))
-
-        return advance
+    def _advance(self, original: Any, data_fetcher: Any) -> None:
+        started = self.now()
+        self._data_s = 0.0
+        waited_s = self._waited_s
+        communicated_s = self._communicated_s()
+        original(data_fetcher)
+        if searches_lr(self._trainer):
+            return
+        data_s = self._data_s
+        communicated_s = max(0.0, self._communicated_s() - communicated_s)
+        rest_s = self.now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
+        self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self.samples))
 
     @property
     def _waited_s(self) -> float:
@@ -135,9 +121,4 @@ class Pacing:
 
 
 def _towards(mean: Pace, batch: Pace, weight: float) -> Pace:
-    return Pace(
-        mean.data_s + weight * (batch.data_s - mean.data_s),
-        mean.compute_s + weight * (batch.compute_s - mean.compute_s),
-        mean.communication_s + weight * (batch.communication_s - mean.communication_s),
-        mean.samples + weight * (batch.samples - mean.samples),
-    )
+    return Pace(*(old + weight * (new - old) for old, new in zip(mean, batch, strict=True)))

@@ -1,4 +1,4 @@
-"""Steps of the optimizer that are taken when a gradient has arrived, not with the batch that Lightning has at hand."""
+"""Optimizer steps that are taken when a gradient has arrived, not with the batch that Lightning has at hand."""
 
 from __future__ import annotations
 
@@ -14,23 +14,16 @@ from torch import Tensor
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loops.accumulation import AccumulationWindows
 from lightning_async.trainer.loops.averaged_models import follow_step
-from lightning_async.trainer.namespace import Undo, callbacks_of, replace, set_for_now
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, set_for_now
 from lightning_async.trainer.strategy_view import view_of
-
-# Replicas that take every step together have one learning rate: schedulers follow these steps, and epochs of
-# all.
 
 
 class SharedLearningRates:
-    """Patches when schedulers step.
+    """Patches of when schedulers step: replicas that take every step together have one learning rate.
 
-    Replicas that take every step together have one learning rate. Lightning steps schedulers of epochs with the last
-    batch of this rank, and others by the number of the batch that a step is taken in. Here a step may be taken at a
-    sync point, with others' batches only, and ranks have unequal numbers of them: schedulers follow the steps, and the
-    epochs of all.
-
-    Args:
-        trainer: its schedulers.
+    Lightning steps schedulers of epochs with the last batch of this rank, and others by the number of the batch that a
+    step is taken in. Here a step may be taken at a sync point, with others' batches only, and ranks have unequal
+    numbers of them: schedulers follow the steps, and the epochs of all.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -38,33 +31,28 @@ class SharedLearningRates:
         self._loop = trainer.fit_loop.epoch_loop
         self._original: Callable[..., None] = self._loop._update_learning_rates
         self.epochs_meet: Callable[[], bool] = lambda: False
-        """Whether all ranks meet at the end of the epoch under way."""
+        """Returns whether all ranks meet at the end of the epoch under way."""
         self.ends_epoch = False
-        """This rank has come to the end of its part of the epoch, and the sync point there is yet to open."""
+        """This rank has come to the end of its part of the epoch, and the sync point there has not opened yet."""
         self._watched = False
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
-        return [replace(self._loop, "_update_learning_rates", self._update)]
+        self._original = self._loop._update_learning_rates
+        return [override(self._loop, "_update_learning_rates", self._update)]
 
-    def _update(self, original: Any) -> Any:
-        self._original = original
-
-        def update(interval: str, update_plateau_schedulers: bool) -> None:
-            if interval == "step":
-                self._step(update_plateau_schedulers)
-            elif update_plateau_schedulers:
-                self._watched = True
-                original(interval, True)
-            elif self.epochs_meet():
-                self.ends_epoch = True
-            else:
-                original(interval, False)
-
-        return update
+    def _update(self, original: Any, interval: str, update_plateau_schedulers: bool) -> None:
+        if interval == "step":
+            self._step(update_plateau_schedulers)
+        elif update_plateau_schedulers:
+            self._watched = True
+            original(interval, True)
+        elif self.epochs_meet():
+            self.ends_epoch = True
+        else:
+            original(interval, False)
 
     def _step(self, watching: bool) -> None:
-        """Those whose turn it is after so many steps."""
+        """Step the schedulers whose frequency divides the number of steps."""
         strategy = self._trainer.strategy
         step = self._loop.global_step
         configs = strategy.lr_scheduler_configs
@@ -76,14 +64,8 @@ class SharedLearningRates:
             strategy.lr_scheduler_configs = configs
 
     def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
-        """All ranks have taken all steps of the epoch: schedulers step where one has come to its last batch.
-
-        What lost ranks had left of it lies behind, too: who came meanwhile calls this once, as all do.
-
-        Returns:
-            What is called behind the end of the epoch: those that watch a metric have stepped by then where there were
-            batches, and do so now where there were none.
-        """
+        """Step the schedulers if a rank has come to its last batch; all have taken all steps of the epoch. Return a
+        function for the end of the epoch, which steps schedulers that watch a metric where there were no batches."""
         mine = self.ends_epoch
         self.ends_epoch = False
         ended = float(world.reduce(torch.tensor(float(mine)), "max")) > 0.0
@@ -98,14 +80,10 @@ class SharedLearningRates:
         return watch
 
 
-# Windows of accumulation that a strategy gathers by itself, and a callback says the size of.
-
-
 class ExternalWindowSize(AccumulationWindows):
-    """Those of `AsyncGradientStrategy`, which weighs batches, averages, and steps with a window when it has arrived.
+    """Windows of `AsyncGradientStrategy`, which weighs batches, averages, and steps with a window when it has arrived.
 
-    Args:
-        trainer, plan, mean, count: see `AccumulationWindows`; nothing is patched.
+    The arguments are those of `AccumulationWindows`; no loop is patched.
     """
 
     even = True
@@ -120,22 +98,18 @@ class ExternalWindowSize(AccumulationWindows):
 
     @property
     def size(self) -> int:
-        """Batches in the window under way, or that comes, at the least."""
+        """The least number of batches in the window under way, or in the next one."""
         return 1 if self.planned.by_samples else self.planned.batches
 
     @property
     def least(self) -> float:
-        """Samples in it, at the least."""
+        """The least number of samples in it."""
         return self.planned.samples if self.planned.by_samples else 0.0
 
     @property
     def ends(self) -> bool:
-        """The batch under way, or just done with, is the last one of a window."""
         last = self._trainer.fit_loop.epoch_loop._num_ready_batches_reached()
         return last or (self.batches >= self.size and self.samples >= self.least)
-
-    def show(self) -> None:
-        self._trainer.accumulate_grad_batches = self.planned.batches
 
     def begin_batch(self, batch: Any) -> None:
         if self.away:
@@ -167,18 +141,18 @@ class ExternalWindowSize(AccumulationWindows):
 
 
 def updates_of(trainer: Any) -> OptimizerUpdates | None:
-    """Return those of the fit; None where a step belongs to the batch that Lightning has at hand."""
+    """Return the updates of the fit; None where a step belongs to the batch that Lightning has at hand."""
     return view_of(trainer.strategy).updates
 
 
 class OptimizerUpdates:
-    """Lightning's loop gathers gradients with every batch, and steps where `take` says so: with all its hooks,
-    clipping, mixed precision and schedulers. ``global_step`` counts these steps.
+    """Optimizer steps that `take` makes Lightning's loop take, with all its hooks, clipping, mixed precision and
+    schedulers; with every batch it only gathers gradients. ``global_step`` counts these steps.
 
     Args:
-        trainer: whose loop it is.
-        after_backward: called once a batch's gradients are there; it may take steps.
-        batch: entered for a batch's forward and backward pass.
+        trainer: its loop is patched.
+        after_backward: called when a batch's gradients are there; it may take steps.
+        batch: returns a context for a batch's forward and backward pass.
     """
 
     def __init__(
@@ -196,10 +170,10 @@ class OptimizerUpdates:
         self._end_step = manual._on_after_step
         self._within_batch = False
         self._started_at = -1
-        """What loggers call the step before which the last batch has started."""
+        """The loggers' number of the step before which the last batch has started."""
         self.rates = SharedLearningRates(trainer)
         self.each = 1
-        """Steps that are taken at once, as each of several optimizers does."""
+        """Number of steps that are taken at once: one for each of several optimizers."""
         self.taken = False
         """A step was taken in the batch under way, or in the last one, until its end."""
         self.on_gathered: Callable[[], None] = lambda: None
@@ -208,20 +182,19 @@ class OptimizerUpdates:
         """Called when a step was taken outside of a batch."""
 
     def install(self) -> list[Undo]:
-        """Patch; returns what takes it back."""
         return [
-            replace(self._loop, "_should_accumulate", lambda original: lambda: not self.taken),
-            replace(self._loop.automatic_optimization, "run", self._run),
-            replace(self._loop.manual_optimization, "run", self._run),
-            replace(self._loop.manual_optimization, "_on_before_step", lambda original: lambda: None),
-            replace(self._loop.manual_optimization, "_on_after_step", lambda original: lambda: None),
-            replace(self._loop, "_save_loggers_on_train_batch_end", self._end_batch),
+            set_for_now(self._loop, "_should_accumulate", lambda: not self.taken),
+            override(self._loop.automatic_optimization, "run", self._run),
+            override(self._loop.manual_optimization, "run", self._run),
+            set_for_now(self._loop.manual_optimization, "_on_before_step", lambda: None),
+            set_for_now(self._loop.manual_optimization, "_on_after_step", lambda: None),
+            override(self._loop, "_save_loggers_on_train_batch_end", self._end_batch),
             *self.rates.install(),
         ]
 
     @property
     def left(self) -> float:
-        """Times that there are to step before ``max_steps``."""
+        """How many times to step until ``max_steps``."""
         limit = self._loop.max_steps
         return float("inf") if limit == -1 else math.ceil((limit - self._loop.global_step) / self.each)
 
@@ -230,34 +203,24 @@ class OptimizerUpdates:
         """The batch under way is the last of its epoch."""
         return self._loop._num_ready_batches_reached()
 
-    def _run(self, original: Any) -> Any:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.taken = False
-            self._started_at = self._loop._batches_that_stepped
-            with self._batch():
-                output = original(*args, **kwargs)
-            self._within_batch = True
-            try:
-                self._after_backward()
-            finally:
-                self._within_batch = False
-            return output
+    def _run(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.taken = False
+        self._started_at = self._loop._batches_that_stepped
+        with self._batch():
+            output = original(*args, **kwargs)
+        self._within_batch = True
+        try:
+            self._after_backward()
+        finally:
+            self._within_batch = False
+        return output
 
-        return run
-
-    def _end_batch(self, original: Any) -> Any:
-        def save_loggers() -> None:
-            self.taken = False
-            original()
-
-        return save_loggers
+    def _end_batch(self, original: Any) -> None:
+        self.taken = False
+        original()
 
     def take(self, put: Callable[[], None]) -> None:
-        """Step with the gradients that ``put`` gives the parameters.
-
-        Schedulers and the step that loggers show follow: within a batch the loop sees to it, but for a second step of
-        the same batch, and at sync points.
-        """
+        """Step with the gradients that ``put`` gives the parameters; schedulers and the loggers' step follow."""
 
         def closure() -> Tensor:
             put()
@@ -267,7 +230,7 @@ class OptimizerUpdates:
         self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
 
     def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
-        """In manual optimization: step, with each of several optimizers that has gradients."""
+        """Step, in manual optimization, with each of several optimizers that has gradients."""
 
         def run() -> None:
             _begin_scaling(self._trainer)
@@ -290,15 +253,15 @@ class OptimizerUpdates:
             self.on_step_between()
 
     def _follow(self) -> None:
-        """What the loop, and Lightning's averages over time, do with a step at the end of its batch."""
+        """Do with a step what the loop, and Lightning's averages over time, do at the end of its batch."""
         self._log()
         follow_step(self._trainer)
         self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         self._loop._batches_that_stepped += 1
 
     def _log(self) -> None:
-        """Where loggers are due with this step: what the last batch has logged, as Lightning does at the end of a batch
-        that steps, and the rates, as at the start of one, if none has started since the step before."""
+        """Log, if loggers are due with this step, what the last batch has logged, as Lightning does at the end of a
+        batch that steps, and the rates, as at the start of one, if none has started since the step before."""
         trainer = self._trainer
         n = self._loop._batches_that_stepped
         every = trainer.log_every_n_steps
@@ -314,7 +277,7 @@ class OptimizerUpdates:
 
 
 def _begin_scaling(trainer: Any) -> None:
-    """A gradient scaler makes its scale with the first loss: on a rank without data there is none."""
+    """Have a gradient scaler make its scale, as with a first loss: on a rank without data there is none."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None and scaler.is_enabled():
         scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
