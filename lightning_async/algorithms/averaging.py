@@ -57,15 +57,25 @@ class AllMean(Topology):
 
 
 class Round(NamedTuple):
-    """The facts of one averaging round that every replica knows before its payload moves."""
+    """The facts of one averaging round that every replica knows before its payload moves.
 
-    id: int  # number of this round; committed rounds count up by one on all replicas
-    rank: int  # this replica
-    work: tuple[float, ...]  # every replica's work since its last round (samples, or steps); zero for an absent one
-    steps: tuple[float, ...] = ()  # every replica's optimizer steps since its last round
-    scalars: tuple[tuple[float, ...], ...] = ()  # every replica's, from `AveragingRule.message_`
-    lr: tuple[float, ...] = ()  # every replica's inner learning rate, 0 if absent; a rule must derive a common one
-    fragment: int = 0  # number of the part of the parameters in this round
+    Args:
+        id: number of this round; committed rounds count up by one on all replicas.
+        rank: this replica.
+        work: every replica's work since its last round (samples, or steps); zero for an absent one.
+        steps: every replica's optimizer steps since its last round.
+        scalars: every replica's, from `AveragingRule.message_`.
+        lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
+        fragment: number of the part of the parameters in this round.
+    """
+
+    id: int
+    rank: int
+    work: tuple[float, ...]
+    steps: tuple[float, ...] = ()
+    scalars: tuple[tuple[float, ...], ...] = ()
+    lr: tuple[float, ...] = ()
+    fragment: int = 0
 
 
 @runtime_checkable

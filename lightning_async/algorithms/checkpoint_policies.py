@@ -17,12 +17,19 @@ from lightning_async._checks import check_choice, check_int, check_protocol, che
 
 @dataclass(frozen=True)
 class Saved:
-    """A committed checkpoint, as a keep policy sees it."""
+    """A committed checkpoint, as a keep policy sees it.
 
-    number: int  # counts the saves of a directory
-    step: int  # optimizer steps taken by then
-    metrics: Mapping[str, float] = field(default_factory=dict)  # logged by then
-    good: bool = False  # whether it was marked as good afterwards
+    Args:
+        number: counts the saves of a directory.
+        step: optimizer steps taken by then.
+        metrics: logged by then.
+        good: whether it was marked as good afterwards.
+    """
+
+    number: int
+    step: int
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    good: bool = False
 
 
 @runtime_checkable
@@ -181,13 +188,21 @@ class KeepAny:
 
 @dataclass(frozen=True)
 class SaveProgress:
-    """The state of training, as a save policy sees it after a step."""
+    """The state of training, as a save policy sees it after a step.
 
-    step: int  # optimizer steps taken, their mean over the replicas while these are asynchronous
-    saved_step: int = 0  # the step of the newest save, or where training was resumed or rolled back to
-    seconds_since_save: float = 0.0  # since the newest save, or since the start
-    save_cost_s: float | None = None  # cost of a save, stall and slower steps together; None: not known
-    epoch_end: bool = False  # whether an epoch has just ended
+    Args:
+        step: optimizer steps taken, their mean over the replicas while these are asynchronous.
+        saved_step: the step of the newest save, or where training was resumed or rolled back to.
+        seconds_since_save: since the newest save, or since the start.
+        save_cost_s: cost of a save, stall and slower steps together; None: not known.
+        epoch_end: whether an epoch has just ended.
+    """
+
+    step: int
+    saved_step: int = 0
+    seconds_since_save: float = 0.0
+    save_cost_s: float | None = None
+    epoch_end: bool = False
 
 
 @runtime_checkable

@@ -124,15 +124,25 @@ class Step(NamedTuple):
 
 
 class ReplicaClock(NamedTuple):
-    """One replica's own facts, before it takes its next optimizer step."""
+    """One replica's own facts, before it takes its next optimizer step.
 
-    step: int  # optimizer steps that this replica has completed
-    epoch: int  # epochs that it has completed
-    steps_since_round: int  # completed steps that no round's snapshot holds yet
-    seconds_since_round: float  # seconds since the last round was committed (or since training began)
-    step_s: float = 0.0  # measured seconds per local step, 0.0 while unknown
-    round_s: float = 0.0  # measured seconds of one round's exchange, 0.0 while unknown
-    speed: float = 1.0  # this replica's steps per second, over those of the fastest; 1.0 while unknown
+    Args:
+        step: optimizer steps that this replica has completed.
+        epoch: epochs that it has completed.
+        steps_since_round: completed steps that no round's snapshot holds yet.
+        seconds_since_round: seconds since the last round was committed (or since training began).
+        step_s: measured seconds per local step, 0.0 while unknown.
+        round_s: measured seconds of one round's exchange, 0.0 while unknown.
+        speed: this replica's steps per second, over those of the fastest; 1.0 while unknown.
+    """
+
+    step: int
+    epoch: int
+    steps_since_round: int
+    seconds_since_round: float
+    step_s: float = 0.0
+    round_s: float = 0.0
+    speed: float = 1.0
 
 
 @runtime_checkable

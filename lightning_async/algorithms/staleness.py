@@ -26,19 +26,31 @@ Form = Literal["exponential", "inverse", "sqrt", "linear"]
 
 
 class PushFacts(NamedTuple):
-    """The facts of a push before a server applies it; each shard by itself."""
+    """The facts of a push before a server applies it; each shard by itself.
 
-    lag: int  # updates since the worker pulled the weights that its gradient was computed at
-    moved: float = 0.0  # the norm of how far the weights have gone since. 0 where ``lag`` is
-    typical: float = 0.0  # the running mean of the norm of one update. 0 where there was none
-    norm: float = 0.0  # of the gradient
+    Args:
+        lag: updates since the worker pulled the weights that its gradient was computed at.
+        moved: the norm of how far the weights have gone since. 0 where ``lag`` is.
+        typical: the running mean of the norm of one update. 0 where there was none.
+        norm: of the gradient.
+    """
+
+    lag: int
+    moved: float = 0.0
+    typical: float = 0.0
+    norm: float = 0.0
 
 
 class Weight(NamedTuple):
-    """The weight of a push."""
+    """The weight of a push.
 
-    rate: float = 1.0  # factor of the learning rate, of the update that the push is applied with
-    gradient: float = 1.0  # factor of the gradient, before the optimizer sees it
+    Args:
+        rate: factor of the learning rate, of the update that the push is applied with.
+        gradient: factor of the gradient, before the optimizer sees it.
+    """
+
+    rate: float = 1.0
+    gradient: float = 1.0
 
 
 class StalenessPolicy:
