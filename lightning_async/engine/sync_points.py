@@ -3,46 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import batches_per_second
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 
 
-class SyncPointParticipant(Protocol):
-    """A component's work at sync points, on the training thread."""
+class SyncPointParticipant:
+    """The base of what has work at sync points, on the training thread; it does nothing."""
 
-    def come(self) -> None:
+    def before_sync_point(self) -> None:
         """Prepare to stand at a sync point."""
 
-    def stand(self) -> None:
-        """Stand there: called once, and after every event."""
+    def at_sync_point(self) -> None:
+        """Work there: called once, and after every event."""
 
-    def go(self, waited_s: float) -> None:
+    def after_sync_point(self, waited_s: float) -> None:
         """Stand there no more. Under the lock."""
 
-    def leave(self) -> None:
+    def leave_sync_point(self) -> None:
         """Follow what was done at the last sync point, before a batch or another one."""
 
-    def resume(self) -> None:
+    def before_batch(self) -> None:
         """Begin a batch."""
 
 
 class SyncPoints:
     """The training thread's meetings and votes; the control plane serves headers meanwhile."""
 
-    def __init__(self, control: ControlPlane, *visitors: SyncPointParticipant) -> None:
+    def __init__(self, control: ControlPlane, *participants: SyncPointParticipant) -> None:
         self._control = control
         self._box = control.shared_state
-        self._visitors = visitors
+        self._participants = participants
         self.moved_at_sync_point = False  # whether the model had changed, on any rank, between the last two sync points
         self.coming = SyncPointKind.NONE  # where the training thread is about to stand, stands, or stood last
         self.waited_s = 0.0  # how long the training thread has stood still for others, at sync points and elsewhere
         self._at_sync_point = True  # no batch has begun since the last sync point, or since training began
 
     def add(self, participant: SyncPointParticipant) -> None:
-        self._visitors = (*self._visitors, participant)
+        self._participants = (*self._participants, participant)
 
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> Arrival:
         """Wait, serving headers, until every rank stands at this sync point and holds the same model.
@@ -55,8 +54,8 @@ class SyncPoints:
         waited_s = self.waited_s
         self._leave()
         self.coming = sync_point
-        for participant in self._visitors:
-            participant.come()
+        for participant in self._participants:
+            participant.before_sync_point()
         with box.changed:
             box.sync_point = sync_point
             box.sync_point_index = index
@@ -64,8 +63,8 @@ class SyncPoints:
         self._control.ring()
         try:
             while True:
-                for participant in self._visitors:
-                    participant.stand()
+                for participant in self._participants:
+                    participant.at_sync_point()
                 with box.changed:
                     self._control.see()
                     if self._control.buckets.arrived is not None:
@@ -87,21 +86,21 @@ class SyncPoints:
                 box.sync_point = SyncPointKind.NONE
                 box.last_seen = now()
                 self.waited_s = waited_s + now() - started
-                for participant in self._visitors:
-                    participant.go(now() - started)
+                for participant in self._participants:
+                    participant.after_sync_point(now() - started)
 
     def resume(self) -> None:
         with self._box.changed:
             self._control.see()
-        for participant in self._visitors:
-            participant.resume()
+        for participant in self._participants:
+            participant.before_batch()
         self._leave()
 
     def _leave(self) -> None:
         if self._at_sync_point:
             self._at_sync_point = False
-            for participant in self._visitors:
-                participant.leave()
+            for participant in self._participants:
+                participant.leave_sync_point()
 
     def wait(self, condition: Callable[[], bool]) -> None:
         """Stand still until the engine's thread has made ``condition`` true; its failures end the wait."""

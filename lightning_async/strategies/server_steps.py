@@ -17,6 +17,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.parameter_server.discovery import Agreement
 from lightning_async.parameter_server.metrics import PushTotals
@@ -295,7 +296,7 @@ class Writes:
 _STEP = Step(Action.GRADIENTS)
 
 
-class PushSteps(StepRunner):
+class PushSteps(StepRunner, SyncPointParticipant):
     """The step runner of a worker; it takes part in sync points.
 
     With the optimizer on the servers, ``optimizer.step`` is a push of the gradients and a pull of the weights. Else the
@@ -522,9 +523,9 @@ class PushSteps(StepRunner):
             self._agreement.pulled(self.tables.versions, self.tables.restored)
         return answer
 
-    # ---- at sync points, see `SyncPointParticipant` ----
+    # ---- at sync points ----
 
-    def come(self) -> None:
+    def before_sync_point(self) -> None:
         """Finish what is under way, and have no worker wait for this one."""
         self._finish()
         if self._writes.at_sync_point() or self._steps or self._stepped:
@@ -542,15 +543,9 @@ class PushSteps(StepRunner):
         self.tables.rest(sync_point)
         self.tables.meet()
 
-    def stand(self) -> None:
+    def at_sync_point(self) -> None:
         """Pull what others have pushed meanwhile."""
         while self._agreement.behind:
             self._ask(self.tables.meet)
         assert self._strategy.fit_sessions is not None
         self._strategy.fit_sessions.patches.rates.follow()
-
-    def go(self, waited_s: float) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def resume(self) -> None: ...

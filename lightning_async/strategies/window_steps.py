@@ -22,7 +22,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.gradients.window import Window, WindowTotals
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.engine.sync_points import SyncPointParticipant, SyncPoints
 from lightning_async.strategies.delay_correction import correcting
 from lightning_async.strategies.local_steps import StepBatches, learning_rate, loss_scale
 from lightning_async.strategies.server_steps import SampleCounts
@@ -38,7 +38,7 @@ _GRADIENTS = Step(Action.GRADIENTS)
 _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 
 
-class WindowSteps(StepRunner):
+class WindowSteps(StepRunner, SyncPointParticipant):
     """The step runner of windows of gradients, in automatic optimization; it takes part in sync points.
 
     A sync point finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so
@@ -264,9 +264,9 @@ class WindowSteps(StepRunner):
             lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
         )
 
-    # ---- at sync points, see `SyncPointParticipant` ----
+    # ---- at sync points ----
 
-    def come(self) -> None:
+    def before_sync_point(self) -> None:
         """Ahead of the sync point, while nobody goes on without this replica: what it says there shall hold."""
         averager = self._averager
         sync_point = averager.sync_points.coming  # those of no size end wherever that helps
@@ -276,18 +276,14 @@ class WindowSteps(StepRunner):
             averager.marks.settle()
             self._send()
 
-    def stand(self) -> None:
+    def at_sync_point(self) -> None:
         """Step with what arrives, one's own and others'."""
         self._take()
 
-    def go(self, waited_s: float) -> None: ...
-
-    def leave(self) -> None:
+    def leave_sync_point(self) -> None:
         if not self._restored:  # else training goes on as from within an epoch, behind no sync point
             self._correcting.forget()
         self._restored = False
-
-    def resume(self) -> None: ...
 
 
 class ManualWindowSteps(WindowSteps):

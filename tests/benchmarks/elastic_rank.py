@@ -185,7 +185,7 @@ def watch(trace: Trace, module: Trained) -> None:
     around(Transfer, "sum_", sum_)
     around(InParts, "_put_", put_)
     around(Replica, "merge_", merge_)
-    around(BackgroundAverager, "stand", stand)
+    around(BackgroundAverager, "at_sync_point", stand)
     around(SyncPoints, "rendezvous", rendezvous)
     around(Saver, "save", save)
     around(Membership, "next_generation", next_generation)

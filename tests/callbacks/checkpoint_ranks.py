@@ -19,6 +19,7 @@ from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.checkpoint.writer_process import DirectoryLock
+from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import PeerLost
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
@@ -80,8 +81,8 @@ class OnceSaved(pl.Callback):
             time.sleep(0.005)
 
 
-class Stands(pl.Callback):
-    """Leaves a file where this rank stands at a gate and has taken so many steps, see `Visitor`."""
+class Stands(pl.Callback, SyncPointParticipant):
+    """Leaves a file where this rank stands at a sync point and has taken so many steps."""
 
     def __init__(self, path: Path, steps: int) -> None:
         self.path, self.steps = path, steps
@@ -92,17 +93,9 @@ class Stands(pl.Callback):
             self.trainer = trainer
             trainer.strategy.sync_points.add(self)
 
-    def come(self) -> None: ...
-
-    def stand(self) -> None:
+    def at_sync_point(self) -> None:
         if self.trainer.global_step >= self.steps:
             self.path.touch()
-
-    def go(self, waited_s: float) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def resume(self) -> None: ...
 
 
 def until(condition: Callable[[], object], what: str, seconds: float = 45.0) -> None:

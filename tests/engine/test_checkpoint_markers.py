@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.engine.averaging.rounds import CheckpointMarkers, MarkedRound
 from lightning_async.engine.shared_state import Arrival, Mark
+from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.engine.timeouts import Timeouts
 from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, NEVER, PAYLOAD, FaultyRank, Turnstile, values
@@ -157,16 +158,11 @@ def test_what_waits_at_a_gate_takes_part() -> None:
     def body(rank: FaultyRank) -> Any:
         marks, found = marks_of(rank), []
 
-        class AtGate:
-            def come(self) -> None: ...
-            def stand(self) -> None:
+        class AtSyncPoint(SyncPointParticipant):
+            def at_sync_point(self) -> None:
                 collect(marks, found, rank)(-1)
 
-            def go(self, waited_s: float) -> None: ...
-            def leave(self) -> None: ...
-            def resume(self) -> None: ...
-
-        rank.averager.sync_points.add(AtGate())
+        rank.averager.sync_points.add(AtSyncPoint())
         if rank.number == 1:
             rank.train(6)
             marks.ask()

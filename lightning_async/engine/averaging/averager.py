@@ -22,12 +22,12 @@ from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.fingerprint import all_finite
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
-from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.engine.sync_points import SyncPointParticipant, SyncPoints
 
 log = logging.getLogger(__name__)
 
 
-class BackgroundAverager:
+class BackgroundAverager(SyncPointParticipant):
     """An average of one replica with its peers while it trains.
 
     The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where several
@@ -216,14 +216,14 @@ class BackgroundAverager:
         pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
 
-    # ---- at sync points, see `SyncPointParticipant` ----
+    # ---- at sync points ----
 
-    def come(self) -> None:
+    def before_sync_point(self) -> None:
         self.replica.tensors.check_unchanged()
         self._buckets.to_engine.give()
         self._stood_at, self._in_flight = self._now(), isinstance(self._buckets.message, LocalMessage)
 
-    def stand(self) -> None:
+    def at_sync_point(self) -> None:
         """Take what arrives; what is left over counts, even if the sync point does not open for long."""
         if self._in_flight:
             self._reports.blocked_s = self._now() - self._stood_at
@@ -232,15 +232,15 @@ class BackgroundAverager:
         if not self.ledger.synchronous:
             self._pack(due=False)
 
-    def go(self, waited_s: float) -> None:
+    def after_sync_point(self, waited_s: float) -> None:
         if not self._buckets.announced:
             self.component.drop_left_over()
         self.summary.idle_s += waited_s
 
-    def resume(self) -> None:
+    def before_batch(self) -> None:
         self._merger.restore_local()
 
-    def leave(self) -> None:
+    def leave_sync_point(self) -> None:
         """Follow parameters that were unfrozen at a sync point: they travel with the others from now on."""
         replica = self.replica
         buckets = self._buckets

@@ -15,6 +15,7 @@ from lightning_async.algorithms.schedules import Synchronous
 from lightning_async.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.checkpoint.writer import SaveBusy
 from lightning_async.engine.shared_state import Mark, SyncPointKind
+from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import CollectiveError
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS, collect
 from lightning_async.trainer.checkpoint.resume import Resume
@@ -249,8 +250,8 @@ def _failed(rows: Sequence[Sequence[float]]) -> bool:
     return any(row[-1] >= _PLACES for row in rows)
 
 
-class _SyncPointSaves(SaveCoordinator):
-    """Saves of replicas that are asynchronous between sync points; a `SyncPointParticipant` that does nothing there.
+class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
+    """Saves of replicas that are asynchronous between sync points.
 
     A signal is a vote, by which all leave. All ranks must see one directory, unless every step is synchronous and no
     weights are on servers: then each directory has all that is needed.
@@ -394,16 +395,6 @@ class _SyncPointSaves(SaveCoordinator):
         whole = self._saver.is_committed(number) or not names_of(self._trainer).lost.intersection(ranks)
         return all(self._trainer.strategy.world.gather_objects(whole))
 
-    def come(self) -> None: ...
-
-    def stand(self) -> None: ...
-
-    def go(self, waited_s: float) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def resume(self) -> None: ...
-
 
 class AsyncSaves(_SyncPointSaves):
     """Saves of asynchronous replicas.
@@ -492,7 +483,7 @@ class AsyncSaves(_SyncPointSaves):
         names = members if self._live_ranks is None else tuple(map(self._live_ranks.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
-    def stand(self) -> None:
+    def at_sync_point(self) -> None:
         """Save this rank's part of the rounds of others, in which it takes part while it waits at a sync point."""
         self._take()
 
@@ -543,7 +534,7 @@ class ServerSaves(_SyncPointSaves):
         self._attach()
         super().end(reason)
 
-    def go(self, waited_s: float) -> None:
+    def after_sync_point(self, waited_s: float) -> None:
         """Note what a save costs, where the sync point was for it."""
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self._waited_s = waited_s
