@@ -27,8 +27,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
     Each replica :math:`i` trains alone. When the schedule says so it sends a snapshot :math:`s_i`; while it goes on
     training, the work-weighted mean :math:`m = \sum_i w_i s_i` arrives, and the parameters move by
     :math:`x_i \leftarrow x_i + (m - s_i)` (or by what another rule makes of it). Validation, checkpoints, the end of
-    an epoch and the end of training happen at a *gate*: all ranks wait there, serving rounds for those that still
-    train, until every one holds the same model to the bit. Between gates nothing waits for all ranks.
+    an epoch and the end of training happen at a *sync point*: all ranks wait there, serving rounds for those that still
+    train, until every one holds the same model to the bit. Between sync points nothing waits for all ranks.
 
     Args:
         rule: how replicas become one model: `DeltaMean` (default), `DiLoCo`, or, without overlap, `Mean`.
@@ -38,15 +38,15 @@ class AsyncAveragingStrategy(AsyncStrategy):
             its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
             number >= 0.
         buffers: floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each replica's,
-            ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every gate. Integer
-            buffers take the largest value of all replicas at every gate.
+            ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every sync point. Integer
+            buffers take the largest value of all replicas at every sync point.
         optimizer_state: ``"keep"`` each replica's (default), ``"average"`` it, or ``"reset"`` it after each round. Who
-            has missed synchronous steps, being out of data, takes over the others' at the next gate in any case.
+            has missed synchronous steps, being out of data, takes over the others' at the next sync point in any case.
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
             such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
-            stays in the replica's parameters and goes with the next one. Gates exchange fp32.
+            stays in the replica's parameters and goes with the next one. Sync points exchange fp32.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
             the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is

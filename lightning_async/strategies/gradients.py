@@ -60,7 +60,7 @@ class AsyncGradientStrategy(AsyncStrategy):
             `PowerSGD(rank)`, matrices as products of thin ones. What a message lacks is kept, and goes with the next
             one; checkpoints hold it. It takes the room of two fp32 copies of the parameters. "topk" and "powersgd" lack
             much, so that the step is late for that, too: they want a smaller learning rate.
-        buffers: floating-point buffers (BatchNorm statistics) at gates: ``"average"`` (default), ``"keep"``,
+        buffers: floating-point buffers (BatchNorm statistics) at sync points: ``"average"`` (default), ``"keep"``,
             ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
         min_replicas: ranks may be lost as long as so many are left, and these go on: they reduce the windows under way
             again, among themselves. None (default): half of those that were started, rounded up; over Horovod all.

@@ -61,7 +61,7 @@ _HEAR_S = 0.002  # while the others train, and while they stand and wait
 _ANSWER_S = 5.0
 _WAITS = (
     "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
-    "their `max_replicas` already, or on the way to a gate"
+    "their `max_replicas` already, or on the way to a sync point"
 )
 
 

@@ -1,8 +1,8 @@
 """Measure what deaths cost those that are left: ``python -m tests.benchmarks.elastic --out DIR``.
 
 Real ranks under ``lightning-async launch``. One after the other dies of SIGKILL, at a place of its own: between steps,
-in a header, in a collective, before a commit, in an optimizer's step, in a merge, at a gate, as a checkpoint is saved,
-or wherever it is. Beside that: a second death while the others form their groups anew, a rank that is stopped, and one
+in a header, in a collective, before a commit, in an optimizer's step, in a merge, at a sync point, as a checkpoint is
+saved, or wherever it is. Beside that: a second death while the others form their groups anew, a rank that is stopped, and one
 that is slow.
 """
 

@@ -233,7 +233,7 @@ class Trained(pl.LightningModule):
         self.job, self.trace = job, Trace(job.folder)
         self.layers = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1))
         self.gated = True
-        """A gate came since the last step, or none has been taken: the pause says nothing of averaging."""
+        """A sync point came since the last step, or none has been taken: the pause says nothing of averaging."""
         self._stop, self._ended = Path(job.folder, "stop"), time.monotonic()
         self._step_s = job.step_s * job.slow.get(NAME, 1.0)
 

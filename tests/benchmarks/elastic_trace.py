@@ -113,7 +113,7 @@ class Death:
         ranks: how many there were with it.
         recovery_s: from the kill to the next committed round, on the last of the survivors.
         period_s: from one round to the next, before it.
-        pause_s: the longest that a survivor's training thread stood between two steps, gates left out, until then.
+        pause_s: the longest that a survivor's training thread stood between two steps, without sync points, until then.
         repeated: rounds that failed and were repeated.
         alike: survivors have committed the same, to the bit.
     """

@@ -155,7 +155,7 @@ def goes_on(
     assert entry.manifest is not None
     rest = train(folder / "parts", strategy(), *callbacks(), module=make(), **settings)
     first = min(rest.losses)
-    # After a gate, at an epoch's end, another round may have come; or the first run did not come to this step.
+    # After a sync point, at an epoch's end, another round may have come; or the first run did not come to this step.
     unknown = first % BATCHES == 0 or first not in begun.losses
     return {
         "saved": entry.step,

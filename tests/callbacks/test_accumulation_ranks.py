@@ -107,7 +107,7 @@ def test_windows_in_the_background_have_the_sizes_that_the_callback_says(ranks: 
     assert told["steps"] == [2, 4, 5, 6, 7]
     assert told["values"] == pytest.approx(by_hand([3, 2, 1, 1, 1], linear=True), rel=1e-5, abs=1e-6)
     told = alike(ranks("gathered_late"))
-    assert told["rates"] == pytest.approx([0.3, 0.3, 0.15])  # 12 samples in the last one, which a gate steps with
+    assert told["rates"] == pytest.approx([0.3, 0.3, 0.15])  # 12 samples in the last one, which a sync point steps with
     assert told["values"] == pytest.approx(by_hand([3, 3, 2], linear=True, delay=1), rel=1e-5, abs=1e-6)
     told = alike(ranks("gathered_by_count"))
     assert told["values"] == pytest.approx(

@@ -72,7 +72,7 @@ def test_replicas_go_on_from_the_model_of_one(outcomes: Outcomes, name: str) -> 
     assert told[0]["digest"] == told[1]["digest"]
 
 
-def test_who_waits_at_a_gate_for_one_that_fails(outcomes: Outcomes) -> None:
+def test_who_waits_at_a_sync_point_for_one_that_fails(outcomes: Outcomes) -> None:
     told = outcomes("at_a_gate")
     assert [rank["error"] for rank in told] == ["PeerLost", "Interrupted"]
     for rank in told:

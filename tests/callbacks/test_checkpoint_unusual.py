@@ -188,7 +188,7 @@ def test_a_kind_of_hyper_parameters_is_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not hasattr(pl.callbacks, "EMAWeightAveraging"), reason="since Lightning 2.6")
-def test_what_averages_weigh_at_the_next_gate_goes_back_with_them() -> None:
+def test_what_averages_weigh_at_the_next_sync_point_goes_back_with_them() -> None:
     """Else a rank that goes back had fewer updates than none."""
     module, callback = Noisy(), pl.callbacks.EMAWeightAveraging(decay=0.9)
     average = torch.optim.swa_utils.AveragedModel(module)
@@ -203,7 +203,7 @@ def test_what_averages_weigh_at_the_next_gate_goes_back_with_them() -> None:
     callback.on_save_checkpoint(trainer, module, checkpoint)
     checkpoint = copy.deepcopy(checkpoint)
     taken = {"unsaved": {"averaged": averages.updates()}}
-    averages.go_on([0])  # a gate
+    averages.go_on([0])  # a sync point
     for _ in range(3):
         average.update_parameters(module)
     for resume, updates in ((taken, 5), (None, 0)):

@@ -57,7 +57,7 @@ def test_what_follows_a_kill_is_equal_to_the_bit(outcomes: Outcomes, name: str, 
 
 
 @pytest.mark.parametrize("name", ["of_sizes_by_noise_between_epochs", "of_sizes_held_at_a_gate"])
-def test_what_a_gate_has_stepped_with_or_sends_is_told_after_a_resume_as_it_was_before(
+def test_what_a_sync_point_has_stepped_with_or_sends_is_told_after_a_resume_as_it_was_before(
     outcomes: Outcomes, name: str
 ) -> None:
     """How many samples the last mean had, and which rate is for the window that leaves before a batch begins."""

@@ -24,7 +24,7 @@ def test_blocking_period_one_is_synchronous_sgd() -> None:
         torch.testing.assert_close(left.double(), x, atol=1e-6, rtol=0)
 
 
-def test_a_gate_makes_one_model_and_twice_changes_no_bit() -> None:
+def test_a_sync_point_makes_one_model_and_twice_changes_no_bit() -> None:
     def body(rank):
         rank.train(7, samples=1.0 + 2.0 * rank.averager.summary.rank)
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN

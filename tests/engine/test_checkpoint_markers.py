@@ -152,7 +152,7 @@ def test_after_synchronous_steps_each_replica_is_the_model() -> None:
     assert torch.equal(one[0][2], other[0][2])
 
 
-def test_what_waits_at_a_gate_takes_part() -> None:
+def test_what_waits_at_a_sync_point_takes_part() -> None:
     """Rank 0 has finished; rank 1 goes on, and its rounds are marked."""
 
     def body(rank: FaultyRank) -> Any:

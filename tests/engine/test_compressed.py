@@ -112,7 +112,7 @@ def test_messages_that_their_codes_hold_arrive_to_the_bit(world_size: int) -> No
     ("compression", "rule"), [("int8", LOCAL_SGD), ("fp8", LOCAL_SGD), ("bf16", DeltaMean()), ("bf16", LOCAL_SGD)]
 )
 def test_nothing_is_lost(compression: str, rule: Any, world_size: int, steps: int) -> None:
-    """The mean of the replicas after training is what it is without compression, and at a gate all are there."""
+    """The mean of the replicas after training is what it is without compression, and at a sync point all are there."""
     goals = messages(world_size, 300, seed=3)
 
     def body(rank: Rank) -> Tensor:
@@ -238,7 +238,7 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
     assert (world_size == 5) == any(mine["carried_residual"].any() for mine in rough)
 
 
-def test_a_gate_ends_all_debts_so_that_a_checkpoint_needs_none() -> None:
+def test_a_sync_point_ends_all_debts_so_that_a_checkpoint_needs_none() -> None:
     def body(rank: Rank) -> Any:
         compressed = rank.averager.component.average._compressed
         assert compressed is not None

@@ -124,7 +124,7 @@ def tally(collectives: Any, store: Any, script: Sequence[Fault]) -> Any:
         membership.close()
 
 
-def test_a_wing_that_averages_nothing_has_rounds_gates_votes_and_recovery() -> None:
+def test_a_wing_that_averages_nothing_has_rounds_sync_points_votes_and_recovery() -> None:
     script = [Fault(op="all_gather", nth=4, action=Fail(after=True), name="world/header")]  # the second commit's answer
     for faults in ([], script):
         world = InProcessWorld(3)
@@ -162,7 +162,7 @@ def test_a_round_enters_at_most_eight_modules_on_each_thread() -> None:
         summary, deadline = rank.averager.summary, time.monotonic() + 60
         training.add(threading.get_ident())
         rank.train(4)
-        together.wait()  # neither makes ready, nor comes to its last gate, while the other one is watched
+        together.wait()  # neither makes ready, nor comes to its last sync point, while the other one is watched
         watching.set()
         while summary.rounds < 4 and time.monotonic() < deadline:
             rank.train(1)

@@ -407,7 +407,7 @@ def test_replicas_of_which_none_is_finite_do_not_hang(rule) -> None:
         assert all(x.isnan().all() for x in ended)
 
 
-# ---- gates ----
+# ---- sync points ----
 
 
 def test_a_validation_that_one_rank_asks_for_opens_on_all() -> None:
@@ -552,7 +552,7 @@ def test_ranks_in_step_act_on_a_vote_behind_the_same_step(vote: Vote) -> None:
 
 
 def test_a_header_without_a_round_leaves_a_waiting_message_as_it_is() -> None:
-    """Nothing fails here: one rank rings (a vote, a gate) while the other's message waits."""
+    """Nothing fails here: one rank rings (a vote, a sync point) while the other's message waits."""
 
     def run(votes: bool) -> list[torch.Tensor]:
         turn, ready = Turnstile(), []
@@ -642,7 +642,7 @@ def test_a_validation_is_heard_of_while_the_asking_ranks_message_waits() -> None
         ((SyncPointKind.EPOCH_END, 0), (SyncPointKind.EPOCH_END, 1)),
     ],
 )
-def test_gates_that_do_not_match_raise_on_every_rank(left, right) -> None:
+def test_sync_points_that_do_not_match_raise_on_every_rank(left, right) -> None:
     def body(rank: FaultyRank) -> None:
         rank.train(5)
         rank.meet(*(left if rank.number == 0 else right))

@@ -117,7 +117,7 @@ def test_a_training_thread_that_raises_is_lost_at_once_and_its_reason_is_told(ca
     assert "the data ran dry" in caplog.text
 
 
-def test_one_that_is_lost_at_a_gate_is_not_waited_for_and_the_gate_tells_that_the_model_has_changed() -> None:
+def test_one_that_is_lost_at_a_sync_point_is_not_waited_for_and_all_hear_that_the_model_has_changed() -> None:
     turn = Turnstile()
 
     def body(rank: FaultyRank) -> Any:

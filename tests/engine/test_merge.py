@@ -92,7 +92,7 @@ def test_the_rule_may_say_what_becomes_of_progress(now: float, step: int, expect
     assert merged(now, base=SNAPSHOT, step=step, rule=Half())[0] == expected
 
 
-def test_a_model_of_its_own_comes_back_after_the_gate() -> None:
+def test_a_model_of_its_own_comes_back_after_the_sync_point() -> None:
     x, merger, buckets, component = merged(2.0, base=None, is_consensus=True, message_step=None, rule=Own())
     assert (x, component.showing) == (TARGET, True)
     assert merger.restore_local()

@@ -108,7 +108,7 @@ def test_failed_rounds_at_any_pace_end_in_one_model(switching, plans, overlap, c
     assert_one_model(ended, validations=False)  # see the next test
 
 
-def test_a_gate_opens_on_all_ranks_or_on_none() -> None:
+def test_a_sync_point_opens_on_all_ranks_or_on_none() -> None:
     def body(rank: FaultyRank) -> list[Arrival]:
         rank.train(3)
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
@@ -119,7 +119,7 @@ def test_a_gate_opens_on_all_ranks_or_on_none() -> None:
                 rank.meet(SyncPointKind.VALIDATE)
         return arrivals
 
-    for nth in (3, 4, 5):  # which header opens the gate depends on who came first
+    for nth in (3, 4, 5):  # which header opens the sync point depends on who came first
         script = [Fault(op="all_gather", nth=nth, action=Fail(after=True), name=HEADER)]
         assert values(2, body, schedule=NEVER, scripts={1: script}) == [[Arrival.OPEN]] * 2
 
@@ -177,7 +177,7 @@ def test_a_consensus_is_the_mean_weighted_by_work(switching, steps) -> None:
         torch.testing.assert_close(x.double(), expected, rtol=0, atol=1e-6)
 
 
-def test_many_gates_in_a_row(switching) -> None:
+def test_many_sync_points_in_a_row(switching) -> None:
     def body(rank: FaultyRank) -> Any:
         seen = []
         for epoch in range(25):
@@ -193,8 +193,8 @@ def test_many_gates_in_a_row(switching) -> None:
             assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
 
 
-def test_a_vote_at_the_last_gate_is_the_same_for_all(switching) -> None:
-    """Told to stop in the instant in which training ends: all leave by the same gate."""
+def test_a_vote_at_the_last_sync_point_is_the_same_for_all(switching) -> None:
+    """Told to stop in the instant in which training ends: all leave by the same sync point."""
 
     def body(rank: FaultyRank) -> Any:
         rank.train(3)

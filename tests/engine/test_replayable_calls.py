@@ -74,7 +74,7 @@ def call(
 
 
 def gate_and_calls(caller: Caller) -> Any:
-    """What a validation does: a gate, and then Lightning's collectives, one after the other."""
+    """What a validation does: a sync point, and then Lightning's collectives, one after the other."""
     caller.averager.tick(caller.averager.plan(), 1.0)
     assert caller.averager.sync_points.rendezvous(SyncPointKind.VALIDATE) is Arrival.OPEN
     world, number = caller.world, caller.number
@@ -108,7 +108,7 @@ def plain(found: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("nth", range(1, 9))
-def test_losing_the_answer_that_opens_a_gate_costs_no_call(world_size, nth) -> None:
+def test_losing_the_answer_that_opens_a_sync_point_costs_no_call(world_size, nth) -> None:
     script = [Fault(op="all_gather", nth=nth, action=Fail(after=True), name=HEADER)]
     for found, _ in call(world_size, gate_and_calls, {1: script}):
         assert plain(found) == expected(world_size)

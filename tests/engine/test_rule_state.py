@@ -21,7 +21,7 @@ events = st.lists(st.sampled_from(["step", "pack", "commit", "sync_point", "abse
 
 
 class Replay:
-    """One replica's ledger, driven by a script: a message is packed, and committed or dropped at a gate."""
+    """One replica's ledger, driven by a script: a message is packed, and committed or dropped at a sync point."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -61,8 +61,8 @@ def test_every_step_is_in_one_round_and_every_sample_in_one_mean(script: list[st
 
 
 @given(events)
-def test_gates_do_not_move_the_clock_of_rounds(script: list[str]) -> None:
-    """The same script without its gates: as many steps since the round after each event, while no message is open."""
+def test_sync_points_do_not_move_the_clock_of_rounds(script: list[str]) -> None:
+    """The script without its sync points has as many steps since the round after each event, while no message is open."""
     gated, plain = Replay(), Replay()
     for event in script:
         if event in ("pack", "commit"):

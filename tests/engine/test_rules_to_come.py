@@ -181,7 +181,7 @@ class SlowlyMerged(DiLoCo):
 entered, go_on = threading.Event(), threading.Event()
 
 
-def test_a_checkpoint_between_gates_holds_a_state_that_was_there() -> None:
+def test_a_checkpoint_between_sync_points_holds_a_state_that_was_there() -> None:
     entered.clear()
     go_on.clear()
 
@@ -195,7 +195,7 @@ def test_a_checkpoint_between_gates_holds_a_state_that_was_there() -> None:
             rank.meet()
             return seen.tolist(), torch.equal(anchor, seen)
         rank.train(4)
-        assert entered.wait(60)  # at a gate it would ring, and while a header is served rank 0 packs nothing
+        assert entered.wait(60)  # at a sync point it would ring, and while a header is served rank 0 packs nothing
         rank.meet()
         return None
 

@@ -1,4 +1,4 @@
-"""Gates more often than rounds: a consensus is no outer step, and the clock of rounds goes on over it."""
+"""Sync points more often than rounds: a consensus is no outer step, and the clock of rounds goes on over it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.engine.ranks import Rank, bits, run
 
 
 def in_stretches(steps: int, every: int | None):
-    """Train ``steps`` steps, with a gate after every so many of them."""
+    """Train ``steps`` steps, with a sync point after every so many of them."""
 
     def body(rank: Rank) -> Any:
         for i in range(steps):
@@ -37,7 +37,7 @@ def in_stretches(steps: int, every: int | None):
 @pytest.mark.parametrize("rule", [DiLoCo(), DeltaMean()], ids=["DiLoCo", "DeltaMean"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["blocking", "overlapped"])
 @pytest.mark.parametrize("every", [1, 5, 6, 8])
-def test_gates_neither_take_nor_add_rounds(rule, overlap, every) -> None:
+def test_sync_points_neither_take_nor_add_rounds(rule, overlap, every) -> None:
     left, right = run(2, in_stretches(72, every), rule=rule, schedule=EveryNSteps(8), config={"overlap": overlap})
     for _, _, rounds, _ in (left, right):
         if not overlap or every == 8:  # else the last round may still be under way
@@ -49,7 +49,7 @@ def test_gates_neither_take_nor_add_rounds(rule, overlap, every) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("every", [5, 6])
-def test_replicas_that_agree_end_where_they_end_without_gates(world_size, every) -> None:
+def test_replicas_that_agree_end_where_they_end_without_sync_points(world_size, every) -> None:
     goals, config = [0.2] * world_size, {"overlap": False}
     options: dict[str, Any] = {"rule": DiLoCo(), "schedule": EveryNSteps(8), "goals": goals, "config": config}
     without = run(world_size, in_stretches(72, None), **options)
@@ -62,8 +62,8 @@ def test_replicas_that_agree_end_where_they_end_without_gates(world_size, every)
         assert consensuses == 0, "where all hold the same bits, nothing is exchanged"
 
 
-def test_a_round_after_a_gate_weighs_the_work_since_and_learns_all_the_anchor_lacks() -> None:
-    """Anchor 1; A .88 after 6 steps and B .94 after 3; the gate shows .90; two steps each: .86 and .88."""
+def test_a_round_after_a_sync_point_weighs_the_work_since_and_learns_all_the_anchor_lacks() -> None:
+    """Anchor 1; A .88 after 6 steps and B .94 after 3; the sync point shows .90; two steps each: .86 and .88."""
     expected = {"DiLoCo": 1 - 0.7 * (0.13 + 0.9 * 0.13), "DeltaMean": 0.87}
     for rule in (DiLoCo(), DeltaMean()):
 
@@ -89,7 +89,7 @@ def move(rank: Rank, steps: int, by: float, last: Action = Action.LOCAL) -> None
 
 
 def test_what_no_work_is_counted_for_is_brought_by_one_for_all() -> None:
-    """A round that is due right after a gate: replicas agree, the anchor has yet to learn of it."""
+    """A round that is due right after a sync point: replicas agree, the anchor has yet to learn of it."""
 
     def body(rank: Rank) -> Any:
         move(rank, 4, 0.1)
@@ -103,7 +103,7 @@ def test_what_no_work_is_counted_for_is_brought_by_one_for_all() -> None:
         torch.testing.assert_close(x, torch.full((1, 8), 1 - 0.7 * 0.4 * 1.9))
 
 
-def test_seconds_go_on_over_gates() -> None:
+def test_seconds_go_on_over_sync_points() -> None:
     class Noted:
         seconds: list[float]
 
@@ -129,7 +129,7 @@ def test_seconds_go_on_over_gates() -> None:
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
-    """What a replica had packed on its way to a gate does not go out with what the consensus left in the bucket."""
+    """What a replica had packed on its way to it does not go out with what the consensus left in the bucket."""
 
     turn, sent = Turnstile(), []
 
@@ -149,7 +149,7 @@ def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
         if rank.number == 0:
             sent.append(rank.ledger.message_sent)
             turn.set("here")
-        else:  # the other one waits at the gate, and has said what it brings along
+        else:  # the other one waits at the sync point, and has said what it brings along
             turn.wait("here")
             rank.averager.sync_points.vote(Vote.END)
             assert sent[0].wait(LIMIT_S)
@@ -169,7 +169,7 @@ def test_a_consensus_that_fails_leaves_no_message_behind(stops) -> None:
 
 
 def test_the_bell_of_a_vote_outlives_the_header_that_failed() -> None:
-    """No gate, no round: nothing else would ask the other rank for a header."""
+    """No sync point, no round: nothing else would ask the other rank for a header."""
 
     def body(rank: FaultyRank) -> bool:
         averager = rank.averager

@@ -48,7 +48,7 @@ def on_ranks(make: Any, body: Any, world_size: int = 2, **kwargs: Any) -> list[A
     return world.run(on_rank)
 
 
-def test_kinds_of_buffers_at_a_gate() -> None:
+def test_kinds_of_buffers_at_a_sync_point() -> None:
     rotary = torch.polar(torch.ones(4), torch.tensor([0.1, 0.5, 1.0, 1.5]))
 
     def make() -> Model:
@@ -173,7 +173,7 @@ def test_frozen_parameters_that_the_user_moves_are_agreed_on(by_data) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_float64_is_not_cut_at_gates_or_rounds(overlap) -> None:
+def test_float64_is_not_cut_at_sync_points_or_rounds(overlap) -> None:
     class Double(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -293,7 +293,7 @@ def test_healing_that_repeats_is_an_error_in_the_log(caplog) -> None:
 
 
 @pytest.mark.parametrize("rule", [None, DiLoCo()], ids=["DeltaMean", "DiLoCo"])
-def test_parameters_that_are_unfrozen_at_a_gate_travel_from_then_on(rule) -> None:
+def test_parameters_that_are_unfrozen_at_a_sync_point_travel_from_then_on(rule) -> None:
     def make() -> Model:
         return Model(backbone=nn.Parameter(torch.full((1, 8), 2.0), requires_grad=False))
 
@@ -321,7 +321,7 @@ def test_parameters_that_are_unfrozen_at_a_gate_travel_from_then_on(rule) -> Non
         assert carried[8:].tolist() == [2.0] * 8
 
 
-def test_parameters_that_are_unfrozen_between_gates_are_refused_by_name() -> None:
+def test_parameters_that_are_unfrozen_between_sync_points_are_refused_by_name() -> None:
     def body(rank: Rank, module: Any, number: int) -> None:
         rank.train(2)
         module.backbone.requires_grad_(True)

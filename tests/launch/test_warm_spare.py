@@ -1,4 +1,4 @@
-"""Processes that stand by: real ones, which import a library of seconds that is held at a gate here."""
+"""Processes that stand by: real ones, which import a library of seconds that is held at a sync point here."""
 
 from __future__ import annotations
 

@@ -458,7 +458,7 @@ def test_names_are_for_life_and_numbers_for_a_generation() -> None:
     assert late.generation.rank_of("2") == 1 and late.generation.name_of(2) == "host-7:4"
 
 
-def test_a_guest_is_seen_and_is_in_no_generation_until_it_is_silent_for_a_moment() -> None:
+def test_a_joining_rank_is_seen_and_is_in_no_generation_until_it_is_silent_for_a_moment() -> None:
     hand = Growing(3)
     joining_rank = hand.names["1.1.1"] = Membership(hand.store, 0, 1, member="1.1.1", visits=True, clock=hand.clock)
     hand.open("1.1.1")
@@ -607,7 +607,7 @@ def test_one_that_leaves_in_order_is_in_no_later_generation() -> None:
     assert agreed(hand.meet()) == (1, ("1", "2"))
 
 
-def test_newcomers_alone_are_no_generation() -> None:
+def test_joining_ranks_alone_are_no_generation() -> None:
     hand = Growing(2)
     first = hand.come("a")
     del hand.names["0"], hand.names["1"]
@@ -649,7 +649,7 @@ def test_a_world_that_is_not_elastic_hears_of_nobody() -> None:
     hand.ranks[0].check()
 
 
-def test_a_newcomers_name_is_a_name() -> None:
+def test_a_joining_ranks_name_is_a_name() -> None:
     for name in ("", "a/b", "ü", "x" * 101):
         with pytest.raises(ValueError, match="letters, digits"):
             Membership(HashStore(), 0, 1, member=name)

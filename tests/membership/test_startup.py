@@ -100,7 +100,7 @@ def test_another_job_is_refused() -> None:
         join()
 
 
-def test_a_rank_that_is_taken_is_refused_to_the_newcomer_alone() -> None:
+def test_a_rank_that_is_taken_is_refused_to_the_joining_rank_alone() -> None:
     store = HashStore()
     join = in_thread(lambda: say_hello(store, 1, 3))
     until(lambda: store.check(["lightning_async/start/1"]))

@@ -64,7 +64,7 @@ def test_what_is_measured_is_from_what_a_gradient_was_computed_at(
             if turn % 4 == 3:  # of another server, which knows what is in the memory alone
                 server.server.close()
                 server.begin()
-            if turn == 11:  # at a gate: what is pulled last is pulled again, and nothing is under way
+            if turn == 11:  # at a sync point: what is pulled last is pulled again, and nothing is under way
                 (version,) = workers[name].client.pull().versions
                 workers[name].has = workers[name].coming = version, oracle.pull(name)
             workers[name].step(fill(N, turn + 1, 0.5), pushes[name] % pull_every == 0)

@@ -229,7 +229,7 @@ def test_several_workers_have_what_the_equation_says(policy: StalenessPolicy, st
 
 
 @pytest.mark.parametrize("policy", [Dana(GapAware("gradient")), Dana(DelayCompensation(0.5))], ids=str)
-def test_what_was_computed_at_the_weights_that_a_gate_shows_is_late_from_there(policy: StalenessPolicy):
+def test_what_was_computed_at_the_weights_that_a_sync_point_shows_is_late_from_there(policy: StalenessPolicy):
     """Elsewhere workers pull what is ahead of these."""
     oracle = Oracle(policy)
     with running(N, staleness=policy) as server:

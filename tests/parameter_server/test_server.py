@@ -274,7 +274,7 @@ def test_ssp_lets_nobody_be_further_ahead_than_its_bound(bound: int):
             waits.result(5)
 
 
-def test_beyond_a_gate_that_all_have_come_to_nobody_is_ahead_in_ssp():
+def test_beyond_a_sync_point_that_all_have_come_to_nobody_is_ahead_in_ssp():
     """A rank with fewer batches is behind by these when all begin the next epoch."""
     with running(mode="ssp", max_staleness=1) as server:
         many, few = server.started("many"), server.started("few")
@@ -291,7 +291,7 @@ def test_beyond_a_gate_that_all_have_come_to_nobody_is_ahead_in_ssp():
             assert waits.result(5).tolist() == [10.0] * 8
 
 
-def test_a_newcomer_to_ssp_begins_where_the_slowest_is():
+def test_a_joining_rank_to_ssp_begins_where_the_slowest_is():
     with running(mode="ssp", max_staleness=2) as server:
         a = server.started("a")
         for _ in range(7):

@@ -39,7 +39,7 @@ class Halves(Net):
 
 @scenario
 def predicted() -> Any:
-    """A warm-up, a gate within each epoch, two epochs whose last windows are short."""
+    """A warm-up, a sync point within each epoch, two epochs whose last windows are short."""
     module = Halves()
     told = fit(
         strategy(2, correction=PREDICTED, warmup_steps=1), loader(shard((13, 13), (3, 9))), module,

@@ -75,7 +75,7 @@ class Module(pl.LightningModule):
         self.began = True
         if self.plays and trainer.world_size == 1 and trainer.global_step == WAITS_AT:
             wait_for_hosts()
-        hears = trainer.global_step >= HEARS_AT and not self.heard  # a gate may bring two steps at once
+        hears = trainer.global_step >= HEARS_AT and not self.heard  # a sync point may bring two steps at once
         if self.plays and self.global_rank == 0 and trainer.world_size == 2 and hears:
             self.heard = True
             for listener in listeners():

@@ -416,7 +416,7 @@ def odd_parameters() -> Any:
 
 @scenario
 def buffers() -> Any:
-    """No round before the only gate."""
+    """No round before the only sync point."""
     told = {}
     for policy in ("average", "keep", "broadcast", "recompute"):
         module, local = Net(network=problem.normalised), []
@@ -608,7 +608,7 @@ def one_rank_stops() -> Any:
     )
 
 
-# ---- calls between gates ----
+# ---- calls between sync points ----
 
 
 @scenario

@@ -107,7 +107,7 @@ def delayed() -> Any:
 
 @scenario
 def compensated() -> Any:
-    """With warm-up, and a gate in mid-epoch, after which nothing is late for a window."""
+    """With warm-up, and a sync point in mid-epoch, after which nothing is late for a window."""
     correction = DelayCompensation(0.5)
     return fit(
         strategy(2, warmup_steps=1, correction=correction), loader(shard((12, 12))), Net(optimizer=momentum),
@@ -117,7 +117,7 @@ def compensated() -> Any:
 
 @scenario
 def slow_steps_at_gates() -> Any:
-    """Steps take their time, also while all stand at a gate that makes one model of buffers: it opens behind them."""
+    """Steps take their time, also while all stand at a sync point that makes buffers equal: it opens behind them."""
 
     class Slow(Net):
         def __init__(self) -> None:
@@ -268,7 +268,7 @@ class Tells(Watched):
 
 @scenario
 def told_at_gates(folder: Path) -> Any:
-    """Six steps an epoch: each sixth step, which loggers are due with, and the last of all are taken at a gate."""
+    """Six steps an epoch: each sixth step, with which loggers are due, and the last one are taken at a sync point."""
     told = {}
     for name, every, epochs, begins in (("straight", 6, 2, None), ("resumed", 1, 3, folder / "straight/step=12.ckpt")):
         path, module, log = folder / name, Tells(), pytorch("loggers").CSVLogger(folder, name="log", version=name)
@@ -316,7 +316,7 @@ class Average(pl.callbacks.WeightAveraging):
 
 @scenario
 def averages_over_time() -> Any:
-    """Steps at gates in mid-epoch, at its end and at the last, on ranks of unequal data, and two in a batch."""
+    """Steps at sync points in mid-epoch, at its end and at the last, on ranks of unequal data, and two in a batch."""
     told, limits = [], {"max_epochs": -1, "max_steps": 3}
     for size, numbers, options in ((4, (14, 14), {"val_check_interval": 8}), (2, (5, 12), {}), (2, (12, 12), limits)):
         module, average = Stepping(), Average()

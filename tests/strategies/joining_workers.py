@@ -39,7 +39,7 @@ class UntilBack(Seen):
 
     Args:
         deaths: see `Seen`.
-        mode: of a newcomer: what is wrong with it.
+        mode: of a joining rank: what is wrong with it.
         until: so many ranks are there.
         leaves: all others die an epoch after it is back, and it ends an epoch after that.
     """
@@ -136,7 +136,7 @@ def train(
         wait_for(Path(folder) / f"start {os.environ['LIGHTNING_ASYNC_REJOIN']}")
     told: dict[str, Any] = {"name": str(NUMBER)}
     try:
-        if then_test:  # operations outside of a run are counted: a newcomer's are its own
+        if then_test:  # operations outside of a run are counted: a joining rank's are its own
             trainer.validate(module, loader(False, 0), verbose=False)
             trainer.save_checkpoint(f"{folder}/untrained-{os.getpid()}.ckpt")
             module.validated = {}
@@ -164,6 +164,6 @@ def train(
 
 
 def wait_for(file: Path) -> None:
-    """A launcher starts a newcomer when the one before is gone."""
+    """A launcher starts a joining rank when the one before is gone."""
     while not file.exists():
         time.sleep(0.01)

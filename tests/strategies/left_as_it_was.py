@@ -1,4 +1,4 @@
-"""Scenarios of what is patched while a Trainer runs, and of gates within training that others must hear of."""
+"""Scenarios of what is patched while a Trainer runs, and of sync points within training that others must hear of."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ class Stateful(Net):
         self.begins_with: list[Any] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if batch_idx == 4:  # within the optimizer's step, after its gate
+        if batch_idx == 4:  # within the optimizer's step, after its sync point
             state = [s for s in self.trainer.optimizers[0].state.values() if s.get("momentum_buffer") is not None]
             norm: Any = self.net[0]  # pyright: ignore[reportIndexIssue]
             self.begins_with = [len(state), norm.running_mean.tolist(), self.trainer.strategy.world.asynchronous]

@@ -131,7 +131,7 @@ def warm_up() -> Any:
 
 @scenario
 def weighted_consensus(**options: Any) -> Any:
-    """No round before the gate: each replica goes its own way for an epoch."""
+    """No round before the sync point: each replica goes its own way for an epoch."""
     strategy = AsyncAveragingStrategy(schedule=EveryNSteps(1000), **options)
     seen: list[list[float]] = []
 
@@ -197,7 +197,7 @@ def same_data_on_both_ranks() -> Any:
 
 @scenario
 def world_of_sums() -> Any:
-    """Lightning's collectives at a gate, against numbers."""
+    """Lightning's collectives at a sync point, against numbers."""
     told: dict[str, Any] = {}
 
     class Ask(pl.Callback):

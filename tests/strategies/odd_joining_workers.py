@@ -42,8 +42,8 @@ class Odd(Seen):
         folder: where they tell it to come, by a file.
         moment: "mid epoch", a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
             part of that epoch, and then all are told to end; "at the end", rank 0 has taken its last step; "ready", all
-            are connected, and nobody stands at a gate yet; "stream", data has no length; "room", there is none for it
-            before rank 1 dies; "short", too few are left; or "trouble".
+            are connected, and nobody stands still yet; "stream", data has no length; "room", there is none for it before
+             rank 1 dies; "short", too few are left; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
@@ -64,7 +64,7 @@ class Odd(Seen):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = self.trainer.global_step
-        if batch_idx > 4:  # a newcomer within the epoch has not heard of it as it came
+        if batch_idx > 4:  # a joining rank within the epoch has not heard of it as it came
             self.log("late", 1.0, on_step=False, on_epoch=True, sync_dist=True)
         self.alone += self.trainer.world_size == 1
         if CAME_BACK:
@@ -80,7 +80,7 @@ class Odd(Seen):
             self.trainer.strategy.host.call_together()  # at this batch's end, on both
             self.pause_s = 1.0  # all is heard of between two batches, of which nine are left
         if self._moment == "accumulates" and NUMBER == 2 and self.current_epoch == 1 and self.trainer.world_size == 3:
-            with contextlib.suppress(FileNotFoundError):  # the newcomer is told, once; it stands at a gate
+            with contextlib.suppress(FileNotFoundError):  # the joining rank is told, once; it stands at a sync point
                 joining = self._folder / "joining"
                 os.kill(int(joining.read_text()), signal.SIGTERM)
                 joining.unlink()
@@ -91,7 +91,7 @@ class Odd(Seen):
             self._see_it_come()
 
     def _lose_someone(self) -> None:
-        """The first newcomer is killed, then rank 2, when the second one is connected with it."""
+        """The first joining rank is killed, then rank 2, when the second one is connected with it."""
         self._seen += 1
         self._see_it_come(self._seen)
         if self._seen == 1:
@@ -128,7 +128,7 @@ class Odd(Seen):
         wait_until(lambda: host._join_preparation._ready is not None)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Nobody saves here: it is for a newcomer."""
+        """Nobody saves here: it is for a joining rank."""
         self._states += 1
         if self._moment == "trouble" and self._states == 1:
             checkpoint["mine"] = lambda: None  # which cannot be pickled
@@ -141,7 +141,7 @@ class Odd(Seen):
 
 
 class Stream(IterableDataset[Tensor]):
-    """24 numbers; a newcomer's has no end when it comes."""
+    """24 numbers; a joining rank's has no end when it comes."""
 
     def __init__(self) -> None:
         self._has_come = not CAME_BACK
@@ -160,10 +160,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str, windows: int = 0) -> None:
-    join_connection.PATIENCE = timedelta(seconds=8)  # for a newcomer that waits for one who has died
+    join_connection.PATIENCE = timedelta(seconds=8)  # for a joining rank that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
         first = [join.connect]
-        join.connect = lambda *args: first.pop()(*args) if first else die()  # at the second newcomer
+        join.connect = lambda *args: first.pop()(*args) if first else die()  # at the second joining rank
     short = moment.startswith("short")
     timeouts = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
     limits: Any = {"timeouts": timeouts, "min_replicas": 2 if short else 1}

@@ -32,7 +32,7 @@ class Counts(Net):
 
 class LosesAfterSnapshot(pl.Callback):
     """There is a snapshot of what training begins with. The first rank kills the supervisor before its last batch of
-    the first epoch, when the other one has pushed all of its own, and stands at the gate."""
+    the first epoch, when the other one has pushed all of its own, and stands at the sync point."""
 
     def __init__(self, folder: Path) -> None:
         self.taken, self.lost = folder / "taken", -1

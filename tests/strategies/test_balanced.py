@@ -94,7 +94,7 @@ def test_a_step_takes_all_ranks_equally_long(ranks: Outcomes) -> None:
 
 
 @pytest.mark.parametrize("name", ["within_an_epoch", "windows_of_two", "averaged"])
-def test_sizes_change_within_an_epoch_at_a_gate(ranks: Outcomes, name: str) -> None:
+def test_sizes_change_within_an_epoch_at_a_sync_point(ranks: Outcomes, name: str) -> None:
     told = ranks(name)
     once(told, 4 * LENGTH if name == "averaged" else LENGTH)
     first = [[len(ids) for ids in steps] for steps in epochs(told)[0]]

@@ -137,7 +137,7 @@ def test_a_rank_without_data_takes_the_steps_of_the_others(ranks: Outcomes) -> N
         assert a["samples_by_rank"] == [32.0, 136.0]  # each sample once an epoch
 
 
-def test_training_goes_on_from_a_gate_to_the_bit(ranks: Outcomes) -> None:
+def test_training_goes_on_from_a_sync_point_to_the_bit(ranks: Outcomes) -> None:
     for straight, again, steps, steps_again in ranks("resumed"):
         assert straight == again and steps == steps_again
 

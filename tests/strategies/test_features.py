@@ -351,10 +351,10 @@ def test_one_rank_that_should_stop_stops_all(ranks: Outcomes) -> None:
         assert len(rank["epochs"]) == 1
 
 
-# ---- calls between gates ----
+# ---- calls between sync points ----
 
 
-def test_collectives_between_gates_are_local_and_warn_once(ranks: Outcomes) -> None:
+def test_collectives_between_sync_points_are_local_and_warn_once(ranks: Outcomes) -> None:
     told = ranks("calls_between_gates")
     assert_equal_models(told)
     for rank, (outcome, number) in enumerate(zip(told, (5, 20), strict=True)):
@@ -364,7 +364,7 @@ def test_collectives_between_gates_are_local_and_warn_once(ranks: Outcomes) -> N
         assert sum("reduce(mean)" in w for w in outcome["warnings"]) == 1
 
 
-def test_all_gather_between_gates_is_an_error_that_says_why(ranks: Outcomes) -> None:
+def test_all_gather_between_sync_points_is_an_error_that_says_why(ranks: Outcomes) -> None:
     for error in ranks.errors("gather_between_gates"):
         assert "all_gather between two sync points" in error
 

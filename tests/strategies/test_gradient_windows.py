@@ -209,12 +209,12 @@ def test_schedulers_that_cannot_be_alike_are_refused_on_every_rank(ranks: Outcom
 
 
 def test_saves_by_steps_are_due_with_steps(ranks: Outcomes) -> None:
-    """None before the first one; the gate that one is made at takes a step."""
+    """None before the first one; the sync point that one is made at takes a step."""
     for told in ranks("scheduled")[0]:
         assert told["saved"][0] in (4, 5) and len(told["saved"]) <= 3, told["saved"]
 
 
-def test_steps_at_gates_are_logged_as_others(ranks: Outcomes) -> None:
+def test_steps_at_sync_points_are_logged_as_others(ranks: Outcomes) -> None:
     """With the last batch's metrics, once, and the rate that each was taken with."""
     told = ranks("told_at_gates")[0]
     assert told["straight"]["batch"] == [[5, 11.0], [11, 11.0]]
@@ -327,7 +327,7 @@ def test_lightnings_checkpoints_hold_the_open_window(ranks: Outcomes) -> None:
 
 
 def test_windows_that_a_checkpoint_by_hand_drops_are_told_at_the_resume(ranks: Outcomes) -> None:
-    """Between gates a rank knows of its own only: without a delay two batches, with one the four on their way, too."""
+    """In between a rank knows of its own only: without a delay two batches, with one the four on their way, too."""
     told, nothing = ranks("saved_between_gates")
     assert nothing == {"0": [], "1": []}
     for delay, samples in (("0", 8), ("1", 24)):

@@ -29,7 +29,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
         return Outcomes("tests.strategies.numerics", tmp_path_factory.mktemp("averaging"), env=env)
 
 
-def test_lightnings_collectives_at_a_gate(ranks: Outcomes) -> None:
+def test_lightnings_collectives_at_a_sync_point(ranks: Outcomes) -> None:
     for told in ranks("world_of_sums"):
         assert [told["mean"], told["sum"], told["max"]] == [1.5, 3.0, 2.0]
         assert told["broadcast"] == {"from": 0}

@@ -1,4 +1,4 @@
-"""The thread on which those who train connect with newcomers."""
+"""The thread on which those who train connect with joining ranks."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_who_is_let_go_comes_again_where_a_rank_was_lost_meanwhile() -> None:
 def hosted(
     monkeypatch: pytest.MonkeyPatch, told: Any, rank: int = 1, done: bool = False
 ) -> tuple[JoinCoordinator, Any, Answers]:
-    """A host with one who is ready, at a gate where all ranks tell this."""
+    """A host with one who is ready, at a sync point where all ranks tell this."""
     join_preparation, membership, door = received()
     averager = SimpleNamespace(clocks=lambda: {"step": 1}, state_dict=dict)
     live_ranks = SimpleNamespace(names=("0", "1"), generation=SimpleNamespace(rank=rank))
@@ -178,8 +178,8 @@ def test_it_comes_again_where_rank_0_is_lost_before_it_has_told(monkeypatch: pyt
     assert door.told == [{"joining_rank": READY, "admitted": False, "again": True}]
 
 
-def test_where_all_fail_to_tell_what_was_made_for_a_newcomer_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else its heart beats on, and the newcomer waits for as long as this process lives."""
+def test_where_all_fail_to_tell_what_was_made_for_a_joining_rank_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its heart beats on, and the joining rank waits for as long as this process lives."""
     kept: list[Any] = []
 
     def gather_objects(mine: Any) -> Any:

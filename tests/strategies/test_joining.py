@@ -162,7 +162,7 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
         rates.ends_epoch, left = there, [True, False] if there else [False]
 
         def rest() -> bool:
-            """On the one that is there, alone at first, and with the newcomer behind what it trains on."""
+            """On the one that is there, alone at first, and with the joining rank behind what it trains on."""
             strategy.world.gather_objects([])
             found = left.pop(0)
             stepped.append("rest" if found else "none")
@@ -183,7 +183,7 @@ def test_one_that_comes_within_the_rest_of_an_epoch_ends_it_as_the_others_do() -
     ]
 
 
-def test_whatever_becomes_of_newcomers_the_others_go_on(tmp_path: Path) -> None:
+def test_whatever_becomes_of_joining_ranks_the_others_go_on(tmp_path: Path) -> None:
     modes = {"1": "other settings", "2": "another model", "3": "fails", "4": "dies"}
     with ranks(tmp_path, 1, newcomers=5, modes=modes) as group:
         results = group.join()

@@ -1,4 +1,4 @@
-"""A newcomer that waits to be taken in."""
+"""A joining rank that waits to be taken in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.membership.test_membership import until
 
 
 class Waits:
-    """A newcomer that joins nobody, in a thread: with a client of the store, as it comes to one.
+    """A joining rank that joins nobody, in a thread: with a client of the store, as it comes to one.
 
     Args:
         port: of the store.

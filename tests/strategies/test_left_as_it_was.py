@@ -94,7 +94,7 @@ def test_what_users_have_can_be_pickled_and_copied_in_mid_fit(ranks: Outcomes, n
         assert told["functions"] == [], "whoever loads the metric has it as it is without this package"
 
 
-def test_the_gate_before_synchronous_steps_is_heard_of_like_any_other(ranks: Outcomes) -> None:
+def test_the_sync_point_before_synchronous_steps_is_heard_of_like_any_other(ranks: Outcomes) -> None:
     first, second = ranks("back_to_synchronous_steps")
     for told in (first, second):
         assert told["momenta"] == 0, "the model has changed, so the optimizers' state is reset"

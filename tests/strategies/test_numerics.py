@@ -150,7 +150,7 @@ def test_after_a_synchronous_warm_up_diloco_starts_from_the_model_at_the_switch(
 @pytest.mark.parametrize(
     ("name", "counted"), [("weighted_consensus", [30, 100]), ("weighted_by_a_function", [90, 500])]
 )
-def test_a_gate_shows_the_work_weighted_mean(ranks: Outcomes, name: str, counted: list[int]) -> None:
+def test_a_sync_point_shows_the_work_weighted_mean(ranks: Outcomes, name: str, counted: list[int]) -> None:
     first, second = ranks(name)
     weights = [each / sum(counted) for each in counted]
     mean = [weights[0] * a + weights[1] * b for a, b in zip(first["history"][-1], second["history"][-1], strict=True)]
@@ -179,7 +179,7 @@ def test_equal_replicas_train_as_one_with_adam(ranks: Outcomes, policy: str) -> 
         assert distance(told[policy], expected) < 1e-6
 
 
-def test_collectives_at_a_gate(ranks: Outcomes) -> None:
+def test_collectives_at_a_sync_point(ranks: Outcomes) -> None:
     for told in ranks("world_of_sums"):
         assert told["mean"] == told["int_mean"] == 1.5
         assert (told["sum"], told["max"], told["all"]) == (3.0, 2.0, [False, True])

@@ -27,7 +27,7 @@ TRAIN = "tests.strategies.odd_joining_workers:train"
 def ranks(
     folder: Path, moment: str, newcomers: int = 1, dies: str = "1", size: int = 3, windows: int = 0
 ) -> Iterator[RankGroup]:
-    """Some, of which one dies, and newcomers in its place, which wait for a file each."""
+    """Some, of which one dies, and joining ranks in its place, which wait for a file each."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def env(number: int) -> dict[str, str]:
@@ -65,7 +65,7 @@ def test_within_an_epoch_it_takes_its_part_of_the_rest_and_all_else_is_as_with_t
     assert {each["steps"] for each in said} <= {STEPS - 1, STEPS}, said
 
 
-def test_started_again_in_an_epoch_in_which_a_newcomer_had_no_part_each_sample_is_seen_once(tmp_path: Path) -> None:
+def test_started_again_in_an_epoch_in_which_a_joining_rank_had_no_part_each_sample_is_seen_once(tmp_path: Path) -> None:
     """It has the lost first rank's name, and the last number; what two had left, three take. It is told to end."""
     with ranks(tmp_path, "accumulates", dies="0") as group:
         first = group.join()
@@ -110,8 +110,10 @@ def test_troubles_while_it_is_taken_in_are_not_those_who_trains(tmp_path: Path) 
         assert ended(results[number])["error"].startswith("SIGTERMException"), results[number]
 
 
-def test_whoever_is_lost_when_all_are_connected_the_others_go_on_and_the_newcomer_comes_again(tmp_path: Path) -> None:
-    """The first one is killed before the gate; then rank 2 is, and the second one is taken in by who is left."""
+def test_whoever_is_lost_when_all_are_connected_the_others_go_on_and_it_comes_again(
+    tmp_path: Path,
+) -> None:
+    """The first one is killed before the sync point; then rank 2 is, and the second one is taken in by who is left."""
     with ranks(tmp_path, "ready", newcomers=2) as group:
         for number in (0, 2):
             wait_for(tmp_path / f"rank {number} is ready")

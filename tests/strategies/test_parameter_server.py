@@ -78,7 +78,7 @@ def test_batches_whose_gradients_were_dropped_count_in_no_step(outcomes: Outcome
 
 
 @pytest.mark.parametrize("name", ["sync_uneven", "asynchronous", "overlapped", "bounded", "changes"])
-def test_all_hold_one_model_at_gates(outcomes: Outcomes, name: str) -> None:
+def test_all_hold_one_model_at_sync_points(outcomes: Outcomes, name: str) -> None:
     told = outcomes(name)
     assert told[0]["digest"] == told[1]["digest"]
     assert told[0]["epochs"] == told[1]["epochs"]

@@ -79,7 +79,7 @@ def test_in_step_what_arrives_is_what_is_stepped_with_also_when_the_server_is_ki
 
 
 @pytest.mark.parametrize("name", ["compressed_as_they_come", "compressed_changes", "compressed_tables"])
-def test_all_learn_and_hold_one_model_at_gates(compressed: Outcomes, name: str) -> None:
+def test_all_learn_and_hold_one_model_at_sync_points(compressed: Outcomes, name: str) -> None:
     learned(compressed(name))
 
 

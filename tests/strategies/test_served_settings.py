@@ -47,8 +47,8 @@ def test_nobody_waits_for_a_step_that_mixed_precision_has_skipped(outcomes: Outc
 
 
 def test_slow_and_fast_workers_have_one_schedule(outcomes: Outcomes) -> None:
-    """Its place is the servers' version by the number of workers; behind a gate it is the same, and goes on from a
-    checkpoint."""
+    """Its place is the servers' version by the number of workers; behind a sync point it is the same, and goes on
+    from a checkpoint."""
     fast, slow = outcomes("one_schedule")
     assert fast["first"]["places"] == [step // 2 for step in range(BATCHES)]
     assert slow["first"]["places"] == [0, *((BATCHES + step) // 2 for step in range(1, BATCHES))]

@@ -27,8 +27,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
 
 
 def test_a_server_that_is_lost_with_its_memory_begins_with_its_snapshot_and_all_go_on(outcomes: Outcomes) -> None:
-    """Also who stands at a gate, with weights that are lost: it has said a version that nobody comes to again. Each
-    worker logs how many of its pushes are lost."""
+    """Also who stands at a sync point, with weights that are lost, whose version nobody comes to again. Each worker
+    logs how many of its pushes are lost."""
     told, gone = outcomes("snapshot_lost"), [BATCHES - 1, FEWER]
     assert [rank["lost"] for rank in told] == gone
     for number, (rank, count) in enumerate(zip(told, gone, strict=True)):

@@ -1,4 +1,4 @@
-"""Whatever users do to a module's tensors, replicas agree on them at gates, or the user hears of it."""
+"""Whatever users do to a module's tensors, replicas agree on them at sync points, or the user hears of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Unequal shards, unequal speeds: nobody waits between gates, nothing is lost, and gates hold one model."""
+"""Unequal shards, unequal speeds: nobody waits between sync points, nothing is lost, and sync points hold one model."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ class Saves(pl.Callback):
 
 @scenario
 def checkpoints_by_steps_and_time(folder: Path) -> Any:
-    """Between gates: the rank that is ahead calls the other one."""
+    """Between sync points: the rank that is ahead calls the other one."""
     by_steps = pl.callbacks.ModelCheckpoint(
         dirpath=folder / "steps",
         every_n_train_steps=10,
