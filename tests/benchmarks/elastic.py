@@ -2,7 +2,9 @@
 
 Real ranks under ``lightning-async launch``. One after the other dies of SIGKILL, at a place of its own: between steps,
 in a header, in a collective, before a commit, in an optimizer's step, in a merge, at a sync point, as a checkpoint is
-saved, or wherever it is. Beside that: a second death while the others form their groups anew, a rank that is stopped, and one
+saved, or wherever it is.
+
+Beside that: a second death while the others form their groups anew, a rank that is stopped, and one
 that is slow.
 """
 

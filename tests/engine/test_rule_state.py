@@ -62,7 +62,7 @@ def test_every_step_is_in_one_round_and_every_sample_in_one_mean(script: list[st
 
 @given(events)
 def test_sync_points_do_not_move_the_clock_of_rounds(script: list[str]) -> None:
-    """The script without its sync points has as many steps since the round after each event, while no message is open."""
+    """Without its sync points the script has as many steps since the round after each event, while nothing is open."""
     gated, plain = Replay(), Replay()
     for event in script:
         if event in ("pack", "commit"):

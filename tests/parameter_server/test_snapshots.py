@@ -302,7 +302,7 @@ def test_a_push_that_waits_in_a_buffer_survives_a_host_only_with_the_next_snapsh
 
 
 def test_who_has_weights_that_were_lost_is_behind_whatever_their_version() -> None:
-    """One worker stood at a sync point, with version 15, when its server was lost; the other has gone on from a snapshot.
+    """One worker stood at a sync point, with version 15, when its server was lost; the other goes on from a snapshot.
     Each would ask for weights without end that nobody has."""
     box: Any = SimpleNamespace(
         shared_state=SimpleNamespace(changed=threading.Condition()), register=lambda component: None

@@ -42,8 +42,8 @@ class Odd(Seen):
         folder: where they tell it to come, by a file.
         moment: "mid epoch", a layer is unfrozen; "accumulates", within gradients in accumulation, so that it has no
             part of that epoch, and then all are told to end; "at the end", rank 0 has taken its last step; "ready", all
-            are connected, and nobody stands still yet; "stream", data has no length; "room", there is none for it before
-             rank 1 dies; "short", too few are left; or "trouble".
+            are connected, and nobody stands still yet; "stream", data has no length; "room", there is none for it
+            before rank 1 dies; "short", too few are left; or "trouble".
     """
 
     def __init__(self, folder: Path, moment: str) -> None:
