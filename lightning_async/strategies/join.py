@@ -66,11 +66,7 @@ _WAITS = (
 
 
 class JoinCoordinator:
-    """The side of those who train: it takes joining ranks in at sync points; see `CollectiveCallback`.
-
-    Args:
-        strategy: whose training they come to.
-    """
+    """The side of those who train: it takes joining ranks in at sync points; see `CollectiveCallback`."""
 
     def __init__(self, strategy: AsyncStrategy) -> None:
         self._strategy = strategy
@@ -487,12 +483,7 @@ def tell_failed(rank: int, joining_rank: str, why: str) -> None:
 
 
 class JoiningRank:
-    """A process that was started while others train: it waits to be taken in, and goes on from where they are.
-
-    Args:
-        strategy: its own.
-        trainer: about to train.
-    """
+    """A process that was started while others train: it waits to be taken in, and goes on from where they are."""
 
     def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
         self._strategy = strategy

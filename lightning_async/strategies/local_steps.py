@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 class LocalSteps(StepRunner):
     """The step runner that tells the averager of every step; closed by `close`.
 
-    Args:
-        strategy: its module, optimizers and precision.
-        averager: started.
-        gradients: makes synchronous steps.
-        meet: how a sync point that a step needs is opened, so that all hear of it whom it concerns.
+    ``meet`` opens a sync point that a step needs, so that all hear of it whom it concerns.
     """
 
     def __init__(
@@ -242,9 +238,7 @@ class StepBatches:
     """The batches of one replica. One that `training_step` takes by itself is known once it has been taken: it is
     looked at where its gradients are, at the latest as the next one begins.
 
-    Args:
-        strategy: counts them; its module, what is done about buffers, and its `Pacing`.
-        tell: called once for each batch, with its samples.
+    ``tell`` is called once for each batch, with its samples.
     """
 
     def __init__(self, strategy: Any, tell: Callable[[float], None]) -> None:

@@ -46,9 +46,7 @@ _GOODBYE_S = 40.0  # longer than a connection takes to close
 class FitSessions:
     """The sessions of one fit, of which there is one at a time, from its first batch to its last.
 
-    Args:
-        strategy: has a connection to the other ranks; in a world of one it has none, and there are no sessions.
-        trainer: its loops are patched, from `install` to `end`.
+    In a world of one the strategy has no connection, and there are no sessions.
     """
 
     def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
@@ -161,11 +159,7 @@ class Session:
 
     A fit has one, and another one for each time that training begins anew within it.
 
-    Args:
-        strategy: its module, its optimizers and its policies.
-        connection: of all ranks.
-        meet: how a sync point that a step needs is opened.
-        saved: averaging goes on from there, if it holds anything.
+    ``meet`` opens a sync point that a step needs; averaging goes on from ``saved``, if it holds anything.
     """
 
     def __init__(

@@ -44,12 +44,6 @@ class WindowSteps(StepRunner, SyncPointParticipant):
     A sync point finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so
     are the gradients of others who train on, so that all replicas have taken the same steps when it opens. The last
     sync points, of an epoch and of training, close the open window, too.
-
-    Args:
-        strategy: its module, optimizers and precision, and how it accumulates.
-        averager: started; has the sync points, and counts the steps.
-        gradients: by which windows leave.
-        meet: how a sync point that a step needs is opened; no step needs one here.
     """
 
     missed_steps = 0
@@ -293,9 +287,6 @@ class ManualWindowSteps(WindowSteps):
     the window has arrived, is the mean over the samples whose gradients were there when it asked: those of the batch,
     and of batches since `zero_grad` has set them to None. Where no replica has asked for a step of an optimizer, it
     takes none.
-
-    Args:
-        strategy, averager, gradients, meet: see `WindowSteps`.
     """
 
     def __init__(
@@ -431,12 +422,7 @@ def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 
 class WindowSchedule:
-    """The size and delay of one replica's windows now; callbacks may change them at any moment.
-
-    Args:
-        strategy: says how it accumulates.
-        averager: counts the steps.
-    """
+    """The size and delay of one replica's windows now; callbacks may change them at any moment."""
 
     def __init__(self, strategy: AsyncGradientStrategy, averager: BackgroundAverager) -> None:
         self._strategy = strategy
@@ -511,12 +497,6 @@ class LastBackward:
 
     A window leaves as a whole, behind the pass, where its gradients may change without a trace, a module takes its
     batches by itself, in manual optimization, compressed, and on GPUs.
-
-    Args:
-        strategy: whose windows these are.
-        window_schedule: of these.
-        gradients: by which they leave.
-        window: the open one.
     """
 
     def __init__(
