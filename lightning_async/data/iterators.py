@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -326,6 +327,18 @@ class _Multi(_MultiProcessingDataLoaderIter):
         with here.generators.kept():
             _Multi.__init__(self, loader, here, fetches_again)
             _skip_taken(self, here, fetches_again)
+
+    def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
+        if not shutdown and self._workers[worker_id].exitcode is not None:
+            # Ended by a signal, it may hold the lock of the event that all share, for good: nobody asks that any more.
+            self._workers_done_event = threading.Event()
+        super()._mark_worker_as_unavailable(worker_id, shutdown)
+
+    def _shutdown_workers(self) -> None:
+        if isinstance(getattr(self, "_workers_done_event", None), threading.Event):
+            for worker in self._workers:  # which do not hear of the end by this event
+                worker.terminate()
+        super()._shutdown_workers()
 
     def _try_get_data(self, timeout: float = _LOOK_S) -> Any:
         return super()._try_get_data(timeout)

@@ -512,8 +512,13 @@ def test_a_second_interruption(tmp_path: Path) -> None:
     assert again == rows[len(rows) - len(again) :]
 
 
-def iterated(loader: DataLoader[Any], ended: dict[int, list[int]], told: bool = True) -> list[Any]:
-    """Two epochs of batches, and what this process draws beside; SIGTERM has ended these workers ahead of fetches."""
+def iterated(
+    loader: DataLoader[Any], ended: dict[int, list[int]], told: bool = True, locked: bool = False
+) -> list[Any]:
+    """Two epochs of batches, and what this process draws beside; SIGTERM has ended these workers ahead of fetches.
+
+    Where they have ``locked``, they held the lock of the event that all share.
+    """
     (source,) = sources_of([loader])
     source.told = lambda: told
     reseed(5)
@@ -522,6 +527,8 @@ def iterated(loader: DataLoader[Any], ended: dict[int, list[int]], told: bool = 
     for _ in range(2):
         iterator = iter(source.stand_in)
         while True:
+            if locked and len(rows) in ended:
+                assert iterator._workers_done_event._cond.acquire(timeout=20.0)
             for worker in ended.get(len(rows), ()):
                 if iterator._workers[worker].is_alive():  # else nobody has missed it yet
                     os.kill(iterator._workers[worker].pid, signal.SIGTERM)
@@ -553,6 +560,13 @@ ENDED = [
 def test_workers_that_a_signal_to_the_group_ends_are_replaced(kind: str, quiet_children: None) -> None:
     whole = iterated(LOADERS[kind](), {})
     assert iterated(LOADERS[kind](), {0: [0, 1], 3: [1], 5: [0, 1], 12: [0]}) == whole
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("kind", ["three workers", "persistent workers"])
+def test_workers_that_end_with_their_lock_are_replaced_all_the_same(kind: str, quiet_children: None) -> None:
+    whole = iterated(LOADERS[kind](), {})
+    assert iterated(LOADERS[kind](), {3: [0, 1]}, locked=True) == whole
 
 
 @pytest.mark.processes
