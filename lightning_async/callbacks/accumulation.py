@@ -29,7 +29,15 @@ from lightning_async.callbacks.accumulation_steps import (
 from lightning_async.callbacks.divergence_signals import norm
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan, gradients_of
 from lightning_async.trainer.loops.updates import ExternalWindowSize
-from lightning_async.trainer.namespace import batch_size, check_object, pytorch, replace, set_for_now, take_back
+from lightning_async.trainer.namespace import (
+    batch_size,
+    check_object,
+    loss_scale,
+    override,
+    pytorch,
+    set_for_now,
+    take_back,
+)
 from lightning_async.trainer.strategy_view import view_of
 
 
@@ -66,7 +74,7 @@ class NoiseProbe:
         """Do nothing."""
 
     def before_backward(self, trainer: Any, scale: float) -> None:
-        self._scale = scale * loss_scale(trainer)
+        self._scale = scale * loss_scale(trainer.precision_plugin)
         self._parts = []
 
     def after_backward(self, trainer: Any, ends: bool) -> None:
@@ -86,7 +94,7 @@ class NoiseProbe:
 
     def _see_window(self, trainer: Any) -> None:
         if (found := norm(gradients_of(trainer.optimizers))) is not None:
-            self._big = found, loss_scale(trainer)
+            self._big = found, loss_scale(trainer.precision_plugin)
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
         """End a window; ``is_full``: as it was meant to be, of equal batches.
@@ -212,12 +220,6 @@ def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
     if measures == "noise":
         return NoiseProbe(getattr(policy, "decay", 0.9), arrive)
     return TimesProbe() if measures == "times" else None
-
-
-def loss_scale(trainer: Any) -> float:
-    """Return what a gradient scaler multiplies losses by."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return float(scaler.get_scale()) if scaler is not None and scaler.is_enabled() else 1.0
 
 
 def _sum(first: float, norms: tuple[tuple[Tensor, float], ...]) -> float:
@@ -463,7 +465,7 @@ class AdaptiveGradientAccumulation(Callback):
         self._undo += [
             *windows.install(),
             *self._rates.install(trainer),
-            replace(trainer, "_teardown", self._tear_down),
+            override(trainer, "_teardown", self._tear_down),
         ]
         if view_of(trainer.strategy).in_windows:
             self._undo.append(set_for_now(trainer.strategy, "lent", True))
@@ -475,12 +477,9 @@ class AdaptiveGradientAccumulation(Callback):
         if self._probe is not None:
             self._probe.close()
 
-    def _tear_down(self, original: Any) -> Any:
-        def teardown() -> None:
-            self._end()
-            original()
-
-        return teardown
+    def _tear_down(self, original: Any) -> None:
+        self._end()
+        original()
 
     def state_dict(self) -> dict[str, Any]:
         if self._windows is None:

@@ -12,7 +12,7 @@ from lightning_async._checks import check_choice, check_int, check_protocol
 from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling, Synchronous
 from lightning_async.algorithms.staleness import GradientCorrection, Prediction
 from lightning_async.trainer.environment.environments import is_joining
-from lightning_async.trainer.namespace import Undo, callbacks_of, pulls, replace
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, pulls
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
@@ -237,17 +237,13 @@ class TemporaryRates:
 
     def install(self, trainer: Any) -> list[Undo]:
         automatic = trainer.fit_loop.epoch_loop.automatic_optimization
+        return [self._put_back, override(automatic, "_optimizer_step", self._step)]
 
-        def wrap(original: Callable[..., None]) -> Callable[..., None]:
-            def optimizer_step(*args: Any, **kwargs: Any) -> None:
-                try:
-                    original(*args, **kwargs)
-                finally:
-                    self._put_back()
-
-            return optimizer_step
-
-        return [self._put_back, replace(automatic, "_optimizer_step", wrap)]
+    def _step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        try:
+            original(*args, **kwargs)
+        finally:
+            self._put_back()
 
     @torch.no_grad()
     def multiply(self, optimizer: Any, factor: float) -> None:

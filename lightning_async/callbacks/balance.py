@@ -15,7 +15,7 @@ from lightning_async.trainer.configuration_checks import check_loaders
 from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
 from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
-from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, pytorch, replace, take_back
+from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, override, pytorch, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 
@@ -149,7 +149,7 @@ class BalancedBatchSizes(Callback):
             return
         check_trainer(self, trainer)
         self._start_over()
-        self._undo.append(replace(trainer, "_teardown", self._tear_down))
+        self._undo.append(override(trainer, "_teardown", self._tear_down))
         if pl_module.automatic_optimization:
             parts = 1 if trainer.strategy.in_windows else trainer.accumulate_grad_batches
             self._windows = AccumulationWindows(
@@ -159,12 +159,9 @@ class BalancedBatchSizes(Callback):
             self._windows.after_backward = lambda ends: _wait_for(pl_module.device)
             self._undo += self._windows.install()
 
-    def _tear_down(self, original: Any) -> Any:
-        def teardown() -> None:
-            take_back(self._undo)
-            original()
-
-        return teardown
+    def _tear_down(self, original: Any) -> None:
+        take_back(self._undo)
+        original()
 
     def state_dict(self) -> dict[str, Any]:
         if self._balancing is None:

@@ -15,6 +15,7 @@ from lightning_async._checks import check_choice, check_protocol
 from lightning_async.algorithms.divergence import Absolute, History, Relative, Remedy, SignalAlarm, Threshold, Track
 from lightning_async.engine.fingerprint import is_finite, real
 from lightning_async.trainer.checkpoint.save_timing import DelayedGather, lagged_of
+from lightning_async.trainer.namespace import scaler_of
 
 
 class Row(NamedTuple):
@@ -287,12 +288,12 @@ class SignalTracker:
         if "gradient_norm" in self._signals:  # which say it too
             return
         if self.alone and self._skips and "loss" in self._signals and loss.device.type == "cpu":
-            known = loss.numel() == 1 and not _scaled(trainer)
+            known = loss.numel() == 1 and scaler_of(trainer.precision_plugin) is None
             self._suspicious |= known and not math.isfinite(float(loss.detach()))
 
     def before_step(self, trainer: Any, optimizer: Any) -> bool:
         """Look at the gradients that this optimizer is about to use; return whether they are to be dropped."""
-        if _scaled(trainer):  # it skips steps that are not finite, to find its scale
+        if scaler_of(trainer.precision_plugin) is not None:  # it skips steps that are not finite, to find its scale
             return False
         drop = self._suspicious
         self._suspicious = False
@@ -391,11 +392,6 @@ def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
         return None
     parts = trainer.accumulate_grad_batches if module.automatic_optimization else 1
     return loss.detach() * parts if parts > 1 else loss.detach()
-
-
-def _scaled(trainer: Any) -> bool:
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    return scaler is not None and scaler.is_enabled()
 
 
 def thresholds_by_signal(owner: str, given: Any) -> dict[str, Threshold]:

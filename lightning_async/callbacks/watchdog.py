@@ -102,8 +102,6 @@ class HangWatchdog(Callback):
             return self.other_s
         return max(self.min_s, self.k * statistics.median(self._steps))
 
-    # ---- on the training thread ----
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._end()
         self._steps.clear()
@@ -171,8 +169,6 @@ class HangWatchdog(Callback):
             _arm(None, None)
             self._beat = _Beat()
         self._stop = self._thread = self._stderr = None
-
-    # ---- on the watchdog's thread ----
 
     def _watch(self, trainer: Any, stop: threading.Event) -> None:
         seen = -1

@@ -177,8 +177,6 @@ class Buckets:
                 self.owner = BucketOwner.FREE
                 self._changed.notify_all()
 
-    # ---- the engine's thread ----
-
     def announce(self) -> Message | None:
         """Return the message for the header that is composed. Under the lock, after the training thread has let go."""
         assert self.owner is not BucketOwner.TRAINING, self.owner

@@ -405,8 +405,6 @@ class ReplayableCalls:
         """The number of times that groups were formed anew, and the number of their generation."""
         self._ranks = {0: collectives.rank}  # this rank's number, by generation
 
-    # ---- the training thread ----
-
     def __call__(self, what: str, start: Callable[[Collectives], Pending[Any]]) -> Any:
         """Return the answer to the call that ``start`` begins; ``what`` names it in messages.
 
@@ -515,8 +513,6 @@ class ReplayableCalls:
             f"Rank {self._collectives.rank}: {what} failed {time.monotonic() - started:.1f} s after it began, and no "
             f"rank is known to be lost. {error}"
         ) from error
-
-    # ---- the engine's thread ----
 
     def suspend(self) -> None:
         """Begin to form the groups anew: calls under way do not count any more."""

@@ -108,8 +108,6 @@ class SharedState:
     """Held while what all replicas have committed changes, or is read whole. May be taken within `changed`, never the
     other way round."""
 
-    # ---- of the training thread ----
-
     sync_point: SyncPointKind = SyncPointKind.NONE
     sync_point_index: int = 0
     asked: Vote = Vote.NONE
@@ -125,8 +123,6 @@ class SharedState:
     closing: bool = False
     trouble: PeerLost | CollectiveError | None = None
     """A call of the training thread's has failed: the groups are to be formed anew."""
-
-    # ---- of the engine's thread ----
 
     composed: int = 0  # number of the last header composed: what changes now is heard of with the next one
     agreed: Vote = Vote.NONE

@@ -30,7 +30,7 @@ from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState
 from lightning_async.trainer.data.samplers import resized, weight_of_the_last
 from lightning_async.trainer.loops.loggers import places, take_places
-from lightning_async.trainer.namespace import Undo, pytorch, replace, searches_lr, set_for_now, take_back
+from lightning_async.trainer.namespace import Undo, override, pytorch, searches_lr, set_for_now, take_back
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -135,7 +135,7 @@ class Commits(Callback):
             self._resume = beside.resume
         if self._resume is None or searches_lr(trainer):
             return
-        self._undo.append(replace(self._resume, "on_boundary", self._after))
+        self._undo.append(override(self._resume, "on_boundary", self._after))
         self._step = 0
         self._weight = commit.weight
         self._epoch = -1
@@ -166,24 +166,21 @@ class Commits(Callback):
             is_last = trainer.current_epoch == self._epoch and batch_idx + 1 == trainer.num_training_batches
             strategy.weight = self._weight if is_last else 1.0
 
-    def _after(self, original: Callable[[], None]) -> Callable[[], None]:
-        def on_boundary() -> None:
-            original()
-            resume = self._resume
-            trainer = self._trainer
-            assert resume is not None
-            asynchronous = self.call_together is not None and trainer.strategy.sync_points is not None
-            if resume.where == "epoch":
-                if not asynchronous or not trainer.strategy.world.asynchronous:
-                    self._commit(LastSafeState(resume.capture(), None), "epoch")
-            elif resume.where == "batch" and self._is_due(asynchronous):
-                if asynchronous:
-                    assert self.call_together is not None
-                    self.call_together()
-                else:
-                    self._commit(LastSafeState(resume.capture(), None), "batch")
-
-        return on_boundary
+    def _after(self, original: Callable[[], None]) -> None:
+        original()
+        resume = self._resume
+        trainer = self._trainer
+        assert resume is not None
+        asynchronous = self.call_together is not None and trainer.strategy.sync_points is not None
+        if resume.where == "epoch":
+            if not asynchronous or not trainer.strategy.world.asynchronous:
+                self._commit(LastSafeState(resume.capture(), None), "epoch")
+        elif resume.where == "batch" and self._is_due(asynchronous):
+            if asynchronous:
+                assert self.call_together is not None
+                self.call_together()
+            else:
+                self._commit(LastSafeState(resume.capture(), None), "batch")
 
     def _is_due(self, asynchronous: bool) -> bool:
         step = self._trainer.global_step

@@ -16,10 +16,16 @@ from lightning_async._checks import check_choice
 from lightning_async.horovod.collectives import HorovodCollectives
 from lightning_async.horovod.reducer import GradientReducer
 from lightning_async.strategies.base import ReplicatedStrategy
-from lightning_async.strategies.local_steps import begin_scaling, is_scaled
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loop_patches import ShortEpochs
-from lightning_async.trainer.namespace import pytorch, refuse_elsewhere, sync_metrics_through, take_back
+from lightning_async.trainer.namespace import (
+    pytorch,
+    refuse_elsewhere,
+    scaled_zero,
+    scaler_of,
+    sync_metrics_through,
+    take_back,
+)
 from lightning_async.transports.resolve import how_to_have_more
 
 if TYPE_CHECKING:
@@ -154,7 +160,7 @@ class HorovodStrategy(ReplicatedStrategy):
             wire=torch.float16 if self.compression == "fp16" else None,
             mean=not adasum,
             all_reduce=HorovodCollectives.adasum if adasum else HorovodCollectives.all_reduce,  # type: ignore[arg-type]
-            on_drop=None if is_scaled(self) else self._count_drop,
+            on_drop=self._count_drop if scaler_of(self.precision_plugin) is None else None,
         )
 
     def _count_drop(self) -> None:
@@ -219,7 +225,7 @@ class HorovodStrategy(ReplicatedStrategy):
                 return output
             reducer.finish(absent=self.weight)
             has_any = any(p.grad is not None for p in self.module.parameters())
-            return begin_scaling(self) if has_any else output
+            return scaled_zero(self.precision_plugin, self.module.device) if has_any else output
 
         taken = with_all if self.module.automatic_optimization else closure
         return super().optimizer_step(optimizer, taken, model, **kwargs)

@@ -61,9 +61,6 @@ class Program(NamedTuple):
     sets: tuple[str, ...]  # variables which these read as they are imported, and which it has set itself
 
 
-# ---- on the rank's side ----
-
-
 def tell_generation(number: int, members: Sequence[str]) -> None:
     """Tell the launcher the generation of this rank, by stable names, and what its program has imported.
 
@@ -186,9 +183,6 @@ def _mine() -> int:
     return descriptor
 
 
-# ---- on the launcher's side ----
-
-
 def named(descriptor: int) -> dict[str, str]:
     """Return the variable of the rank that inherits this descriptor."""
     return {CHANNEL: _name(descriptor)}
@@ -234,9 +228,6 @@ def program(message: bytes, process: int) -> Program | None:
 def problem_of(message: bytes, process: int) -> str:
     """Return why a process that stands by cannot be ready, as it has told; else ""."""
     return str(_load(message, process).get("standby", ""))
-
-
-# ---- on both ----
 
 
 def _dump(said: dict[str, Any]) -> bytes:

@@ -262,8 +262,6 @@ class Agreement:
         with self._shared_state.changed:
             return self._newest > self._mine
 
-    # ---- the engine's thread, see `EngineComponent` ----
-
     def is_indispensable(self) -> bool:
         return False
 

@@ -161,8 +161,6 @@ class AsyncStrategy(ReplicatedStrategy):
         self.disconnect(in_order=not self.failed)
         super().teardown()
 
-    # ---- steps ----
-
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.begin_again()
         if self._session is not None and self.world is not None:
@@ -183,8 +181,6 @@ class AsyncStrategy(ReplicatedStrategy):
     def post_backward(self, closure_loss: Tensor) -> None:
         self.step_runner.after_backward()
 
-    # ---- ranks that are lost ----
-
     @property
     def fewest(self) -> int:
         """With so many replicas training does not end."""
@@ -197,8 +193,6 @@ class AsyncStrategy(ReplicatedStrategy):
     @property
     def shrinks(self) -> bool:
         return self.fewest < max(self.num_started, (self.host and self.config.max_replicas) or 0)
-
-    # ---- sync points ----
 
     @property
     def _session(self) -> Session | None:
@@ -246,8 +240,6 @@ class AsyncStrategy(ReplicatedStrategy):
         if self.fit_sessions is not None:
             self.fit_sessions.summarise()
 
-    # ---- settings ----
-
     def settings(self) -> dict[str, object]:
         """Return what must be equal on all ranks in a fit."""
         return {
@@ -259,12 +251,8 @@ class AsyncStrategy(ReplicatedStrategy):
         """Return what need not be equal, but commonly is."""
         return {"timeouts": self.config.timeouts}
 
-    # ---- servers, where weights are theirs ----
-
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         """Forget ranks that are lost; this one is ``rank`` from here on. Called on the engine's thread."""
-
-    # ---- joining ranks ----
 
     def handed_over(self) -> dict[str, Any]:
         """Return what a joining rank needs of this strategy besides."""
@@ -272,8 +260,6 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
         """Take what the live ranks have `handed_over`."""
-
-    # ---- checkpoints ----
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)

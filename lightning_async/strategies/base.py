@@ -151,8 +151,6 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.own_steps = OwnSteps(self)
         self._own_steps_undo: list[Undo] = []
 
-    # ---- ranks and processes ----
-
     @property
     def cluster_environment(self) -> Any:
         """This rank's environment, in which its number may change."""
@@ -300,14 +298,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         check_saved(self.optimizers, checkpoint["optimizer_states"])
         super().load_optimizer_state_dict(checkpoint)
 
-    # ---- registration ----
-
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name, and the same with each way to start ranks from a notebook."""
         register(cls, strategy_registry)
-
-    # ---- the model ----
 
     @property
     def module(self) -> LightningModule:
@@ -360,8 +354,6 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         take_back(self._own_steps_undo)
         super().teardown()
 
-    # ---- steps ----
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         output = super().training_step(*args, **kwargs)
         self.own_steps.skipped = output is None
@@ -375,8 +367,6 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self.own_steps.taking(optimizer):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-
-    # ---- one model ----
 
     def model_to_device(self) -> None:
         self.module.to(self.root_device)
@@ -395,8 +385,6 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         if self._connection is not None:
             self._connection.close(in_order)
             self._connection = None
-
-    # ---- Lightning's collectives ----
 
     @property
     def world(self) -> LightningCollectives | None:

@@ -340,8 +340,6 @@ class JoinPreparation:
         if thread is not None:
             thread.join(_END_S)
 
-    # ---- under the lock ----
-
     def _waiting(self) -> list[str]:
         """Return those who wait, and are not taken for one who is there; nobody while one is ready."""
         live_ranks = self._strategy.live_ranks
@@ -369,8 +367,6 @@ class JoinPreparation:
         if tuple(names[:-1]) != there:
             lost = ", ".join({*names[:-1]} - {*there})
             raise CollectiveTimeout(f"Meanwhile rank(s) {lost} were lost.")
-
-    # ---- on a thread of its own ----
 
     def _run(self) -> None:
         try:

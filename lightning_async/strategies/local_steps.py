@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_async.algorithms.schedules import Action, Step, Synchronous
@@ -21,7 +20,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from lightning_async.trainer.namespace import batch_size, changes_gradients, pulled, pulls
+from lightning_async.trainer.namespace import batch_size, changes_gradients, loss_scale, pulled, pulls, scaled_zero
 from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -136,7 +135,7 @@ class LocalSteps(StepRunner):
             self._samples = self._of_batch  # whatever came before is in no gradient
         # What has left cannot be multiplied any more.
         if self._overlaps and (self._in_step or self._is_synchronous()) and self._factor == 1.0:
-            self._gradients.begin_backward(self._sample_counts, loss_scale(self._strategy))
+            self._gradients.begin_backward(self._sample_counts, loss_scale(self._strategy.precision_plugin))
         try:
             yield
         except BaseException:
@@ -169,7 +168,7 @@ class LocalSteps(StepRunner):
             told = self._gradients.told
             if result is None and told is not None and told.weight > 0.0:
                 # `training_step` has returned None here: the others' mean is stepped with all the same.
-                return begin_scaling(self._strategy)
+                return scaled_zero(self._strategy.precision_plugin, self._strategy.module.device)
             return result
 
         return wrapped
@@ -180,7 +179,7 @@ class LocalSteps(StepRunner):
         if (factor := self._factor) != 1.0:
             trained = gradients.replica.tensors.trained.values()
             torch._foreach_mul_([p.grad for p in trained if p.grad is not None], factor)
-        gradients.reduce_(self._sample_counts, loss_scale(self._strategy))
+        gradients.reduce_(self._sample_counts, loss_scale(self._strategy.precision_plugin))
         if gradients.told is not None and gradients.told.weight > 0.0:  # else no rank had any, and nothing has moved
             self._averager.summary.payload_bytes += gradients.rounds.message_bytes
 
@@ -285,20 +284,3 @@ def learning_rate(optimizers: Iterable[Any]) -> float:
 def _weighs_by_samples(trainer: Any) -> bool:
     """Return whether the batches of a window are weighted by their samples already."""
     return any(isinstance(callback, AdaptiveGradientAccumulation) for callback in trainer.callbacks)
-
-
-def is_scaled(strategy: Any) -> bool:
-    """Return whether mixed precision multiplies losses, and so gradients until the step."""
-    scaler = getattr(strategy.precision_plugin, "scaler", None)
-    return scaler is not None and scaler.is_enabled()
-
-
-def loss_scale(strategy: Any) -> float:
-    """Return what mixed precision multiplies losses by."""
-    return float(strategy.precision_plugin.scaler.get_scale()) if is_scaled(strategy) else 1.0
-
-
-def begin_scaling(strategy: Any) -> Tensor:
-    """Return zero in place of a loss: a gradient scaler makes its scale with the first loss."""
-    zero = torch.zeros((), device=strategy.module.device)
-    return strategy.precision_plugin.scaler.scale(zero) if is_scaled(strategy) else zero

@@ -23,13 +23,14 @@ from lightning_async.parameter_server.discovery import Agreement
 from lightning_async.parameter_server.metrics import PushTotals
 from lightning_async.parameter_server.store import in_words
 from lightning_async.parameter_server.tables import ParameterGroups, rates_of, refuse_groups
-from lightning_async.strategies.local_steps import StepBatches, is_scaled, learning_rate
+from lightning_async.strategies.local_steps import StepBatches, learning_rate
 from lightning_async.trainer.namespace import (
     Undo,
     callbacks_of,
     changes_gradients,
     override_for_users,
     replace,
+    scaler_of,
     take_back,
 )
 from lightning_async.trainer.step_runner import StepRunner
@@ -323,7 +324,9 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._samples = PushSamples(strategy.optimizers)
         own = not strategy.update_on_server or by_hand
         # A scaler takes its scale out of gradients without a trace.
-        changed = is_scaled(strategy) or changes_gradients(strategy.module, until_step=True)
+        changed = scaler_of(strategy.precision_plugin) is not None or changes_gradients(
+            strategy.module, until_step=True
+        )
         self._overlaps = not own and not changed
         self._stepped = self._steps = self.pushes = 0
         self._brings = False
@@ -522,8 +525,6 @@ class PushSteps(StepRunner, SyncPointParticipant):
             self._strategy.progress.see(version, self._strategy.world_size)
             self._agreement.pulled(self.tables.versions, self.tables.restored)
         return answer
-
-    # ---- at sync points ----
 
     def before_sync_point(self) -> None:
         """Finish what is under way, and have no worker wait for this one."""

@@ -27,12 +27,11 @@ from lightning_async.membership.generation import Generation
 from lightning_async.membership.signing import SECRET
 from lightning_async.membership.status import ENDED, FAILED, StatusPublisher, StatusRecord, publish
 from lightning_async.strategies.averaging_state import SavedState, state_of
-from lightning_async.strategies.local_steps import is_scaled
 from lightning_async.strategies.rank_mapping import RankMap
 from lightning_async.trainer.data.samplers import SamplerResize
 from lightning_async.trainer.loop_patches import LoopPatches, ShortEpochs
 from lightning_async.trainer.loops.averaged_models import AveragedModels
-from lightning_async.trainer.namespace import Undo, rank_zero_info, searches_lr, take_back
+from lightning_async.trainer.namespace import Undo, rank_zero_info, scaler_of, searches_lr, take_back
 from lightning_async.transports.base import Connection
 from lightning_async.transports.resolve import how_to_have_more
 
@@ -211,7 +210,8 @@ class Session:
             control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
         )
         self.gradients = gradients
-        gradients.rounds.drops = not is_scaled(strategy)  # a scaler sees them, skips on all ranks, and lowers its scale
+        # A scaler sees them, skips on all ranks, and lowers its scale.
+        gradients.rounds.drops = scaler_of(strategy.precision_plugin) is None
         gradients.rounds.on_drop = averager.summary.drop
         self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved

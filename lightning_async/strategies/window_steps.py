@@ -24,10 +24,10 @@ from lightning_async.engine.gradients.window import Window, WindowTotals
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.sync_points import SyncPointParticipant, SyncPoints
 from lightning_async.strategies.delay_correction import correcting
-from lightning_async.strategies.local_steps import StepBatches, learning_rate, loss_scale
+from lightning_async.strategies.local_steps import StepBatches, learning_rate
 from lightning_async.strategies.server_steps import SampleCounts
 from lightning_async.trainer.loops.updates import OptimizerUpdates
-from lightning_async.trainer.namespace import changes_gradients, pulls, searches_lr
+from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulls, searches_lr
 from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -99,8 +99,6 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         """Count a real optimizer step: mixed precision skips some."""
         self._seen += 1
 
-    # ---- batches ----
-
     def start_batch(self, batch: Any) -> None:
         self._averager.sync_points.resume()
         if self._held:
@@ -159,8 +157,6 @@ class WindowSteps(StepRunner, SyncPointParticipant):
     @property
     def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._window.batches > 0
-
-    # ---- windows ----
 
     def _close(self) -> None:
         """Step with the window before, then send this one, which is full."""
@@ -258,8 +254,6 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
         )
 
-    # ---- at sync points ----
-
     def before_sync_point(self) -> None:
         """Ahead of the sync point, while nobody goes on without this replica: what it says there shall hold."""
         averager = self._averager
@@ -318,8 +312,6 @@ class ManualWindowSteps(WindowSteps):
             self._sample_counts.samples = list(saved["behind"])
             self._uncounted = float(saved["uncounted"])
 
-    # ---- batches ----
-
     def start_batch(self, batch: Any) -> None:
         super().start_batch(batch)
         self._sample_counts.start_batch()
@@ -359,8 +351,6 @@ class ManualWindowSteps(WindowSteps):
             self._uncounted += self._batch_samples
         if self._asked or self._window_schedule.updates.ends_epoch:
             super().after_batch()
-
-    # ---- steps ----
 
     def _take(self) -> None:
         """Step as always, beside gradients that wait for their optimizer to ask."""
@@ -463,7 +453,7 @@ class WindowSchedule:
     @property
     def scale(self) -> float:
         """The factor by which mixed precision multiplies losses."""
-        return loss_scale(self._strategy)
+        return loss_scale(self._strategy.precision_plugin)
 
     @property
     def batch_scale(self) -> float:

@@ -20,6 +20,8 @@ from datetime import timedelta
 from types import MethodType, ModuleType
 from typing import Any, NoReturn
 
+import torch
+from torch import Tensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -222,6 +224,25 @@ def changes_gradients(module: Any, until_step: bool = False) -> bool:
     return any(is_overridden(name, module) for name in own) or any(
         is_overridden(name, each) for name in hooks for each in (module, *module.trainer.callbacks)
     )
+
+
+def scaler_of(precision: Any) -> Any:
+    """Return the gradient scaler of a precision plugin; None where losses, and so gradients, are not scaled."""
+    scaler = getattr(precision, "scaler", None)
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def loss_scale(precision: Any) -> float:
+    """Return what a precision plugin multiplies losses by."""
+    scaler = scaler_of(precision)
+    return 1.0 if scaler is None else float(scaler.get_scale())
+
+
+def scaled_zero(precision: Any, device: torch.device) -> Tensor:
+    """Return zero in place of a loss, scaled: a gradient scaler makes its scale with the first loss."""
+    zero = torch.zeros((), device=device)
+    scaler = scaler_of(precision)
+    return zero if scaler is None else scaler.scale(zero)
 
 
 def rank_zero_info(text: str) -> None:

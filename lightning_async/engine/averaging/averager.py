@@ -216,8 +216,6 @@ class BackgroundAverager(SyncPointParticipant):
         pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
 
-    # ---- at sync points ----
-
     def before_sync_point(self) -> None:
         self.replica.tensors.check_unchanged()
         self._buckets.to_engine.give()

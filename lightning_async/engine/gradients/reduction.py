@@ -149,8 +149,6 @@ class SynchronousGradients(EngineComponent):
         with self._box.committing:
             return None if self.rounds.feedback is None else self.rounds.feedback.state_dict()
 
-    # ---- the training thread ----
-
     def begin_backward(self, samples: float, scale: float = 1.0) -> None:
         """Begin a backward pass whose gradients leave as it makes them, where they can; `reduce_` follows."""
         if not self._overlap.under_way and self._can_overlap:
@@ -323,8 +321,6 @@ class SynchronousGradients(EngineComponent):
             self._buckets.arrived = None
             self._taken = False
             self._box.changed.notify_all()
-
-    # ---- headers ----
 
     def complete(self, part: GradientPart, message: Message | None, compare: bool) -> GradientPart:
         if not isinstance(message, GradientMessage):

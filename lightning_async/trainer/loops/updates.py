@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loops.accumulation import AccumulationWindows
 from lightning_async.trainer.loops.averaged_models import follow_step
-from lightning_async.trainer.namespace import Undo, callbacks_of, override, set_for_now
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, scaled_zero, set_for_now
 from lightning_async.trainer.strategy_view import view_of
 
 
@@ -224,7 +224,7 @@ class OptimizerUpdates:
 
         def closure() -> Tensor:
             put()
-            _begin_scaling(self._trainer)
+            scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
             return torch.zeros(())
 
         self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
@@ -233,7 +233,7 @@ class OptimizerUpdates:
         """Step, in manual optimization, with each of several optimizers that has gradients."""
 
         def run() -> None:
-            _begin_scaling(self._trainer)
+            scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
             for step in steps:
                 self._begin_step()
                 step()
@@ -274,10 +274,3 @@ class OptimizerUpdates:
             if monitor.logging_interval != "epoch":
                 rates = monitor._extract_stats(trainer, "step" if monitor.logging_interval is None else "any")
                 trainer._logger_connector.log_metrics(rates)
-
-
-def _begin_scaling(trainer: Any) -> None:
-    """Have a gradient scaler make its scale, as with a first loss: on a rank without data there is none."""
-    scaler = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is not None and scaler.is_enabled():
-        scaler.scale(torch.zeros((), device=trainer.strategy.root_device))
