@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from lightning_async.comm.gpu_staging import StagedCollectives
-from lightning_async.comm.simulated import InProcessWorld
 from tests.comm.contract import ALL_CHECKS, Check, Stage
 from tests.comm.faulty import FaultyCollectives
+from tests.comm.simulated import InProcessWorld
 from tests.support import run_ranks
 
 pytestmark = pytest.mark.processes

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.errors import CollectiveError, CollectiveTimeout
 from lightning_async.membership.generation import Generation
 from tests.comm.faulty import Corrupt, Delay, Fail, Fault, FaultyCollectives, Hang, Kill
+from tests.comm.simulated import InProcessWorld
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=30)
 

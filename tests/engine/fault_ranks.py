@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_async.algorithms import DeltaMean, EveryNSteps
 from lightning_async.comm.collectives import Pending
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.averaging.rounds import ROUND
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.decision import decide, from_rows
@@ -23,6 +22,7 @@ from lightning_async.engine.shared_state import Header
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.membership import Membership
 from tests.comm.faulty import Fault, FaultyCollectives
+from tests.comm.simulated import InProcessWorld
 from tests.engine.ranks import Rank, assemble
 
 PAYLOAD, HEADER = "world/payload", "world/header"

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from lightning_async.algorithms import DeltaMean, EveryNSteps
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.schedules import Action, Schedule
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.control_plane import ControlPlane
@@ -24,6 +23,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.membership.membership import Membership
+from tests.comm.simulated import InProcessWorld
 
 DEADLINES = Timeouts(payload=timedelta(seconds=30), grace=timedelta(seconds=60), reform=timedelta(seconds=60))
 

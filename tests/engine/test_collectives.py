@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.collectives import LightningCollectives, packed
 from lightning_async.errors import CollectiveError, GateMismatch
+from tests.comm.simulated import InProcessWorld
 
 RANKS, ROOM = 3, 1888
 """Bytes that go along with the question."""

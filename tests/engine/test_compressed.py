@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.compressed_mean import CODES, CompressedMean
 from lightning_async.engine.shared_state import Arrival
 from tests.comm.faulty import Fail, Fault
+from tests.comm.simulated import InProcessWorld
 from tests.engine.fault_ranks import HEADER, PAYLOAD, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 from tests.engine.test_faults import assert_alike, train_and_meet

@@ -18,7 +18,6 @@ from torch import nn
 
 import lightning_async.engine
 from lightning_async.algorithms import EveryNSteps
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.buckets import Buckets, InFlightRound, Message, RoundType
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.replica import Replica
@@ -26,6 +25,7 @@ from lightning_async.engine.shared_state import Arrival, Header, SharedState, Sy
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.membership.membership import Membership
 from tests.comm.faulty import Fail, Fault, FaultyCollectives
+from tests.comm.simulated import InProcessWorld
 from tests.engine.fault_ranks import DEADLINES
 from tests.engine.ranks import Rank, run
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import pytest
 
 from lightning_async.algorithms import DeltaMean, EveryNSteps
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.averaging.rounds import NOT_COMPARED, ROUND, UNLIKE, AveragingPart
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.decision import RoundDecision, decide, from_rows, to_row
@@ -16,6 +15,7 @@ from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Header, SyncPointKind, Vote
 from lightning_async.errors import CollectiveError, GateMismatch, LayoutMismatch
 from lightning_async.membership.membership import Membership
+from tests.comm.simulated import InProcessWorld
 from tests.engine.ranks import assemble
 
 

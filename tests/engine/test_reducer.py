@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.horovod.reducer import GradientReducer
+from tests.comm.simulated import InProcessWorld
 
 
 class Branches(nn.Module):

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from lightning_async.algorithms import DeltaMean
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.collectives import LightningCollectives, packed
 from lightning_async.engine.replica import Replica
@@ -22,6 +21,7 @@ from lightning_async.membership.membership import Membership
 from lightning_async.trainer.data.samplers import ConsistentMetrics
 from lightning_async.trainer.namespace import pytorch
 from tests.comm.faulty import Fail, Fault, FaultyCollectives
+from tests.comm.simulated import InProcessWorld
 from tests.engine.fault_ranks import DEADLINES, HEADER, NEVER
 from tests.engine.ranks import assemble
 

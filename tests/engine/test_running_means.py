@@ -16,10 +16,10 @@ from hypothesis import given
 from torch import nn
 
 from lightning_async.algorithms.schedules import Action, Step
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.replica import PIECE, Replica, RunningMean, count, late_mean, merge_late_, remaining
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.timeouts import Timeouts
+from tests.comm.simulated import InProcessWorld
 from tests.engine.fault_ranks import NEVER
 from tests.engine.ranks import Rank, rank_of
 from tests.engine.test_merge import Half

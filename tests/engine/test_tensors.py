@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from lightning_async.algorithms import DiLoCo, EveryNSteps
 from lightning_async.algorithms.schedules import Action, Step
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.fingerprint import digest
 from lightning_async.engine.gradients.overlap import Plans, gradients_of, pack_, unpack_
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.errors import AsyncTrainingError
+from tests.comm.simulated import InProcessWorld
 from tests.engine.fault_ranks import NEVER
 from tests.engine.ranks import Rank, bits, rank_of
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lightning_async.comm.collectives import Pending
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.shared_state import SharedState
 from lightning_async.engine.transfer import Closed, Transfer
 from lightning_async.errors import CollectiveError, CollectiveTimeout, GenerationChanged, PeerLost
+from tests.comm.simulated import InProcessWorld
 
 
 class Script(Pending[str]):

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, HorovodStrategy, TorchTransport
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import SettingsMismatch
 from lightning_async.horovod.elastic import Commit, agree, check_carried, fit_elastic
+from tests.comm.simulated import InProcessWorld
 from tests.horovod import needs_horovod
 
 

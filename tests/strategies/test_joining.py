@@ -16,11 +16,11 @@ from torch.distributed import TCPStore
 
 from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.comm.collectives import Collectives
-from lightning_async.comm.simulated import InProcessWorld
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loop_patches import Validation
 from lightning_async.trainer.loops.updates import SharedLearningRates
 from lightning_async.trainer.strategy_view import StrategyView
+from tests.comm.simulated import InProcessWorld
 from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.test_failures import ended
 from tests.strategies.test_live_ranks import epochs_logged
