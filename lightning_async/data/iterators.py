@@ -20,7 +20,7 @@ from __future__ import annotations
 import copy
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -181,7 +181,7 @@ def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
         here.taken = start["taken"]
         fetches_again = False
         if not loader.persistent_workers:
-            return _nothing(here)
+            return _Nothing(here)
     if loader.num_workers == 0:
         iterator: Any = _Single(loader, here, fetches_again)
     else:
@@ -217,10 +217,18 @@ def _indices(loader: Any, here: IterationPosition) -> Any:
     return Indices(here.sampler, here.begin, here.generators, start.get("taken", 0), start.get("made", 0))
 
 
-def _nothing(here: IterationPosition) -> Iterator[Any]:
-    """Yield nothing: the end of an iteration over a loader without workers that stay."""
-    here.fetching()
-    yield from ()
+class _Nothing:
+    """The end of an iteration over a loader without workers that stay; it is asked again for each batch of others."""
+
+    def __init__(self, here: IterationPosition) -> None:
+        self._here = here
+
+    def __iter__(self) -> _Nothing:
+        return self
+
+    def __next__(self) -> Any:
+        self._here.fetching()
+        raise StopIteration
 
 
 class _Single(_SingleProcessDataLoaderIter):

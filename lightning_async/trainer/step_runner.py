@@ -21,8 +21,9 @@ class StepRunner:
     """The last batches, if BatchNorm's statistics are to be recomputed."""
     between_windows = True
     """Whether this replica has no batches of a step that other replicas have whole: it may join their validation."""
-    accumulates = False
-    """Whether there are gradients of batches that are in no step, and not on their way to one."""
+    accumulates: bool | None = None
+    """Whether there are gradients of batches that are in no step, and not on their way to one; None: as in Lightning's
+    loop, which accumulates them."""
     missed_steps: int | None = None
     """Number of the others' synchronous steps that this replica has not taken; None where it takes none."""
     called = False

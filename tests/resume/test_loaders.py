@@ -512,6 +512,20 @@ def test_a_second_interruption(tmp_path: Path) -> None:
     assert again == rows[len(rows) - len(again) :]
 
 
+def test_a_loader_that_has_ended_keeps_up_with_random_states_as_long_as_others_go_on() -> None:
+    """Those go on for longer (`max_size`), and each of their batches asks this loader, too."""
+    (first,), (source,) = sources_of([DataLoader(Sized(6), 3)]), sources_of([DataLoader(Sized(6), 3)])
+    list(first.stand_in)
+    source.begin_at(first.position(before=False, ended=False))
+    batches = iter(source.stand_in)
+    for _ in range(2):
+        now = torch.get_rng_state().numpy().tobytes()
+        assert next(batches, None) is None
+        assert source.position(before=True, ended=False)["random"]["torch"] == now
+        torch.rand(1)
+    source.detach()
+
+
 def iterated(
     loader: DataLoader[Any], ended: dict[int, list[int]], told: bool = True, locked: bool = False
 ) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -197,12 +197,8 @@ def test_whatever_becomes_of_joining_ranks_the_others_go_on(tmp_path: Path) -> N
     assert results[0].stderr.count("2 of 3 replicas are left") == 3  # the one that was killed at first, and these two
 
 
-@pytest.mark.parametrize("how", [{}, {"windows": 2}, {"served": "async"}], ids=["averaging", "windows", "served"])
-def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path, how: dict[str, Any]) -> None:
-    """Two train; of two more, which have numbers that nobody had, one finds room, and the other one waits.
-
-    Two have 12 batches in an epoch, three have 8, and 10 are too many to validate after. No number 2 was ever lost.
-    """
+def environments() -> tuple[TCPStore, Callable[[int], dict[str, str]]]:
+    """A store, to be kept, and what ranks find: two are started together, all further ones have numbers from 4 on."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
 
     def env(number: int) -> dict[str, str]:
@@ -211,6 +207,16 @@ def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path, how: dic
         new = {"RANK": str(number + 2), "LOCAL_RANK": str(number - 2), "NODE_RANK": "2", "LIGHTNING_ASYNC_REJOIN": "1"}
         return shared | (new if number > 1 else {})
 
+    return store, env
+
+
+@pytest.mark.parametrize("how", [{}, {"windows": 2}, {"served": "async"}], ids=["averaging", "windows", "served"])
+def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path, how: dict[str, Any]) -> None:
+    """Two train; of two more, which have numbers that nobody had, one finds room, and the other one waits.
+
+    Two have 12 batches in an epoch, three have 8, and 10 are too many to validate after. No number 2 was ever lost.
+    """
+    _store, env = environments()
     arguments = {"folder": str(tmp_path), "deaths": {}, "most": 3, "fewest": 2, "saves": True, "then_test": True}
     arguments |= {"validates": 10, **how}
     with start_ranks(TRAIN, 4, kwargs=arguments, env=env, timeout=150) as group:
@@ -232,3 +238,14 @@ def test_new_ranks_are_taken_in_until_there_are_so_many(tmp_path: Path, how: dic
     saved = [entry.manifest.ranks for entry in CheckpointStore(tmp_path / "saved").entries() if entry.manifest]
     assert saved[0] == (0, 1, came + 2)
     assert "an epoch has 8 batches for each: `val_check_interval=10` is 8 from here on" in results[0].stderr
+
+
+@pytest.mark.parametrize("how", [{}, {"served": "async"}], ids=["averaging", "served"])
+def test_two_new_ranks_save_with_all_others(tmp_path: Path, how: dict[str, Any]) -> None:
+    _store, env = environments()
+    arguments = {"folder": str(tmp_path), "deaths": {}, "most": 4, "fewest": 2, "saves": True, **how}
+    with start_ranks(TRAIN, 4, kwargs=arguments, env=env, timeout=150) as group:
+        (tmp_path / "start 1").touch()
+        assert {ended(result)["world_size"] for result in group.join()} == {4}
+    saved = [entry.manifest.ranks for entry in CheckpointStore(tmp_path / "saved").entries() if entry.manifest]
+    assert saved[0] == (0, 1, 4, 5)

@@ -22,6 +22,8 @@ from lightning_async.membership import startup
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.signing import Seal
 from lightning_async.strategies.join import JoiningRank
+from lightning_async.trainer.data.epoch_data import EpochAssignment, JoinerData
+from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.torch import TorchTransport
 from tests.membership.test_membership import until
 
@@ -146,3 +148,21 @@ def test_one_that_waits_says_so_again_and_again(
     joining.trainer.received_sigterm = True
     with pytest.raises(SIGTERMException):
         raise joining.ends()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_strategy_that_does_not_say_whether_it_accumulates_does_so_as_the_loop_does(accumulates: bool) -> None:
+    """Then a rank that joins here gets no part of the epoch: gradients of batches are in no step yet."""
+    count = SimpleNamespace(ready=3, completed=3)
+    loop = SimpleNamespace(
+        batch_progress=SimpleNamespace(current=count), done=False, _should_accumulate=lambda: accumulates
+    )
+    data = SimpleNamespace(flattened=[[1, 2, 3, 4]])
+    fit = SimpleNamespace(epoch_loop=loop, _data_fetcher=None, _combined_loader=data)
+    trainer = SimpleNamespace(fit_loop=fit, current_epoch=0)
+    strategy: Any = SimpleNamespace(sync_points=None, step_runner=StepRunner())
+    rates: Any = SimpleNamespace(stepped={})
+    epoch = EpochAssignment(trainer)
+    epoch.known = True
+    _, _, is_within, *_ = JoinerData(strategy, trainer, epoch, rates).place("0", comes=False)
+    assert is_within is not accumulates

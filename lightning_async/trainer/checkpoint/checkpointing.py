@@ -126,8 +126,8 @@ class Checkpointing:
 
     def for_joining_ranks(self) -> dict[str, Any]:
         """Return what a joining rank must know; this training is at a sync point."""
-        number = self._number if self._pace is None else self._pace.known
-        return {**self._directory.for_joining_ranks(), "number": number}
+        told = {**self._directory.for_joining_ranks(), "number": self._number}
+        return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 
     def come(self, told: dict[str, Any]) -> None:
         """Save with the live ranks, whose `for_joining_ranks` this is; raise as `CheckpointDirectory.join`."""

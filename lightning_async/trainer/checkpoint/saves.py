@@ -64,6 +64,11 @@ class SaveCoordinator(ABC):
         """The last save that all ranks know of."""
         return self._known
 
+    @property
+    def group(self) -> Sequence[int]:
+        """The ranks whose directory is this one."""
+        return self._group
+
     @abstractmethod
     def expect(self) -> None:
         """Have memory for saves of the state that optimizers have, now that they have stepped."""
@@ -279,6 +284,12 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return max(self._known, self._averager.marks.saved)
 
     @property
+    def group(self) -> Sequence[int]:
+        if not set(self._left) <= set(self._group):
+            return self._group
+        return sorted({*self._group, *names_of(self._trainer).left})  # whoever has come has found the directory, too
+
+    @property
     def _step(self) -> int:
         return self._averager.global_step()
 
@@ -302,8 +313,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._clock.saved(self._step)
         self._averager.marks.begin(self._known)
         self._averager.sync_points.add(self)
-        if set(self._left) <= set(self._group):  # then whoever comes has found the directory, too
-            self._group = sorted({*self._group, *names_of(self._trainer).left})
+        self._group = self.group
         self._asked = False
 
     def boundary(self, preempted: Preemption) -> None:

@@ -443,7 +443,7 @@ class JoinerData:
         count = fit.epoch_loop.batch_progress.current
         ends = epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
-        in_step = count.ready != count.completed or (count.ready > 0 and self._strategy.step_runner.accumulates)
+        in_step = count.ready != count.completed or (count.ready > 0 and accumulates(self._strategy, fit))
         is_within = epoch.known and by_batch and not in_step and not ends
         lengths: list[int] = []
         return _Place(
@@ -462,9 +462,8 @@ class JoinerData:
         original(data_fetcher)
         sync_points = self._strategy.sync_points
         ended = self._follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
-        if (
-            ended and not self._strategy.step_runner.accumulates
-        ):  # its stream goes on, and the others' have come to an end
+        # Its stream goes on, and the others' have come to an end.
+        if ended and not accumulates(self._strategy, self._trainer.fit_loop):
             self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
     def _run(self, original: Any, data_fetcher: Any) -> None:
@@ -476,6 +475,12 @@ class JoinerData:
 
 def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:
     return {name: DataShard(*share) for name, share in plain.items()}
+
+
+def accumulates(strategy: StrategyView, fit: Any) -> bool:
+    """Return whether there are gradients of batches that are in no step, and not on their way to one."""
+    told = strategy.step_runner.accumulates
+    return fit.epoch_loop._should_accumulate() if told is None else told
 
 
 def follower(loader: Any) -> Source | None:
