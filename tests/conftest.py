@@ -11,6 +11,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import platform
 import signal
 import sys
 import threading
@@ -214,6 +215,7 @@ def _refuse_processes(event: str, arguments: object) -> None:
         raise RuntimeError(f"{_no_processes[0]} starts a process: mark it `@pytest.mark.processes`")
 
 
+platform.platform()  # has `uname -p` run, once in a process: the code under test may ask too
 sys.addaudithook(_refuse_processes)
 
 

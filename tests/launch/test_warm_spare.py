@@ -1,4 +1,4 @@
-"""Processes that stand by: real ones, which import a library of seconds that is held at a sync point here."""
+"""Processes that stand by: real ones, which import a library of seconds that waits for a file here."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Tiny(pl.LightningModule):
     Args:
         pause_s: sleep in every step.
         at: rank, step, and what happens there: "raise", "wait", "die"; or "raise in validation".
-        sync point: a file; the wait ends when it is there.
+        sync_point: a file; the wait ends when it is there.
     """
 
     def __init__(self, pause_s: float = 0.0, at: tuple[int, int, str] | None = None, sync_point: str = "") -> None:
@@ -159,7 +159,7 @@ def left_alone() -> None:
 
 
 def without_the_store(sync_point: str, **kwargs: Any) -> None:
-    """Train; where the store is lost, end as any script does, once the sync point is open."""
+    """Train; where the store is lost, end as any script does, once the file ``sync_point`` is there."""
     try:
         train(**kwargs)
     except StoreLost:
