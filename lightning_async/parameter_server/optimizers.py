@@ -111,7 +111,7 @@ class Sgd:
         scale = -rates.scale if self.maximize else rates.scale
         names = ("params", *self.fields)
         if self.momentum:
-            how = rate, self.momentum, self.nesterov, scale, self.weight_decay, span.whole
+            how = rate, self.momentum, bool(self.nesterov), scale, self.weight_decay, span.whole
             _sgd_(*span.after(*names), span.reply, *span.before(*names), span.gradient, *how)
         else:
             _add(span, -rate * scale, rate * self.weight_decay)
