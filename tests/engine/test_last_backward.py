@@ -108,6 +108,7 @@ def test_whatever_windows_there_are_their_step_has_the_mean_over_all_samples(ste
             if early:
                 leave_with(rank, window, batches[-1], scale)
             else:
+                rank.gradients.wait_until_free()
                 assert window.leave()
             assert (window.batches, window.samples) == (0, 0.0)
             told.append(take(rank, net, scale))

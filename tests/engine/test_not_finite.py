@@ -26,6 +26,7 @@ def take_step(rank: FaultyRank, window: Window, way: str, factors: dict[int, flo
     net: Any = rank.module
     if way == "window":
         gather(net, window, [(samples / 2, factors), (samples / 2, factors)])
+        rank.gradients.wait_until_free()
         assert window.leave()
         return take(rank, net)
     if way == "last pass":
@@ -88,6 +89,7 @@ def test_compressed_ones_leave_no_trace_in_what_is_owed(compression: Any) -> Non
                 samples = 2.0 if spoilt else 0.0
                 factors[3] = math.nan if spoilt else factors[3]
             gather(rank.module, window, [(samples, factors)])
+            rank.gradients.wait_until_free()
             assert window.leave()
             found.append(take(rank, rank.module))
         feedback = rank.gradients.rounds.feedback

@@ -207,6 +207,7 @@ def test_gradients_that_share_memory_or_are_yet_to_be_conjugated(early: bool) ->
             rank.gradients.reduce_(1.0)
         else:
             window.add_(1.0)
+            rank.gradients.wait_until_free()
             assert window.leave()
             rank.gradients.wait()
             rank.gradients.take_()
