@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -255,6 +255,32 @@ class Communicator(abc.ABC, Generic[C]):
     def _check_rank(self, rank: int, argument: str) -> None:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"{self._where}: `{argument}={rank}` must be a rank in [0, {self.world_size}).")
+
+
+class CommunicatorWrapper:
+    """A class around another communicator, ``inner``, which says of itself what that says."""
+
+    inner: Any
+
+    @property
+    def rank(self) -> int:
+        return self.inner.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.inner.world_size
+
+    @property
+    def name(self) -> str:
+        return self.inner.name
+
+    @property
+    def generation(self) -> Generation:
+        return self.inner.generation
+
+    @property
+    def timeout(self) -> timedelta:
+        return self.inner.timeout
 
 
 class ElasticCommunicator(Communicator[E]):

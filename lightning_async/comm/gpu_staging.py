@@ -9,13 +9,21 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_async.comm.collectives import ElasticCollectives, Pending, ReduceOp, check_buffer, check_rows, room_for
+from lightning_async.comm.collectives import (
+    CommunicatorWrapper,
+    ElasticCollectives,
+    Pending,
+    ReduceOp,
+    check_buffer,
+    check_rows,
+    room_for,
+)
 from lightning_async.membership.generation import Generation
 
 T = TypeVar("T")
 
 
-class StagedCollectives:
+class StagedCollectives(CommunicatorWrapper):
     """Moves a device's tensors through pinned memory of the host; an `ElasticCollectives`.
 
     The GPU's copy engines do the copies, in the order of the stream that is current: a thread with a stream of its own
@@ -26,26 +34,6 @@ class StagedCollectives:
     def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
         self.inner: Any = inner
         self.device = device
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def generation(self) -> Generation:
-        return self.inner.generation
-
-    @property
-    def timeout(self) -> timedelta:
-        return self.inner.timeout
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
         return self._in_place(buffer, lambda host: self.inner.all_reduce(host, op))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.comm.collectives import (
+    CommunicatorWrapper,
     ElasticCollectives,
     Operation,
     Pending,
@@ -100,7 +101,7 @@ class Script:
         return struck
 
 
-class FaultyCollectives:
+class FaultyCollectives(CommunicatorWrapper):
     """``inner``, with the faults of a script. Implements `ElasticCollectives`.
 
     Args:
@@ -126,22 +127,6 @@ class FaultyCollectives:
         self._late: _Late[Any] | None = None
         self._branches: list[FaultyCollectives] = []
         self._seq = 0
-
-    @property
-    def rank(self) -> int:
-        return self.inner.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.inner.world_size
-
-    @property
-    def name(self) -> str:
-        return self.inner.name
-
-    @property
-    def generation(self) -> Generation:
-        return self.inner.generation
 
     @property
     def timeout(self) -> timedelta:
