@@ -221,16 +221,12 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
     return rates
 
 
-def refuse_groups(original: Any) -> Any:
-    """Return what replaces an optimizer's ``add_param_group`` while servers have its parameters."""
-
-    def add_param_group(param_group: Mapping[str, Any]) -> None:
-        raise ValueError(
-            "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
-            "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
-        )
-
-    return add_param_group
+def refuse_groups(param_group: Mapping[str, Any]) -> None:
+    """Refuse a new group, in place of an optimizer's ``add_param_group``, while servers have its parameters."""
+    raise ValueError(
+        "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
+        "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
+    )
 
 
 def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup]:

@@ -114,10 +114,6 @@ class LocalSteps(StepRunner):
         self._without_loss += 1
 
     @property
-    def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._strategy.module.trainer.fit_loop.epoch_loop._should_accumulate()
-
-    @property
     def missed_steps(self) -> int | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         ledger = self._averager.ledger
         return ledger.missed if ledger.synchronous or isinstance(self._averager.schedule, Synchronous) else None

@@ -29,8 +29,8 @@ from lightning_async.trainer.namespace import (
     callbacks_of,
     changes_gradients,
     override_for_users,
-    replace,
     scaler_of,
+    set_for_now,
     take_back,
 )
 from lightning_async.trainer.step_runner import StepRunner
@@ -345,17 +345,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._writes = Writes(strategy, self.tables)
         self._undo: list[Undo] = self._writes.install()
         for optimizer in strategy.optimizers:
-            self._undo.append(replace(optimizer, "add_param_group", refuse_groups))
+            self._undo.append(set_for_now(optimizer, "add_param_group", refuse_groups))
             if strategy.update_on_server:
                 step = self._step_of(optimizer)
                 led = strategy.own_steps.led(optimizer, step)
-                self._undo.append(replace(optimizer, "step", lambda original, led=led: led))
+                self._undo.append(set_for_now(optimizer, "step", led))
             else:
                 self._undo.append(optimizer.register_step_post_hook(self._count).remove)
-
-    @property
-    def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._strategy.module.trainer.fit_loop.epoch_loop._should_accumulate()
 
     def close(self) -> None:
         take_back(self._undo)
@@ -421,7 +417,8 @@ class PushSteps(StepRunner, SyncPointParticipant):
         """Run a backward pass, and send gradients as it makes them, where they are the step's."""
         self._batches.see()
         self._samples.begin_pass()
-        leaves = self._overlaps and not self._requests.under_way and not self.accumulates
+        free = self._overlaps and not self._requests.under_way
+        leaves = free and not self._strategy.module.trainer.fit_loop.epoch_loop._should_accumulate()
         return self.tables.backward(self._requests.submit if leaves else None)
 
     def after_backward(self) -> None:

@@ -120,11 +120,6 @@ def take_back(undo: list[Undo]) -> None:
         undo.pop()()
 
 
-def replace(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Undo:
-    """Put what ``wrap`` makes of a method in its place; return what sets it back."""
-    return set_for_now(owner, name, wrap(getattr(owner, name)))
-
-
 def override(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
     """Have ``call`` called in place of a method, which is its first argument; return what sets the method back."""
     return set_for_now(owner, name, _before(getattr(owner, name), call))
@@ -330,7 +325,7 @@ class OwnSteps:
         undo = [override(loop, "_training_step", functools.partial(self._let_skip, loop.output_result_cls))]
         for optimizer in self._strategy.optimizers:
             undo.append(optimizer.register_step_pre_hook(self._check).remove)
-            undo.append(replace(optimizer, "step", functools.partial(self.led, optimizer)))
+            undo.append(set_for_now(optimizer, "step", self.led(optimizer, optimizer.step)))
         return undo
 
     def _let_skip(self, result: Any, original: Callable[[Any], Any], kwargs: Any) -> Any:

@@ -15,7 +15,7 @@ from lightning_async.algorithms.schedules import Pace
 from lightning_async.data.redistribution import DataShard, by_steps
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.events import tell
-from lightning_async.trainer.data.epoch_data import EpochAssignment, accumulates, end_at, go_on_with, lost_rank_data_of
+from lightning_async.trainer.data.epoch_data import EpochAssignment, end_at, go_on_with, is_in_step, lost_rank_data_of
 from lightning_async.trainer.namespace import Undo, override, take_back
 
 log = logging.getLogger(__name__)
@@ -199,9 +199,7 @@ class Balancing:
         epoch = self._epoch
         count = loop.batch_progress.current
         ends = epoch.at_end or loop.done
-        in_step = count.ready != count.completed or (
-            count.ready > 0 and accumulates(self._trainer.strategy, self._trainer.fit_loop)
-        )
+        in_step = is_in_step(self._trainer.strategy, self._trainer.fit_loop)
         knows = epoch.known if epoch is not self._alone else bool(self._shares)
         return count.ready if knows and not in_step and not ends else -1
 

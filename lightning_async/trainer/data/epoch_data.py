@@ -443,8 +443,7 @@ class JoinerData:
         count = fit.epoch_loop.batch_progress.current
         ends = epoch.at_end or fit.epoch_loop.done
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
-        in_step = count.ready != count.completed or (count.ready > 0 and accumulates(self._strategy, fit))
-        is_within = epoch.known and by_batch and not in_step and not ends
+        is_within = epoch.known and by_batch and not is_in_step(self._strategy, fit) and not ends
         lengths: list[int] = []
         return _Place(
             name, False, is_within, number, count.ready, lengths, epoch.streams, epoch.places, self._rates.stepped
@@ -481,6 +480,12 @@ def accumulates(strategy: StrategyView, fit: Any) -> bool:
     """Return whether there are gradients of batches that are in no step, and not on their way to one."""
     told = strategy.step_runner.accumulates
     return fit.epoch_loop._should_accumulate() if told is None else told
+
+
+def is_in_step(strategy: StrategyView, fit: Any) -> bool:
+    """Return whether a batch is under way, or gradients of batches before are in no step yet."""
+    count = fit.epoch_loop.batch_progress.current
+    return count.ready != count.completed or (count.ready > 0 and accumulates(strategy, fit))
 
 
 def follower(loader: Any) -> Source | None:

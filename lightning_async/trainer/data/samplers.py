@@ -31,7 +31,7 @@ from lightning_async.data.redistribution import (
 )
 from lightning_async.data.stateful_loader import sources_of
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, override, replace, set_for_now, take_back, validation_interval
+from lightning_async.trainer.namespace import Undo, override, set_for_now, take_back, validation_interval
 from lightning_async.trainer.strategy_view import StrategyView
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class SamplerResize:
         loops = (self._trainer.fit_loop, self._trainer.fit_loop.epoch_loop.val_loop)
         wrap = self._setup_data if self._strategy.shrinks else self._number_new
         return [
-            *(replace(loop, "setup_data", lambda own, loop=loop: wrap(own, loop)) for loop in loops),
+            *(set_for_now(loop, "setup_data", wrap(loop.setup_data, loop)) for loop in loops),
             partial(take_back, self._undo),
         ]
 
