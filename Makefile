@@ -68,12 +68,14 @@ $(VENV)/.ready-%: pyproject.toml $(NATIVE) $(VENV)/.torch
 demo: $(VENV)/.ready-demo
 	$(BIN)/python examples/char_lm.py $(DEMO_ARGS)
 
+# What no run of many tests has: numbers, other people's models, and what runs alone.
+SHARED := not benchmark and not project and not alone
 # The types take one core for a minute; the tests share both with them.
 check: export OMP_NUM_THREADS ?= 1
 check: lint
 	@$(MAKE) --no-print-directory types & types=$$!; \
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile \
-	  -m "not processes and not benchmark and not project and not alone" $(TEST_ARGS); tests=$$?; \
+	  -m "not processes and $(SHARED)" $(TEST_ARGS); tests=$$?; \
 	wait $$types && exit $$tests
 
 # Most tests wait, for processes and for deadlines, so three files run at a time; those that measure time come after them, alone.
@@ -82,7 +84,7 @@ TEST_JOBS ?= 3
 test: export OMP_NUM_THREADS ?= 1
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile --no-loadscope-reorder \
-	  -m "not benchmark and not project and not alone" $(TEST_ARGS); beside=$$?; \
+	  -m "$(SHARED)" $(TEST_ARGS); beside=$$?; \
 	$(BIN)/python -m pytest -m "alone and not benchmark" $(TEST_ARGS); alone=$$?; \
 	case $$beside,$$alone in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 
