@@ -110,14 +110,16 @@ def test_a_killed_rank_ends_the_other_with_its_name(accelerator: str) -> None:
 
 @pytest.mark.parametrize("accelerator", ["cpu", GPU])
 def test_two_ranks_go_on_without_a_killed_third(accelerator: str) -> None:
-    kwargs = {"batches": [300, 300, ENDLESS], "timeouts": {"dead_after": 3.0}, "fewest": 2}
+    period, steps = 4, 1500
+    kwargs = {"batches": [steps, steps, ENDLESS], "period": period, "timeouts": {"dead_after": 3.0}, "fewest": 2}
     kwargs |= {"accelerator": accelerator, "devices": 1, "num_nodes": 3}
     with start_ranks(TRAIN, 3, kwargs=kwargs, timeout=LIMIT_S, env=environment(accelerator)) as group:
         wait_for_step(group, 30, 3)
         group.signal(2, signal.SIGKILL)
+        with_all_three = max(group.output(rank).count("step ") for rank in range(3)) // period + 1
         *live, _ = group.join()
     for told in all_well(live):
-        assert told["taken"] == 300 and told["rounds"] > 60
+        assert told["taken"] == steps and told["rounds"] > with_all_three
 
 
 # ---- the contract ----
