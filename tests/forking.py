@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from tests.nursery import Program, open_nursery, run_as_main
+from tests.nursery import Program, fork_from_here, is_isolated, open_nursery, run_as_main
 
 __all__ = ["ForkServer", "ForkedRank", "can_fork"]
 
@@ -244,6 +244,9 @@ def _main(control: int) -> None:
     while job.forks and (started := open_nursery(can_fork)) is not None:  # each may start further ones
         program = started
         _become(program, by_imports)
+        if is_isolated(program.arguments):
+            fork_from_here(can_fork, lambda program: _become(program, by_imports))
+            break
     if program is not None:
         run_as_main(program.arguments)
     else:

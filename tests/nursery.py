@@ -4,10 +4,13 @@
 its own in the place of the one by which Python starts programs, ``_posixsubprocess.fork_exec``. A command that is a
 program of Python comes out of that process, all others are started as ever. Each is the rank's own child, with the
 session, descriptors, environment and folder that were asked for; what a fork cannot give is in `tests.forking`.
+A helper process of the package's is no rank: `fork_from_here` forks what it starts from itself.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import ctypes
 import fcntl
 import importlib
@@ -19,20 +22,23 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-__all__ = ["Program", "open_nursery", "run_as_main"]
+__all__ = ["Program", "fork_from_here", "is_isolated", "open_nursery", "run_as_main"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _HIGH = 512
 """Descriptors from here on are those of the nurseries."""
 _ANSWER_S = 60.0
-_OPTIONS = ("-u", "-B")
-"""As the process has them that forks programs: it writes at once, and byte code where the tests do."""
+_ISOLATED = ("-I", "-S")
+_OPTIONS = ("-u", "-B", *_ISOLATED)
+"""The first two are as the process has them that forks programs: it writes at once, and byte code where the tests do."""
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 _fork_exec: Any = importlib.import_module("_posixsubprocess").fork_exec
 _lock = threading.Lock()
@@ -57,7 +63,16 @@ class Program(NamedTuple):
     dies: bool
 
 
-def open_nursery(can_fork: Callable[[Mapping[str, str], Mapping[str, str]], bool]) -> Program | None:
+CanFork = Callable[[Mapping[str, str], Mapping[str, str]], bool]
+ForkExec = Callable[[list[int], Program], int]
+
+
+def is_isolated(arguments: Sequence[str]) -> bool:
+    """Whether a program finds the standard library only, as helper processes of the package's do."""
+    return {*_ISOLATED} <= {*itertools.takewhile(_OPTIONS.__contains__, arguments)}
+
+
+def open_nursery(can_fork: CanFork) -> Program | None:
     """Fork the process that programs come out of; it ends with this one.
 
     Args:
@@ -73,19 +88,76 @@ def open_nursery(can_fork: Callable[[Mapping[str, str], Mapping[str, str]], bool
         return _serve(control, rank)
     control.close()
     mine = socket.socket(fileno=_move(mine.detach()))
-    start = dict(os.environ)
+    _start_programs_by(can_fork, lambda places, program: _ask(mine, program, places))
+    return None
+
+
+def fork_from_here(can_fork: CanFork, become: Callable[[Program], None]) -> None:
+    """Fork the programs that this process starts from itself, while it has one thread and nothing to lose.
+
+    Args:
+        can_fork: see `open_nursery`.
+        become: gives a process the program's folder and environment.
+    """
+
+    def fork(places: list[int], program: Program) -> int:
+        if pid := os.fork():
+            return pid
+        status = 1
+        try:
+            _keep_only(places, program.descriptors)
+            if program.leads:
+                os.setsid()
+            for number in signal.valid_signals():
+                if callable(signal.getsignal(number)):
+                    signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            become(program)
+            run_as_main(program.arguments)
+            status = 0
+        except SystemExit as end:
+            status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        except BaseException:
+            traceback.print_exc()
+        _end(status)
+
+    _start_programs_by(can_fork, fork)
+
+
+def _start_programs_by(can_fork: CanFork, start: ForkExec) -> None:
+    before = dict(os.environ)
 
     def fork_exec(*given: Any) -> int:
         program, places = _read(given)
-        if program is None or not can_fork(program.environment, start):
+        if program is None or not can_fork(program.environment, before):
             return _fork_exec(*given)
-        return _ask(mine, program, places)
+        return start(places, program)
 
     for module in (subprocess, importlib.import_module("_posixsubprocess")):
         for name in ("fork_exec", "_fork_exec"):
             if hasattr(module, name):
                 setattr(module, name, fork_exec)
-    return None
+
+
+def _keep_only(places: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give open descriptors other numbers, and close all others but the standard ones."""
+    moved = [fcntl.fcntl(place, fcntl.F_DUPFD_CLOEXEC, _HIGH) for place in places]
+    for number in map(int, os.listdir("/proc/self/fd")):
+        if number > 2 and number not in moved:
+            with contextlib.suppress(OSError):  # of the listing itself
+                os.close(number)
+    for place, number in zip(moved, numbers, strict=True):
+        os.dup2(place, number)
+        os.close(place)
+
+
+def _end(status: int) -> NoReturn:
+    """End as an interpreter ends, whatever is below on the stack."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _move(descriptor: int) -> int:
@@ -186,6 +258,9 @@ def run_as_main(arguments: Sequence[str]) -> None:
     sys.modules["__main__"] = main
     if kind == "-c":
         sys.path[0], sys.argv[:] = "", ["-c", *rest[1:]]
+        if is_isolated(arguments):
+            library = os.path.dirname(sysconfig.get_path("stdlib"))
+            sys.path[:] = [each for each in sys.path if each.startswith(library) and "site-packages" not in each]
         code = compile(rest[0], "<string>", "exec", dont_inherit=True)
     else:
         path = os.path.join(os.getcwd(), kind)
