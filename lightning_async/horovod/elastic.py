@@ -211,7 +211,7 @@ class Commits(Callback):
         if state.resume is None:
             del checkpoint["loops"]  # they have yet to begin
         strategy.write_state(checkpoint, f"commit {number}")
-        told = [[[_place(each, where) for each in (state.resume or {}).get("loaders", [])], places(trainer)]]
+        told = [[[_place(each, where) for each in (state.resume or {}).get("loaders", [])], places(trainer.loggers)]]
         if strategy.world is not None:
             told = strategy.world.gather_objects(told[0])
         self._step = trainer.global_step
@@ -299,7 +299,7 @@ def fit_elastic(
         with _one_world() as world:
             settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {strategy!r}, commit_every={commit_every}")
             committed.value, exact = agree(world, committed.value, settings)
-        take_places(trainer, committed.value.logs)
+        take_places(trainer.loggers, committed.value.logs)
         commits = Commits(committed, commit_every, exact)
         trainer.callbacks = [commits, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
         try:

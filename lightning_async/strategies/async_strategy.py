@@ -115,7 +115,7 @@ class AsyncStrategy(ReplicatedStrategy):
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
             check_equal(self.world, {"ckpt_path": self.saved.origin})
-            configuration_checks.check_setup(trainer, self._layer_sync, self.buffers)
+            configuration_checks.check_setup(self.module, self._layer_sync, self.buffers)
         self.setup_replica(trainer)
         if fitting:
             self.num_fits = next(_fits)
@@ -222,6 +222,12 @@ class AsyncStrategy(ReplicatedStrategy):
 
     alone = "so there is nothing to average"
     count = staticmethod(batch_size)
+
+    def count_samples(self, batch: Any) -> float:
+        """Return what the batch counts, once for each batch, and tell the replica's pace its samples."""
+        counted = self.count(batch)
+        self.pacing.samples = counted if self.count is batch_size else batch_size(batch)
+        return counted
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:

@@ -62,19 +62,18 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         gradients.compress(strategy.compression)
         self._window_schedule = WindowSchedule(strategy, averager)
         self._window = Window(gradients)
-        self._pass = LastBackward(strategy, self._window_schedule, gradients, self._window)
+        self._pass = LastBackward(strategy.module, self._window_schedule, gradients, self._window, strategy.tell_place)
         self._size = self._batch_samples = self._sent_samples = 0.0
         self._totals = cast(WindowTotals, averager.summary.totals)
         self._seen = 0
-        self._batches = StepBatches(strategy, self._count_samples)
+        self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self._made = self._held = self._restored = False
         """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
+        self._prepare()
         self._correcting = correcting(strategy.correction, gradients, lambda: averager.step)
         self.recent = self._batches.recent
         averager.sync_points.add(self)
-        averager.gathered = lambda: take(
-            self._window, gradients, self._size, self._window_schedule.updates.rates.ends_epoch
-        )
+        averager.gathered = self._gathered
         averager.alike = self._correcting.state
         saved, alike = strategy.saved.take_gathered()
         self._load(saved or {}, alike)
@@ -85,6 +84,13 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             hook.remove()
         self._hooks.clear()
         self._gradients.close()
+
+    def _prepare(self) -> None:
+        """Prepare for the optimizers, before a saved window is loaded."""
+
+    def _gathered(self) -> dict[str, Any] | None:
+        """Return the state of the open window for a checkpoint."""
+        return take(self._window, self._gradients, self._size, self._window_schedule.updates.rates.ends_epoch)
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         if (size := put(saved, self._window, self._gradients)) is not None:
@@ -106,8 +112,8 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._made = False
         self._batches.start(batch)
 
-    def _count_samples(self, samples: float) -> None:
-        self._batch_samples = samples
+    def _count_samples(self, batch: Any) -> None:
+        self._batch_samples = self._strategy.count_samples(batch)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -283,28 +289,21 @@ class ManualWindowSteps(WindowSteps):
     takes none.
     """
 
-    def __init__(
-        self,
-        strategy: AsyncGradientStrategy,
-        averager: BackgroundAverager,
-        gradients: SynchronousGradients,
-        meet: Callable[[SyncPointKind], Arrival],
-    ) -> None:
-        gradients.rounds.apart = True
-        self.steps = False
-        """An optimizer takes a step, in place of asking for one."""
-        self._sample_counts = SampleCounts(strategy.optimizers)
-        self._uncounted = 0.0
-        """Samples since any optimizer has asked for a step."""
-        self._asked = False
-        super().__init__(strategy, averager, gradients, meet)
-        self._window_schedule.updates.each = len(self._sample_counts.params)
-        window = averager.gathered
-        averager.gathered = lambda: self._pending() | (window() or {}) or None
+    steps = False
+    """An optimizer takes a step, in place of asking for one."""
+    _uncounted = 0.0
+    """Samples since any optimizer has asked for a step."""
+    _asked = False
 
-    def _pending(self) -> dict[str, Any]:
+    def _prepare(self) -> None:
+        self._gradients.rounds.apart = True
+        self._sample_counts = SampleCounts(self._strategy.optimizers)
+        self._window_schedule.updates.each = len(self._sample_counts.params)
+
+    def _gathered(self) -> dict[str, Any] | None:
         behind = self._sample_counts.samples
-        return {"behind": list(behind), "uncounted": self._uncounted} if any(behind) else {}
+        pending = {"behind": list(behind), "uncounted": self._uncounted} if any(behind) else {}
+        return pending | (super()._gathered() or {}) or None
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         super()._load(saved, alike)
@@ -491,16 +490,16 @@ class LastBackward:
 
     def __init__(
         self,
-        strategy: AsyncGradientStrategy,
+        module: Any,
         window_schedule: WindowSchedule,
         gradients: SynchronousGradients,
         window: Window,
+        tell_place: Callable[[], None],
     ) -> None:
-        self._strategy = strategy
         self._window_schedule = window_schedule
         self._gradients = gradients
         self._window = window
-        module = strategy.module
+        self._tell_place = tell_place
         self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
         self._samples = 0.0
         self.under_way = False
@@ -528,7 +527,7 @@ class LastBackward:
         if not (full or window_schedule.updates.ends_epoch) or window_schedule.updates.left <= 0:
             return
         self._samples = window.samples + samples
-        self._strategy.tell_place()
+        self._tell_place()
         self.under_way = window.leave_with(samples, window_schedule.batch_scale, step)
 
     @contextmanager

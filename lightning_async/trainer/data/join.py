@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_async.checkpoint.buffers import Buffer
 from lightning_async.engine.collectives import Packed, packed
 from lightning_async.trainer.loops.averaged_models import averages_of
-from lightning_async.trainer.loops.loop_state import put_blank, take_logged
+from lightning_async.trainer.loops.loop_state import LoggedValues
 from lightning_async.trainer.namespace import Undo, override
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
@@ -63,7 +63,7 @@ def state_for_joining_ranks(trainer: Any) -> dict[str, Any]:
         "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
         "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
         "should_stop": bool(trainer.should_stop),
-        "logged": take_logged(trainer),
+        "logged": LoggedValues(trainer).take(),
         "told": [each.for_joining_ranks() if isinstance(each, Welcoming) else None for each in trainer.callbacks],
     }
 
@@ -115,7 +115,7 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[
         if done:
             original(fetcher)
             return
-        put_blank(trainer, logged)
+        LoggedValues(trainer).put_blank(logged)
         if has_part():
             original(fetcher)
             return
@@ -143,12 +143,12 @@ def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:
             for optimizer in trainer.optimizers
         ],
         "stepped": stepped,
-        "metrics": take_logged(trainer),
+        "metrics": LoggedValues(trainer).take(),
     }
 
 
 def end_as_others(trainer: Any, ended: dict[str, Any]) -> None:
-    put_blank(trainer, ended["metrics"])
+    LoggedValues(trainer).put_blank(ended["metrics"])
     for count, (ready, completed) in zip(_steps(trainer), ended["steps"], strict=True):
         count.ready = ready
         count.completed = completed

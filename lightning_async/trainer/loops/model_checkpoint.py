@@ -19,8 +19,8 @@ from lightning_async.trainer.strategy_view import StrategyView
 class Saving:
     """Patches of every `ModelCheckpoint` of a Trainer; see `CollectiveCallback`."""
 
-    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any) -> None:
+        self._view = view
         self._trainer = trainer
         self.call_together: Callable[[], None] | None = None
         self._saves: dict[int, int] = {}
@@ -53,7 +53,7 @@ class Saving:
 
     def _end_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
         """Call all ranks together where a save is due, instead of saving alone."""
-        if self._strategy.sync_points is None:
+        if self._view.sync_points is None:
             original(*args, **kwargs)
         elif self._is_due(checkpoint) and self.call_together is not None:
             self.call_together()
@@ -83,8 +83,8 @@ class Saving:
 
     def catch_up(self) -> None:
         """Save what is due at the end of training, where no batch follows."""
-        world = self._strategy.world
-        if world is not None and self._strategy.sync_points is not None and not self._strategy.failed:
+        world = self._view.world
+        if world is not None and self._view.sync_points is not None and not self._view.failed:
             self.decide(world)
 
     def _save(self, checkpoint: Any) -> None:
@@ -104,7 +104,7 @@ class Saving:
     def _monitor_candidates(self, original: Any, trainer: Any) -> dict[str, Any]:
         """Return rank 0's values: they name files, names are compared between collectives, and so must be equal."""
         candidates = original(trainer)
-        world = self._strategy.world
+        world = self._view.world
         if world is None or world.asynchronous:
             return candidates
         return world.broadcast({name: value.cpu() for name, value in candidates.items()})
