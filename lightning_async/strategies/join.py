@@ -45,6 +45,7 @@ from lightning_async.strategies.session import FitSessions
 from lightning_async.trainer.data.join import StateCopying, begin_within_epoch, state_for_joining_ranks, take_over
 from lightning_async.trainer.environment.settings import check_joining, settings_of
 from lightning_async.trainer.loops.loop_state import without_own
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import in_words, pytorch
 from lightning_async.transports.base import Connection
 from lightning_async.transports.torch import TorchTransport
@@ -65,12 +66,11 @@ _WAITS = (
 )
 
 
-class JoinCoordinator:
-    """The side of those who train: it takes joining ranks in at sync points; see `CollectiveCallback`."""
+class JoinCoordinator(CollectiveCallback):
+    """The side of those who train: it takes joining ranks in at sync points."""
 
     def __init__(self, strategy: AsyncStrategy) -> None:
         self._strategy = strategy
-        self.call_together: Callable[[], None] | None = None
         self._door: JoinBoard | None = None
         self._join_preparation: JoinPreparation | None = None
         self._hands_over: threading.Thread | None = None

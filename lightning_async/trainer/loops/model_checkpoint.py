@@ -7,22 +7,21 @@ replica that is ahead calls all together for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import Undo, callbacks_of, override_for_users
 from lightning_async.trainer.strategy_view import StrategyView
 
 
-class Saving:
-    """Patches of every `ModelCheckpoint` of a Trainer; see `CollectiveCallback`."""
+class Saving(CollectiveCallback):
+    """Patches of every `ModelCheckpoint` of a Trainer."""
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
         self._trainer = trainer
-        self.call_together: Callable[[], None] | None = None
         self._saves: dict[int, int] = {}
         """Of each callback, by its `id`: how many times n steps the replica ahead had taken at the last save."""
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
@@ -261,27 +261,25 @@ class UnscheduledValidation:
             undo()
 
 
-@runtime_checkable
-class CollectiveCallback(Protocol):
-    """A callback that decides together with those of all other ranks, while replicas are asynchronous."""
+class CollectiveCallback:
+    """A callback, or a part of the loops, that acts together with those of all other ranks. This base does nothing."""
 
-    call_together: Callable[[], None] | None
-    """Ask all ranks to come to `decide` at their next batch boundary; None while replicas are synchronous."""
+    call_together: Callable[[], None] | None = None
+    """Ask all ranks to come to a sync point at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
         """Decide, where all ranks hold one model; return whether all have replaced it by another one."""
-        ...
-
-
-@runtime_checkable
-class Saves(Protocol):
-    """A callback that saves where all ranks hold one model."""
-
-    call_together: Callable[[], None] | None
+        return False
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save; all ranks are here and hold one model, which stays as it is."""
-        ...
+        """Save, after all have decided; all ranks are here and hold one model, which stays as it is."""
+
+    def for_joining_ranks(self) -> dict[str, Any] | None:
+        """Return plain values for a joining rank, besides this callback's state; called on rank 0, at a sync point."""
+        return None
+
+    def come(self, told: dict[str, Any]) -> None:
+        """Take what was ``told``; called on the joining rank, which has this callback's state already."""
 
 
 class CollectiveActions:
@@ -307,17 +305,14 @@ class CollectiveActions:
         """A callback of this rank has called."""
 
     def install(self) -> list[Undo]:
-        callers = [*self._deciding(), *self._saves(), *([self._host] if self._host else [])]
+        callers = [*self._callbacks(), *([self._host] if self._host else [])]
         return [
             *(set_for_now(each, "call_together", self._call) for each in callers),
             set_for_now(self._meeting, "on_called", self.hold),
         ]
 
-    def _deciding(self) -> list[CollectiveCallback]:
+    def _callbacks(self) -> list[CollectiveCallback]:
         return [self._saving, *(each for each in self._trainer.callbacks if isinstance(each, CollectiveCallback))]
-
-    def _saves(self) -> list[Saves]:
-        return [each for each in self._trainer.callbacks if isinstance(each, Saves)]
 
     def _call(self) -> None:
         if not self._view.step_runner.call_all():
@@ -340,14 +335,14 @@ class CollectiveActions:
         sync_points = self._view.sync_points
         if world is None or sync_points is None:
             return
-        replaced = [callback.decide(world) for callback in self._deciding()]
+        replaced = [callback.decide(world) for callback in self._callbacks()]
         # Where the sync points are others, a checkpoint that was loaded has begun another training.
         if any(replaced) and self._view.sync_points is sync_points:
             module = self._trainer.lightning_module
             world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
             self._view.start_over()
         elif not any(replaced):
-            for callback in self._saves():
+            for callback in self._callbacks():
                 callback.save_together(world)
             if self._host is not None:
                 self._host.decide(world)
