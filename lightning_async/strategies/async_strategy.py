@@ -24,7 +24,8 @@ from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import Evicted, PeerLost, StoreLost
 from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
-from lightning_async.strategies.join import JoinCoordinator, JoiningRank
+from lightning_async.strategies.join import JoinCoordinator
+from lightning_async.strategies.joining_rank import JoiningRank
 from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
