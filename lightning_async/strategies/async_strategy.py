@@ -163,6 +163,8 @@ class AsyncStrategy(ReplicatedStrategy):
         super().teardown()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.fit_sessions is not None:
+            self.fit_sessions.patches.begin_batch(batch_idx)
         self.begin_again()
         if self._session is not None and self.world is not None:
             self.world.asynchronous = True

@@ -341,6 +341,11 @@ class LoopPatches:
         self._lost_rank_data.start_over()
         self.rates.start_over()
 
+    def begin_batch(self, batch_idx: int) -> None:
+        """Begin a batch; the strategy calls this ahead of all that it does with it."""
+        self._logging_failover.begin_batch(batch_idx)
+        self._saving.begin_batch()
+
     def _end_batch(self, original: Any, data_fetcher: Any) -> None:
         original(data_fetcher)
         for follow in self._after_batch:

@@ -33,9 +33,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def trainer_with(*own: Any, bar: Any = None, leads: bool = False) -> Any:
-    strategy = SimpleNamespace(on_train_batch_start=lambda batch, batch_idx: None)
     return SimpleNamespace(
-        loggers=list(own), progress_bar_callback=bar, is_global_zero=leads, strategy=strategy, lightning_module=None,
+        loggers=list(own), progress_bar_callback=bar, is_global_zero=leads, lightning_module=None,
         current_epoch=3, max_epochs=9, num_training_batches=8, global_step=0, max_steps=-1, progress_bar_metrics={},
         state=SimpleNamespace(fn="fit"), sanity_checking=False, training=True,
     )  # fmt: skip
@@ -181,10 +180,10 @@ def succeed(trainer: Any, told: dict[str, Any], batch_idx: int = 0) -> None:
     succession = LoggingFailover(trainer)
     undo = succession.install()
     succession.take(told)
-    trainer.strategy.on_train_batch_start(None, batch_idx)
+    succession.begin_batch(batch_idx)
     trainer.is_global_zero = True
     for following in range(2):
-        trainer.strategy.on_train_batch_start(None, batch_idx + following)
+        succession.begin_batch(batch_idx + following)
     for each in reversed(undo):
         each()
 

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, override, override_for_users, pytorch, take_back
+from lightning_async.trainer.namespace import Undo, override_for_users, pytorch, take_back
 
 log = logging.getLogger(__name__)
 
@@ -162,10 +162,7 @@ class LoggingFailover:
         self._undo: list[Undo] = []
 
     def install(self) -> list[Undo]:
-        return [
-            override(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
-            partial(take_back, self._undo),
-        ]
+        return [partial(take_back, self._undo)]
 
     def begin(self, world: LightningCollectives) -> None:
         """Begin to train, or begin anew; all ranks call this together."""
@@ -193,13 +190,13 @@ class LoggingFailover:
     def _kinds(self) -> list[str]:
         return [type(each).__name__ for each in self._trainer.loggers]
 
-    def _begin_batch(self, original: Any, batch: Any, batch_idx: int) -> None:
+    def begin_batch(self, batch_idx: int) -> None:
+        """Log, and show the progress bar, if this rank has become rank 0 since the batch before."""
         if not self._leads and self._trainer.is_global_zero:
             self._leads = True
             self._warn_of_loggers()
             if self._told["bar"]:
                 self._show_bar(batch_idx)
-        original(batch, batch_idx)
 
     def _warn_of_loggers(self) -> None:
         dummy = pytorch("loggers.logger").DummyLogger

@@ -29,7 +29,6 @@ class Saving(CollectiveCallback):
         undo = []
         for checkpoint in self._checkpoints():
             undo.append(override_for_users(checkpoint, "_monitor_candidates", self._monitor_candidates))
-            undo.append(override_for_users(checkpoint, "on_train_batch_start", partial(self._begin_batch, checkpoint)))
             undo.append(override_for_users(checkpoint, "on_train_batch_end", partial(self._end_batch, checkpoint)))
         return undo
 
@@ -45,10 +44,10 @@ class Saving(CollectiveCallback):
         for callback in self._checkpoints():
             callback._last_global_step_saved = -1
 
-    def _begin_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-        # Before the first batch: the steps that are counted were another training's.
-        self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
-        original(*args, **kwargs)
+    def begin_batch(self) -> None:
+        """Note the steps that are counted before the first batch: they were another training's."""
+        for checkpoint in self._checkpoints():
+            self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
 
     def _end_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
         """Call all ranks together where a save is due, instead of saving alone."""
