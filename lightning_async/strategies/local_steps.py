@@ -186,10 +186,9 @@ class LocalSteps(StepRunner):
 
         Lightning divides each loss by the number of all batches, while samples are counted of these only.
         """
-        strategy = self._strategy
-        if not self._without_loss or _weighs_by_samples(strategy.module.trainer):
-            return 1.0
-        trainer = strategy.module.trainer
+        trainer: Any = self._strategy.module.trainer
+        if not self._without_loss or any(isinstance(each, AdaptiveGradientAccumulation) for each in trainer.callbacks):
+            return 1.0  # the batches of a window are weighted by their samples already
         batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches + 1
         counted = batches - self._without_loss
         return batches / counted if counted > 0 else 1.0
@@ -278,8 +277,3 @@ def learning_rate(optimizers: Iterable[Any]) -> float:
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
     lr = groups[0].get("lr") if groups else None
     return 0.0 if lr is None else float(lr)
-
-
-def _weighs_by_samples(trainer: Any) -> bool:
-    """Return whether the batches of a window are weighted by their samples already."""
-    return any(isinstance(callback, AdaptiveGradientAccumulation) for callback in trainer.callbacks)
