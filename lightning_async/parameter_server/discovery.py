@@ -20,9 +20,8 @@ from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from lightning_async.comm.p2p_gloo import answers, dial
-from lightning_async.engine.buckets import Message
 from lightning_async.engine.control_plane import ControlPlane
-from lightning_async.engine.shared_state import Header
+from lightning_async.engine.decision import EngineComponent
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.membership import Membership
@@ -237,8 +236,8 @@ class WorkerVersion(NamedTuple):
     version: float = 0.0
 
 
-class Agreement:
-    """An `EngineComponent` by which a sync point opens once all workers have the weights that the last push has made.
+class Agreement(EngineComponent):
+    """The component by which a sync point opens once all workers have the weights that the last push has made.
 
     A worker at a sync point has no push under way, and pulls after its last one. So the last one to come has what all
     pushes have made, on every server; it has the highest version, and equal versions are equal bits.
@@ -262,25 +261,10 @@ class Agreement:
         with self._shared_state.changed:
             return self._newest > self._mine
 
-    def is_indispensable(self) -> bool:
-        return False
-
     def compose(self) -> WorkerVersion:
         return self._mine
-
-    def complete(self, part: WorkerVersion, message: Message | None, compare: bool) -> WorkerVersion:
-        return part
 
     def is_due(self, parts: Sequence[WorkerVersion]) -> bool:
         with self._shared_state.changed:
             self._newest = max(parts)
         return any(part < self._newest for part in parts)
-
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> None: ...
-
-    def settle(self, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> tuple[bool, Any]:
-        return True, None
-
-    def opened(self, here: bool) -> None: ...
-
-    def drop(self) -> None: ...

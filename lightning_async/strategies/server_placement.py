@@ -267,7 +267,7 @@ def _groups_of(strategy: ParameterServerStrategy, group: ParameterGroup) -> list
 def check_momentum(strategy: ParameterServerStrategy, trainer: Any) -> None:
     """Refuse schedulers that change momentum, and warn where late gradients go on in it."""
     if strategy.world_size > 1:
-        check_momentum_stays(trainer, type(strategy).__name__)
+        check_momentum_stays(type(strategy).__name__, trainer.lr_scheduler_configs)
     if strategy.mode == "sync" or strategy.global_rank != 0:
         return
     for group in strategy.groups:
