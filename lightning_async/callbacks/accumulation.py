@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,16 +14,10 @@ from torch import Tensor
 from lightning_async.algorithms import AccumulationPolicy, LrScaling, Noise, Times, WindowProgress, estimate, lr_factor
 from lightning_async.callbacks.accumulation_steps import (
     TemporaryRates,
-    ask,
     check_arguments,
     check_target,
     check_trainer,
-    in_lockstep,
-    lends,
-    mean_of,
-    ranks_of,
     show,
-    told_of,
 )
 from lightning_async.callbacks.divergence_signals import norm
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan, gradients_of
@@ -38,7 +31,7 @@ from lightning_async.trainer.namespace import (
     set_for_now,
     take_back,
 )
-from lightning_async.trainer.strategy_view import view_of
+from lightning_async.trainer.strategy_view import StrategyView, view_of
 
 
 class NoiseProbe:
@@ -250,6 +243,7 @@ class Sizes:
         self._callback = callback
         self._trainer = trainer
         self._probe = probe
+        self._strategy: StrategyView = view_of(trainer.strategy)
         self._policy: AccumulationPolicy = callback.policy
         self._by_samples = callback.target_batch_size is not None
         self._size = 0
@@ -282,15 +276,24 @@ class Sizes:
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     def tell(self) -> None:
-        ask(self._trainer.strategy, self._base, self._wanted)
+        """Have all ranks hear the sizes with this one's next gradients, where they go by the engine."""
+        if (gradients := self._strategy.gradients) is not None:
+            gradients.asks = self._base, self._wanted
+
+    @property
+    def _told(self) -> Any:
+        """What all ranks have told with the gradients of the step that is taken now, see `GradientsMean`; None where
+        the step is of this rank's gradients, or another's to average."""
+        gradients = self._strategy.gradients
+        return None if gradients is None else gradients.told
 
     def hear(self) -> None:
         """Take over what all have told with the gradients of a step that is taken now."""
-        told = told_of(self._trainer.strategy)
+        told = self._told
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
             self._base = told.base
-            if self._probe is not None and ranks_of(self._trainer.strategy) > 1:
+            if self._probe is not None and self._strategy.num_averaged > 1:
                 self._size = int(told.size)
 
     def lr_factor(self, samples: float) -> float:
@@ -298,17 +301,16 @@ class Sizes:
         if not self._base:
             return 1.0
         scaling = self._callback.lr_scaling
-        if (told := told_of(self._trainer.strategy)) is None:
+        if (told := self._told) is None:
             return lr_factor(scaling, samples, self._base)
         return lr_factor(scaling, told.samples, told.base * told.ranks) if told.base else 1.0
 
     def plan(self, samples: float) -> WindowPlan:
         """Return the window that begins, with a batch of so many samples."""
         callback = self._callback
-        strategy = self._trainer.strategy
-        together = in_lockstep(strategy)
+        together = self._strategy.in_lockstep
         if not self._base:
-            self._base = mean_of(strategy, samples)
+            self._base = self.mean(samples)
         if self._by_samples and not self._size and callback.count is None and samples != self._base:
             raise ValueError(
                 f"Rank {self._trainer.global_rank}: `AdaptiveGradientAccumulation(base_batch_size="
@@ -327,9 +329,17 @@ class Sizes:
             return WindowPlan(batches, batches * self._base if self._probe is not None else target, by_samples=True)
         return WindowPlan(batches, batches * (samples or self._base or 1.0))
 
+    def mean(self, value: float) -> float:
+        """Return the mean over the ranks that have equal numbers of batches in a window."""
+        if not self._strategy.in_lockstep:
+            return value
+        strategy = self._trainer.strategy
+        tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
+        return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
+
     def _decide(self, together: bool) -> None:
         if self._probe is not None:
-            self.seen |= self._probe.end_period(partial(mean_of, self._trainer.strategy))
+            self.seen |= self._probe.end_period(self.mean)
             self._probe.begin_period(self._trainer)
         trainer = self._trainer
         policy = self._policy
@@ -341,7 +351,7 @@ class Sizes:
         if self._probe is not None and together:
             size = int(trainer.strategy.broadcast(size))  # of numbers that may differ in the last bit
         before = self._ranks
-        self._ranks = ranks_of(trainer.strategy)
+        self._ranks = self._strategy.num_averaged
         if self._by_samples and self._probe is None and self._callback.count is None:
             check_target(self._callback, trainer, size, self._ranks, began=before in (0, self._ranks))
         self._wanted = size
@@ -350,10 +360,10 @@ class Sizes:
 
     def _unit(self) -> float:
         """Return the samples in one batch of each rank, where the policy counts samples."""
-        return self._base * ranks_of(self._trainer.strategy) if self._by_samples else 1.0
+        return self._base * self._strategy.num_averaged if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
-        least = 2 if isinstance(self._probe, NoiseProbe) and not in_lockstep(self._trainer.strategy) else 1
+        least = 2 if isinstance(self._probe, NoiseProbe) and not self._strategy.in_lockstep else 1
         return max(least, math.floor(size / self._unit() + 0.5))
 
 
@@ -445,30 +455,25 @@ class AdaptiveGradientAccumulation(Callback):
         check_trainer(self, trainer, pl_module)
         self._start_over()
         self._trainer = trainer
-        self._lent = lends(trainer.strategy)
+        strategy: StrategyView = view_of(trainer.strategy)
+        self._lent = strategy.in_windows and (trainer.world_size > 1 or strategy.joining)
         self._probe = probe = probe_of(self.policy, self._lent)
         self._sizes = sizes = Sizes(self, trainer, probe)
         kind = ExternalWindowSize if self._lent else AccumulationWindows
-        self._windows = windows = kind(
-            trainer, sizes.plan, partial(mean_of, trainer.strategy), self.count or batch_size
-        )
+        self._windows = windows = kind(trainer, sizes.plan, sizes.mean, self.count or batch_size)
         windows.pieces = OomMicrobatches(trainer.global_rank) if self.split_on_oom else None
         if probe is not None:
             windows.before_backward = lambda scale: probe.before_backward(trainer, scale)
             windows.after_backward = lambda ends: probe.after_backward(trainer, ends)
-        if (
-            (count := self.count) is not None
-            and ranks_of(trainer.strategy) > 1
-            and view_of(trainer.strategy).asynchronous
-        ):
+        if (count := self.count) is not None and strategy.asynchronous and strategy.num_averaged > 1:
             self._undo.append(set_for_now(trainer.strategy, "count", lambda batch: float(count(batch))))
         self._undo += [
             *windows.install(),
             *self._rates.install(trainer),
             override(trainer, "_teardown", self._tear_down),
         ]
-        if view_of(trainer.strategy).in_windows:
-            self._undo.append(set_for_now(trainer.strategy, "lent", True))
+        if strategy.in_windows:
+            self._undo.append(set_for_now(strategy, "lent", True))
         windows.planned = windows.planned._replace(batches=sizes.first)
         windows.show()  # for who asks how many steps there will be
 
@@ -542,7 +547,8 @@ class AdaptiveGradientAccumulation(Callback):
             return
         planned = windows.planned
         if self._probe is not None:
-            ranks = ranks_of(trainer.strategy) if self._lent or in_lockstep(trainer.strategy) else 1
+            strategy = view_of(trainer.strategy)
+            ranks = strategy.num_averaged if self._lent or strategy.in_lockstep else 1
             is_full = (windows.samples, windows.batches) == (planned.samples, planned.batches) and windows.whole
             if self._lent:  # the mean that has arrived is of windows as large as this one
                 is_full &= self._sizes.arrived == planned.samples * ranks

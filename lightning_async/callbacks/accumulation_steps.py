@@ -1,4 +1,4 @@
-"""An optimizer step by strategy: whose gradients it has, and its learning rates while it is taken."""
+"""What an `AdaptiveGradientAccumulation` accepts, and learning rates that are others while a step is taken."""
 
 from __future__ import annotations
 
@@ -9,62 +9,12 @@ from typing import Any, get_args
 import torch
 
 from lightning_async._checks import check_choice, check_int, check_protocol
-from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling, Synchronous
+from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling
 from lightning_async.algorithms.staleness import GradientCorrection, Prediction
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, pulls
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
-
-
-def ranks_of(strategy: Any) -> int:
-    """Return how many ranks' gradients become one before a step; asynchronous replicas step by themselves."""
-    if _averages_models(strategy):
-        served = strategy.served and not (strategy.mode == "sync" and strategy.update_on_server)
-        together = isinstance(strategy.schedule, Synchronous) and not served
-        return int(strategy.world_size) if together else 1
-    kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", 1))
-
-
-def in_lockstep(strategy: Any) -> bool:
-    """Return whether all ranks must have equal numbers of batches in a window; replicas of our engine need not."""
-    return not _averages_models(strategy) and ranks_of(strategy) > 1
-
-
-def mean_of(strategy: Any, value: float) -> float:
-    """Return the mean over the ranks that have equal numbers of batches in a window."""
-    if not in_lockstep(strategy):
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
-    return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
-
-
-def lends(strategy: Any) -> bool:
-    """Return whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
-    return view_of(strategy).in_windows and (strategy.world_size > 1 or is_joining(strategy))
-
-
-def _averages_models(strategy: Any) -> bool:
-    return view_of(strategy).asynchronous
-
-
-def told_of(strategy: Any) -> Any:
-    """Return what all ranks have told with the gradients of the step that is taken now, see `GradientsMean`; None where
-    the step is of this rank's gradients, or another's to average.
-    """
-    return getattr(_gradients(strategy), "told", None)
-
-
-def ask(strategy: Any, base: float, size: float) -> None:
-    """Have all ranks hear this with this one's next gradients, where they go by the engine."""
-    if (gradients := _gradients(strategy)) is not None:
-        gradients.asks = base, size
-
-
-def _gradients(strategy: Any) -> Any:
-    return view_of(strategy).gradients
 
 
 def check_arguments(callback: Any) -> AccumulationPolicy:
@@ -122,7 +72,7 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
             f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` beside `{name}`: leave it out, the "
             "callback says how many batches a window has."
         )
-    if callback.split_on_oom and in_lockstep(trainer.strategy):
+    if callback.split_on_oom and view_of(trainer.strategy).in_lockstep:
         raise ValueError(
             f"`{name}(split_on_oom=True)` is for ranks that step by themselves: under "
             f"`{type(trainer.strategy).__name__}` the others wait for this one's gradients, bucket by bucket."

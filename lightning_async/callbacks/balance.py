@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_async._checks import check_int
-from lightning_async.algorithms import Synchronous
 from lightning_async.callbacks.accumulation_steps import show
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.configuration_checks import check_loaders
 from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
 from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, override, pytorch, take_back
 from lightning_async.trainer.strategy_view import view_of
@@ -190,7 +188,7 @@ class BalancedBatchSizes(Callback):
             return  # training begins anew within this fit
         ranks = trainer.world_size
         base = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
-        if trainer.strategy.world is None and not is_joining(trainer.strategy):
+        if trainer.strategy.world is None and not trainer.strategy.joining:
             if self.global_batch_size not in (None, base):
                 raise ValueError(
                     f"`{type(self).__name__}(global_batch_size={self.global_batch_size})` with one rank: that is the "
@@ -227,7 +225,7 @@ class BalancedBatchSizes(Callback):
         batches: so no step is without one of them. One asynchronous replica calls the others, where that pays.
         """
         strategy = trainer.strategy
-        if strategy.in_step if strategy.in_windows else isinstance(strategy.schedule, Synchronous):
+        if strategy.in_step if strategy.in_windows else strategy.averages_gradients:
             return self._since >= every * self._patience or balancing.is_off
         if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_namespace:
             self._told_namespace = True

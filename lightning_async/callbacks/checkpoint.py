@@ -26,6 +26,7 @@ from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
 from lightning_async.trainer.namespace import check_object, pytorch
+from lightning_async.trainer.strategy_view import view_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Checkpoint
@@ -155,7 +156,7 @@ class FaultTolerantCheckpoint(Checkpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save; raise ValueError where ranks that step together are not equal."""
         kinds = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
-        if "ZeroRedundancyOptimizer" in kinds or getattr(trainer.strategy, "_model_averaging_period", None) is not None:
+        if "ZeroRedundancyOptimizer" in kinds or view_of(trainer.strategy).averages_parameters:
             raise ValueError(
                 f"`{type(self).__name__}` takes ranks that step together for equal, which they are not with "
                 "`ZeroRedundancyOptimizer` or `DDPStrategy(model_averaging_period=)`: use a strategy of this package "

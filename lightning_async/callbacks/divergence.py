@@ -273,8 +273,7 @@ class DivergenceMonitor(Callback):
         self._escalation.used[Remedy.ROLL_BACK] = self.rollbacks
         observer = SignalTracker(self._signals, self._thresholds, self._history, Remedy.SKIP in able)
         observer.alone = (asynchronous and not windows) or alone
-        ddp = pytorch("strategies").DDPStrategy
-        observer.alike = isinstance(trainer.strategy, ddp) or view_of(trainer.strategy).replicated
+        observer.alike = view_of(trainer.strategy).equal_gradients
         self._observer = observer
         self._to_skip = 0
         self._asked = Remedy.NONE

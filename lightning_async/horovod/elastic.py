@@ -22,15 +22,14 @@ from lightning_async.data.redistribution import deal, deal_steps
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import SettingsMismatch
 from lightning_async.horovod.collectives import Committed, HorovodCollectives, HorovodWorld, run_elastic
-from lightning_async.horovod.strategy import HorovodStrategy
 from lightning_async.horovod.transport import HorovodTransport
-from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.trainer.checkpoint.checkpoint_recovery import MemoryIO
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState
 from lightning_async.trainer.data.samplers import resized, weight_of_the_last
 from lightning_async.trainer.loops.loggers import places, take_places
 from lightning_async.trainer.namespace import Undo, override, pytorch, searches_lr, set_for_now, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -143,7 +142,7 @@ class Commits(Callback):
             return
         state: Any = copy.deepcopy(commit.resume)
         if not self._exact:
-            together = isinstance(trainer.strategy, HorovodStrategy)
+            together = not view_of(trainer.strategy).asynchronous
             dealt = [{"loaders": place} for place in commit.places]
             state = resized(dealt, rank, ranks, state, deal_steps if together else deal)
             self._weight = weight_of_the_last(state, rank, ranks) if together else 1.0
@@ -161,8 +160,8 @@ class Commits(Callback):
             self._commit(LastSafeState(None, None), "start")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy: Any = trainer.strategy
-        if isinstance(strategy, HorovodStrategy):
+        strategy = view_of(trainer.strategy)
+        if not strategy.asynchronous:
             is_last = trainer.current_epoch == self._epoch and batch_idx + 1 == trainer.num_training_batches
             strategy.weight = self._weight if is_last else 1.0
 
@@ -315,14 +314,13 @@ def fit_elastic(
 
 def check_carried(strategy: Any) -> None:
     """Raise ValueError, which says why, where ranks that come and go cannot train with this strategy."""
-    if not isinstance(strategy, HorovodStrategy | AsyncStrategy) or not isinstance(
-        strategy.transport, HorovodTransport
-    ):
+    view = view_of(strategy)
+    if not isinstance(view.transport, HorovodTransport):
         raise ValueError(
             "`fit_elastic` trains with `Trainer(strategy=HorovodStrategy())`, or with `AsyncAveragingStrategy("
             f"transport='horovod')` or `AsyncGradientStrategy(transport='horovod')`; `make_trainer` chose {strategy!r}."
         )
-    config = strategy.config if isinstance(strategy, AsyncStrategy) else None
+    config = strategy.config if view.asynchronous else None
     for name in ("min_replicas", "max_replicas"):
         if (number := getattr(config, name, None)) is not None:
             raise ValueError(
