@@ -145,7 +145,7 @@ def _check_servers(callback: Any, strategy: Any) -> None:
         )
 
 
-def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool) -> None:
+def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -> None:
     """Raise ValueError where a target cannot be met to the sample; warn where ranks were lost since training
     ``began``."""
     base = callback.base_batch_size
@@ -155,7 +155,7 @@ def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool
     if not began:
         log.warning(
             "Rank %d: %d ranks average their gradients now, so that steps have multiples of %d samples: as near to "
-            "`target_batch_size=%d` as can be.", trainer.global_rank, ranks, unit, size,
+            "`target_batch_size=%d` as can be.", rank, ranks, unit, size,
         )  # fmt: skip
         return
     lower = size - size % unit
@@ -167,8 +167,9 @@ def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool
     )
 
 
-def show(trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+def show(module: Any, metrics: dict[str, float]) -> None:
     """Show metrics in all loggers; the first one in the progress bar, too."""
+    trainer = module.trainer
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
     name = next(iter(metrics))

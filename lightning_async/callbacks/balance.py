@@ -214,7 +214,7 @@ class BalancedBatchSizes(Callback):
             return
         if balancing.sizes != self._shown:
             self._shown = dict(balancing.sizes)
-            show(trainer, pl_module, {f"batch_size/rank_{name}": float(size) for name, size in self._shown.items()})
+            show(pl_module, {f"batch_size/rank_{name}": float(size) for name, size in self._shown.items()})
         self._since += 1
         if self.every is not None and self._looks(self.every, trainer, balancing):
             balancing.wants = True

@@ -297,7 +297,8 @@ class SignalTracker:
             return False
         drop = self._suspicious
         self._suspicious = False
-        name = f"gradient_norm/{_number_of(trainer, optimizer)}"
+        number = next((i for i, each in enumerate(trainer.optimizers) if each is optimizer), 0)
+        name = f"gradient_norm/{number}"
         if "gradient_norm" in self._signals:
             if whole := self._batch % self._every == 0:
                 started = time.perf_counter()
@@ -328,7 +329,8 @@ class SignalTracker:
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
-        loss = _loss_of(trainer, module, outputs)
+        parts = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        loss = _loss_of(outputs, parts)
         if loss is not None and self._signals & {"loss", "loss_variance"}:
             self._readings.put("loss", loss)
         taken = self._readings.take()
@@ -381,16 +383,11 @@ class SignalTracker:
         return [finding for finding in found if finding is not None]
 
 
-def _number_of(trainer: Any, optimizer: Any) -> int:
-    return next((i for i, each in enumerate(trainer.optimizers) if each is optimizer), 0)
-
-
-def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
+def _loss_of(outputs: Any, parts: int) -> Tensor | None:
     """Return what `training_step` returned, not divided by the number of batches that are accumulated."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    parts = trainer.accumulate_grad_batches if module.automatic_optimization else 1
     return loss.detach() * parts if parts > 1 else loss.detach()
 
 

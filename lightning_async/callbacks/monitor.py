@@ -57,13 +57,11 @@ class AveragingMonitor(Callback):
         self._logged = number
         return True
 
-
-def monitor_for_now(trainer: Any) -> Callable[[], None]:
-    """Give the Trainer a monitor, unless it has one; return what takes it away again."""
-    if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
-        return lambda: None
-    monitor = AveragingMonitor()
-    for hook in _EMPTY:
-        setattr(monitor, hook, None)  # Lightning profiles every call of a hook, also of an empty one
-    trainer.callbacks.insert(0, monitor)
-    return lambda: trainer.callbacks.remove(monitor) if monitor in trainer.callbacks else None
+    def attach(self, trainer: Any) -> Callable[[], None]:
+        """Join the Trainer's callbacks, unless it has a monitor; return what takes this one away again."""
+        if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
+            return lambda: None
+        for hook in _EMPTY:
+            setattr(self, hook, None)  # Lightning profiles every call of a hook, also of an empty one
+        trainer.callbacks.insert(0, self)
+        return lambda: trainer.callbacks.remove(self) if self in trainer.callbacks else None

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.schedules import Schedule, Synchronous
-from lightning_async.callbacks.monitor import monitor_for_now
+from lightning_async.callbacks.monitor import AveragingMonitor
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.averaging.rule_state import AveragerConfig
@@ -121,7 +121,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions = FitSessions(self, trainer)
             if not self.joining:
                 self.fit_sessions.install(self.world)
-            self.fit_sessions.undo.append(monitor_for_now(trainer))
+            self.fit_sessions.undo.append(AveragingMonitor().attach(trainer))
             self.pacing = Pacing(self, trainer, lambda: self.summary.merge_s)
             self.fit_sessions.undo += self.pacing.install()
 
