@@ -42,12 +42,13 @@ from lightning_async.trainer.namespace import (
     make_equal,
     pytorch,
     rank_zero_info,
+    refuse_elsewhere,
     searches_lr,
     take_back,
 )
 from lightning_async.trainer.strategy_view import StrategyView
 from lightning_async.transports.base import Connection, Transport
-from lightning_async.transports.resolve import TransportName, choose_transport, register
+from lightning_async.transports.resolve import REGISTERED, TransportName, choose_transport
 
 log = logging.getLogger(__name__)
 
@@ -310,7 +311,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name, and the same with each way to start ranks from a notebook."""
-        register(cls, strategy_registry)
+        names = {cls.strategy_name + suffix: transport for suffix, transport in REGISTERED.items()}
+        refuse_elsewhere(cls, names)
+        for name, transport in names.items():
+            description = f"{cls.__name__}(transport={transport!r})"
+            strategy_registry.register(name, cls, description=description, override=True, transport=transport)
 
     @property
     def module(self) -> LightningModule:
