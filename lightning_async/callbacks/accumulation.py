@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,11 @@ from lightning_async.callbacks.divergence_signals import norm
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan, gradients_of
 from lightning_async.trainer.loops.updates import ExternalWindowSize
 from lightning_async.trainer.namespace import (
+    Callback,
     batch_size,
     check_object,
     loss_scale,
     override,
-    pytorch,
     set_for_now,
     take_back,
 )
@@ -390,12 +390,6 @@ class Sizes:
     def _batches(self, size: int) -> int:
         least = 2 if isinstance(self._probe, NoiseProbe) and not self._strategy.in_lockstep else 1
         return max(least, math.floor(size / self._unit() + 0.5))
-
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 
 class AdaptiveGradientAccumulation(Callback):

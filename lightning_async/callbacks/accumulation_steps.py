@@ -120,11 +120,7 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 
 def _check_servers(callback: Any, strategy: Any) -> None:
-    """Whether a worker knows in time what a step needs that servers make of the gradients of all workers.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise ValueError where a worker would not know in time what a step needs that servers make of all gradients."""
     if not view_of(strategy).served or not strategy.update_on_server or strategy.world_size == 1:
         return
     name = type(callback).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.configuration_checks import check_loaders
 from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
-from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, override, pytorch, take_back
+from lightning_async.trainer.namespace import Callback, batch_size, callbacks_of, check_object, override, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 
@@ -42,21 +42,6 @@ def check_trainer(callback: Any, trainer: Any) -> None:
     if trainer.overfit_batches:
         raise ValueError(f"`Trainer(overfit_batches={trainer.overfit_batches})` beside `{owner}`: leave one out.")
 
-
-def check_bounds(callback: Any, ranks: int, total: int) -> None:
-    least = callback.minimum * ranks
-    most = None if callback.maximum is None else callback.maximum * ranks
-    if least > total or (most is not None and most < total):
-        raise ValueError(
-            f"`{type(callback).__name__}(minimum={callback.minimum}, maximum={callback.maximum})`: {ranks} ranks are "
-            f"to take {total} samples in a step, {total / ranks:g} each on average."
-        )
-
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 _PATIENCE = 16
 
@@ -196,7 +181,12 @@ class BalancedBatchSizes(Callback):
                 )
             return
         check_loaders(type(self).__name__, trainer)
-        check_bounds(self, ranks, self._total or base * ranks)
+        total = self._total or base * ranks
+        if self.minimum * ranks > total or (self.maximum is not None and self.maximum * ranks < total):
+            raise ValueError(
+                f"`{type(self).__name__}(minimum={self.minimum}, maximum={self.maximum})`: {ranks} ranks are to take "
+                f"{total} samples in a step, {total / ranks:g} each on average."
+            )
         self._balancing = Balancing(trainer, Bounds(self.minimum, self.maximum), self._total, lambda: self._room)
         self._balancing.base = 0 if self.global_batch_size else self._base
         self._balancing.sizes = self._sizes

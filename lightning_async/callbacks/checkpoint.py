@@ -38,6 +38,22 @@ Objects = Literal["refuse", "pickle"]
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
+def save_policy(
+    owner: str, save: SavePolicy | None, steps: int | None, interval: timedelta | None = None
+) -> SavePolicy:
+    """Return the policy that a callback's arguments ask for; raise TypeError or ValueError for bad ones."""
+    policies: list[SavePolicy] = [] if save is None else [save]
+    if steps is not None:
+        check_number(owner, "every_n_train_steps", steps, at_least=1)
+        policies.append(EveryNTrainSteps(steps))
+    if interval is not None:
+        check_time(owner, "train_time_interval", interval)
+        policies.append(EveryInterval(interval))
+    for policy in policies:
+        check_protocol(owner, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
+    return policies[0] if len(policies) == 1 else AnySave(*policies) if policies else Adaptive()
+
+
 class FaultTolerantCheckpoint(Checkpoint):
     """Saves all that training needs to go on exactly, while training goes on; `fit` resumes by itself.
 
@@ -104,15 +120,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         objects: Objects = "refuse",
     ) -> None:
         owner = type(self).__name__
-        policies: list[SavePolicy] = [] if save is None else [save]
-        if every_n_train_steps is not None:
-            check_number(owner, "every_n_train_steps", every_n_train_steps, at_least=1)
-            policies.append(EveryNTrainSteps(every_n_train_steps))
-        if train_time_interval is not None:
-            check_time(owner, "train_time_interval", train_time_interval)
-            policies.append(EveryInterval(train_time_interval))
-        for policy in policies:
-            check_protocol(owner, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
+        policy = save_policy(owner, save, every_n_train_steps, train_time_interval)
         keep = Latest(2) if keep is None else keep
         check_protocol(owner, "keep", keep, KeepPolicy, "a policy such as `Latest(3)`")
         check_choice(owner, "busy", busy, get_args(Busy))
@@ -128,8 +136,7 @@ class FaultTolerantCheckpoint(Checkpoint):
         check_int(self, "max_failures", at_least=1)
         check_int(self, "good_after", at_least=1)
         self.settings = Settings(
-            os.fspath(dirpath), policies[0] if len(policies) == 1 else AnySave(*(policies or [Adaptive()])), keep,
-            recover, busy, buffers, max_failures, good_after, best,
+            os.fspath(dirpath), policy, keep, recover, busy, buffers, max_failures, good_after, best,
             save_on_exception, objects,
         )  # fmt: skip
         self.call_together: Callable[[], None] | None = None

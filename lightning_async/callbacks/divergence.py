@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lightning_async.callbacks.divergence_signals import (
     Row,
     Signal,
     SignalTracker,
-    SingleRank,
     SyncPointAgreement,
     council_of,
     optimizer_state,
@@ -32,7 +31,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
 from lightning_async.trainer.loops.updates import updates_of
-from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, set_for_now, take_back
+from lightning_async.trainer.namespace import Callback, check_object, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
@@ -96,7 +95,7 @@ def _cut(scheduler: Any, factor: float) -> None:
 
 
 def sync_more(averager: Any) -> Callable[[], None]:
-    """Rounds twice as often; returns what makes them as rare as they were."""
+    """Have rounds twice as often; return what makes them as rare as they were."""
     schedule = averager.schedule
     averager.schedule = Denser(schedule)
 
@@ -115,11 +114,6 @@ def call_unfit(replica: Any) -> Callable[[], None]:
     nan = torch.tensor(math.nan)
     return set_for_now(replica, "watched", lambda: [*watched(), nan])
 
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
 _OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only where replicas are asynchronous
@@ -236,7 +230,7 @@ class DivergenceMonitor(Callback):
         self._council = council_of(self, trainer)
         self._trainer = trainer
         asynchronous = isinstance(self._council, SyncPointAgreement)
-        alone = isinstance(self._council, SingleRank)
+        alone = not asynchronous and not isinstance(self._council, LockstepAgreement)
         windows = updates_of(trainer) is not None  # replicas meet as asynchronous ones do, and all take every step
         self._served = view_of(trainer.strategy).served  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)

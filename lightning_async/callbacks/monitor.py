@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_async.trainer.loops.loop_state import show
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import Callback
 from lightning_async.trainer.strategy_view import view_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 _EMPTY = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",

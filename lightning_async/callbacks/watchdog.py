@@ -11,17 +11,12 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, cast
 
 from lightning_async._checks import check_int, check_real
 from lightning_async.errors import AsyncTrainingError
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import Callback
 from lightning_async.trainer.strategy_view import StrategyView, view_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 _RECENT = 51
 _TOLD_S = 5.0  # for telling the others

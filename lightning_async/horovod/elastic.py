@@ -28,13 +28,11 @@ from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState
 from lightning_async.trainer.data.samplers import resized, weight_of_the_last
 from lightning_async.trainer.loops.loggers import places, take_places
-from lightning_async.trainer.namespace import Undo, override, pytorch, searches_lr, set_for_now, take_back
+from lightning_async.trainer.namespace import Callback, Undo, override, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-else:
-    Callback = pytorch("callbacks").Callback
+    from lightning.pytorch import LightningModule, Trainer
 
 IN_MEMORY = "(the last commit, in memory)"
 _OF_PLACES = ("taken", "made", "drawn", "share", "ended")
