@@ -430,10 +430,10 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _tables_of(self, optimizer: Optimizer) -> list[int]:
         number = self._strategy.optimizers.index(optimizer)
-        return [table for table, group in enumerate(self._strategy.groups) if group.optimizer == number]
+        return [table for table, group in enumerate(self._strategy.handle.groups) if group.optimizer == number]
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
-        groups = self._strategy.groups
+        groups = self._strategy.handle.groups
         tables = self._tables_of(optimizer)
         number = self._strategy.optimizers.index(optimizer)
 
@@ -467,7 +467,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._steps += self._stepped
         self._stepped = 0
         self._tick()
-        if self._steps >= self._strategy.update_frequency:
+        if self._steps >= self._strategy.service.options.update_frequency:
             self._send_change()
 
     def _send_change(self) -> None:
@@ -477,7 +477,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         # Steps without a gradient have moved nothing: in the mean of all workers they count for nothing.
         how = {"weight": float(self._brings or self.tables.has_change), **self._how()}
         self._brings = False
-        healthy = self.tables.is_finite(range(len(self._strategy.groups)))
+        healthy = self.tables.is_finite(range(len(self._strategy.handle.groups)))
         if not healthy:  # nothing of it leaves, and the servers' weights take its place
             how |= {"weight": 0.0, "pull": True}
             self._averager.summary.drop()
@@ -486,13 +486,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
         self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
-        if not self._strategy.overlap or self.tables.in_step:
+        if not self._strategy.service.overlap or self.tables.in_step:
             self._finish()
 
     def _how(self) -> dict[str, Any]:
         self.pushes += 1
         self._totals.pushes += 1
-        pull = self.pushes % self._strategy.pull_every == 0 or self.tables.in_step
+        pull = self.pushes % self._strategy.service.pull_every == 0 or self.tables.in_step
         return {"pull": pull, "sync_point": self._sync_point, "call": self.calls}
 
     @property
@@ -518,8 +518,8 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
         if self.tables.pulled:
             self.tables.take_()
-            self._totals.pulled(version := self.tables.updates(self._strategy.groups))
-            self._strategy.progress.see(version, self._strategy.world_size)
+            self._totals.pulled(version := self.tables.updates(self._strategy.handle.groups))
+            self._strategy.handle.progress.see(version, self._strategy.world_size)
             self._agreement.pulled(self.tables.versions, self.tables.restored)
         return answer
 
