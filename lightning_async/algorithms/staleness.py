@@ -189,6 +189,10 @@ class PolicyWrapper(StalenessPolicy):
     momentum_by_worker = _of_policy("momentum_by_worker")
     buffer_size = _of_policy("buffer_size")
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, StalenessPolicy):
+            raise TypeError(f"`{type(self).__name__}(policy={self.policy!r})` must be a staleness policy.")
+
     def weigh(self, late: PushFacts) -> Weight | None:
         return self.policy.weigh(late)
 
@@ -316,8 +320,7 @@ class Buffered(PolicyWrapper):
 
     def __post_init__(self) -> None:
         check_int(self, "buffer_size", at_least=1)
-        if not isinstance(self.policy, StalenessPolicy):
-            raise TypeError(f"`Buffered(policy={self.policy!r})` must be a staleness policy.")
+        super().__post_init__()
         if self.policy.buffer_size > 1 or self.policy.momentum_by_worker or self.policy.fields:
             raise ValueError(
                 f"`Buffered(policy={self.policy!r})` must be a policy that neither gathers pushes itself, nor gives "
@@ -353,8 +356,7 @@ class Clipping(PolicyWrapper):
 
     def __post_init__(self) -> None:
         check_real(self, "max_norm", above=0)
-        if not isinstance(self.policy, StalenessPolicy):
-            raise TypeError(f"`Clipping(policy={self.policy!r})` must be a staleness policy.")
+        super().__post_init__()
 
     @property
     def measures(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -444,8 +446,7 @@ class Dana(PolicyWrapper):
     momentum_by_worker = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, StalenessPolicy):
-            raise TypeError(f"`Dana(policy={self.policy!r})` must be a staleness policy.")
+        super().__post_init__()
         if self.policy.momentum_by_worker or self.policy.predicts or self.policy.buffer_size > 1:
             raise ValueError(
                 f"`Dana(policy={self.policy!r})` must be a policy that neither looks ahead itself nor gathers pushes."

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from lightning_async.comm.p2p_gloo import answers, dial
 from lightning_async.engine.buckets import Message
 from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.decision import EngineComponent
 from lightning_async.engine.shared_state import Header
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.membership.join_protocol import JoinBoard
@@ -237,14 +238,14 @@ class WorkerVersion(NamedTuple):
     version: float = 0.0
 
 
-class Agreement:
-    """An `EngineComponent` by which a sync point opens once all workers have the weights that the last push has made.
+class Agreement(EngineComponent):
+    """A component by which a sync point opens once all workers have the weights that the last push has made.
 
     A worker at a sync point has no push under way, and pulls after its last one. So the last one to come has what all
     pushes have made, on every server; it has the highest version, and equal versions are equal bits.
     """
 
-    blank = WorkerVersion()
+    blank = WorkerVersion()  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __init__(self, control: ControlPlane) -> None:
         self._shared_state = control.shared_state
@@ -262,9 +263,6 @@ class Agreement:
         with self._shared_state.changed:
             return self._newest > self._mine
 
-    def is_indispensable(self) -> bool:
-        return False
-
     def compose(self) -> WorkerVersion:
         return self._mine
 
@@ -277,10 +275,3 @@ class Agreement:
         return any(part < self._newest for part in parts)
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> None: ...
-
-    def settle(self, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> tuple[bool, Any]:
-        return True, None
-
-    def opened(self, here: bool) -> None: ...
-
-    def drop(self) -> None: ...

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 from torch.optim import Optimizer
 
@@ -24,9 +24,16 @@ from lightning_async.parameter_server.tables import ParameterGroups
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.strategies.rank_mapping import RankMap, next_run, numbered_last
 from lightning_async.strategies.server_lifecycle import JobRanks, Servers
-from lightning_async.strategies.server_options import Mode, ServerOptions, ServiceSettings, mode_of, policy_of
-from lightning_async.strategies.server_placement import Placement, ServerHandle, ServerRoles
-from lightning_async.strategies.server_steps import PushSteps, States
+from lightning_async.strategies.server_options import (
+    Mode,
+    Placement,
+    ServerOptions,
+    ServiceSettings,
+    mode_of,
+    policy_of,
+)
+from lightning_async.strategies.server_placement import ServerHandle, ServerRoles
+from lightning_async.strategies.server_steps import PushSteps
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS
 from lightning_async.trainer.environment.environments import is_joining
@@ -118,18 +125,21 @@ class ParameterServerStrategy(AsyncStrategy):
     ) -> None:
         owner = type(self).__name__
         self.service = ServiceSettings(
-            owner=owner, mode=mode_of(owner, mode), num_servers=num_servers, update_on_server=update_on_server,
+            owner=owner, mode=mode_of(owner, mode), num_servers=num_servers, placement=placement,
+            update_on_server=update_on_server,
             staleness=policy_of(staleness, update_on_server), max_staleness=max_staleness, warmup_steps=warmup_steps,
             pull_every=pull_every, compression=make_compression(owner, compression), overlap=overlap,
             options=ServerOptions() if options is None else options,
         )  # fmt: skip
+        self.mode: Mode = self.service.mode
+        self.update_on_server = update_on_server
+        self.warmup_steps = warmup_steps
         self.quorum = self.service.options.quorum
         configuration_checks.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
             timeouts=Timeouts.or_default(timeouts), min_replicas=min_replicas, max_replicas=max_replicas
         )
-        address = self.service.options.server_address
-        roles = ServerRoles(owner, placement, num_servers, address, self.quorum.is_all)
+        roles = ServerRoles(self.service)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
         super().__init__(
             DeltaMean(), Synchronous(), config, buffers=buffers, lr_clock=self.service.lr_clock,
@@ -139,26 +149,12 @@ class ParameterServerStrategy(AsyncStrategy):
         self.quorum.check_transport(self.transport)
         self.job = JobRanks(self.transport, lambda: self.place, config.timeouts.dead_after)
         self.handle = ServerHandle(self.service, roles, self.job)
-        self.states = States(self)
 
     strategy_name = "parameter_server"
     alone = "without servers: nothing is pushed, and the optimizer is its own"
     make_step_runner = PushSteps
     make_totals = PushTotals
     served = True
-
-    @property
-    def mode(self) -> Mode:
-        return self.service.mode
-
-    @property
-    def update_on_server(self) -> bool:
-        """Whether the optimizer is the servers'."""
-        return self.service.update_on_server
-
-    @property
-    def warmup_steps(self) -> int:
-        return self.service.warmup_steps
 
     @property
     def servers(self) -> Servers | None:
@@ -250,11 +246,22 @@ class ParameterServerStrategy(AsyncStrategy):
         return ALIKE if self.update_on_server else REPLICAS
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.states.fetch([optimizer])
+        self._fetch_states([optimizer])
         return super().optimizer_state(optimizer)
 
     def states_here(self, alone_s: float | None = None) -> AbstractContextManager[None]:
-        return self.states.here(alone_s)
+        pusher = self._pusher
+        return nullcontext() if pusher is None else pusher.states_here(alone_s)
+
+    @property
+    def _pusher(self) -> PushSteps | None:
+        """The session's step runner, which asks the servers for state; None where they have none."""
+        session = self._session
+        return cast(PushSteps, session.step_runner) if self.update_on_server and session is not None else None
+
+    def _fetch_states(self, optimizers: Iterable[Optimizer]) -> None:
+        if self._pusher is not None:
+            self._pusher.fetch_states(optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -263,13 +270,10 @@ class ParameterServerStrategy(AsyncStrategy):
 
     def summarise(self) -> None:
         super().summarise()
-        self.states.fetch(self.optimizers)  # for a checkpoint that is saved when the servers are gone
+        self._fetch_states(self.optimizers)  # for a checkpoint that is saved when the servers are gone
 
     def settings(self) -> dict[str, object]:
-        return {
-            **super().settings(), **self.service.compared(),
-            "placement": "dedicated" if self.roles.dedicated else "colocated",
-        }  # fmt: skip
+        return {**super().settings(), **self.service.compared()}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for `{namespace}`: mode={self.mode!r}>"

@@ -9,8 +9,8 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -342,7 +342,7 @@ class JobRanks:
             CollectiveTimeout: no worker has come within 30 minutes.
         """
         rank = self._place().global_rank()
-        with naming_the_stores_host(rank), _end_signals() as signals:
+        with naming_the_stores_host(rank), _EndSignals() as signals:
             server = DedicatedServer(JobBoard(self.store(early)), number, host)
             beats = self.register("server", number)
             attendance = Attendance(beats, self._place().world_size(), self._dead_after.total_seconds())
@@ -375,13 +375,14 @@ def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignal
 
 
 class _EndSignals:
-    """The number of signals to end that this process got, and a descriptor that is readable at each."""
+    """A context in which signals to end are counted, in place of what they do, and make a descriptor readable."""
 
     def __init__(self) -> None:
         self.descriptor, self._ours = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._ours, False)
         self._count = 0
+        self._before: dict[int, Any] = {}
 
     @property
     def count(self) -> int:
@@ -393,25 +394,14 @@ class _EndSignals:
             pass
         return self._count
 
-    def add(self) -> None:
-        os.write(self._ours, b".")
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        os.close(self._ours)
-
-
-@contextmanager
-def _end_signals() -> Iterator[_EndSignals]:
-    """Count SIGTERM and SIGINT, in place of what they do."""
-    signals = _EndSignals()
-    before = {}
-    try:
+    def __enter__(self) -> _EndSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                before[number] = signal.signal(number, lambda *_: signals.add())
-        yield signals
-    finally:
-        for number, handler in before.items():
+                self._before[number] = signal.signal(number, lambda *_: os.write(self._ours, b"."))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
-        signals.close()
+        os.close(self.descriptor)
+        os.close(self._ours)

@@ -15,6 +15,7 @@ from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.strategies.server_lifecycle import StartQuorum, WaitForWorkers
 from lightning_async.trainer.configuration_checks import LrClock
 
+Placement = Literal["colocated", "dedicated"]
 _SSP_BOUND = 3
 REQUEST_S = 1800.0  # as long as torch's process groups wait: the ranks themselves find lost ones
 Mode = Literal["async", "sync", "ssp"]
@@ -148,6 +149,7 @@ class ServiceSettings:
     owner: str
     mode: Mode
     num_servers: int | None
+    placement: Placement
     update_on_server: bool
     staleness: str | StalenessPolicy
     max_staleness: int | None
@@ -163,6 +165,7 @@ class ServiceSettings:
             raise TypeError(f"`{owner}(options={self.options!r})` must be a ServerOptions.")
         check_number(owner, "warmup_steps", self.warmup_steps, at_least=0)
         check_number(owner, "pull_every", self.pull_every, at_least=1)
+        check_choice(owner, "placement", self.placement, get_args(Placement))
         for name in ("update_on_server", "overlap"):
             check_choice(owner, name, getattr(self, name), (True, False))
         if self.num_servers is not None:
@@ -222,6 +225,11 @@ class ServiceSettings:
                 f"`{owner}(num_servers={self.num_servers}, options=ServerOptions(server_address="
                 f"{options.server_address!r}))`: servers started on their own are as many as their addresses. Leave "
                 "`num_servers` out."
+            )
+        if self.placement == "dedicated" and options.server_address is not None:
+            raise ValueError(
+                f"`{owner}(placement='dedicated', options=ServerOptions(server_address={options.server_address!r}))`: "
+                "servers that were started on their own are no ranks. Leave one of them out."
             )
         if self.update_on_server and options.update_frequency > 1:
             raise ValueError(

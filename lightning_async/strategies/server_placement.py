@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed import DistNetworkError, DistStoreError
 from torch.optim import Optimizer
 
-from lightning_async._checks import check_choice
 from lightning_async.algorithms.staleness import make_policy, momentum_warning
 from lightning_async.comm.p2p_gloo import machine_name
 from lightning_async.comm.peer_storage import facing
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.membership.startup import WaitWithLog
+from lightning_async.parameter_server.client import Client
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.discovery import JobBoard
 from lightning_async.parameter_server.metrics import PushTotals, WorkerSteps
@@ -48,44 +48,24 @@ from lightning_async.transports.torch import TorchTransport
 
 log = logging.getLogger(__name__)
 
-Placement = Literal["colocated", "dedicated"]
 _ANSWERS = timedelta(minutes=30)  # as long as ranks wait for each other to start
 
 
 class ServerRoles(Roles):
     """The ranks that train, and the last ones, which serve where they are ``"dedicated"``."""
 
-    def __init__(
-        self,
-        owner: str,
-        placement: Placement,
-        num_servers: int | None,
-        server_address: str | None,
-        begin_together: bool = True,
-    ) -> None:
-        check_choice(owner, "placement", placement, get_args(Placement))
-        self._owner = owner
-        self.placement = placement
-        self._num_servers = num_servers
-        self._elsewhere = server_address is not None
-        if self._elsewhere and placement == "dedicated":
-            raise ValueError(
-                f'`{owner}(placement="dedicated", options=ServerOptions(server_address={server_address!r}))`: servers '
-                "that were started on their own are no ranks. Leave one of them out."
-            )
-        self.begin_together = begin_together
+    def __init__(self, service: ServiceSettings) -> None:
+        self._service = service
+        self.dedicated = service.placement == "dedicated"
+        """Whether servers are ranks."""
+        self.begin_together = service.options.quorum.is_all
         self.expects_more = False
         """Whether workers begin without others, which join later."""
 
     @property
-    def dedicated(self) -> bool:
-        """Whether servers are ranks."""
-        return self.placement == "dedicated"
-
-    @property
     def num_servers(self) -> int:
         """Number of servers that are ranks."""
-        return self._num_servers or 1
+        return self._service.num_servers or 1
 
     @property
     def num_serving(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -108,7 +88,8 @@ class ServerRoles(Roles):
         return "torch" if transport == "auto" and self.dedicated else transport
 
     def is_alone(self, world_size: int) -> bool:
-        return world_size == 1 and not (self.expects_more or self.dedicated or self._elsewhere)
+        elsewhere = self._service.options.server_address is not None
+        return world_size == 1 and not (self.expects_more or self.dedicated or elsewhere)
 
     def take_part(self, strategy: Any) -> None:
         role, number = self.of(strategy.cluster_environment)
@@ -124,21 +105,22 @@ class ServerRoles(Roles):
         mpi = isinstance(transport, TorchTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
         if mpi or not isinstance(transport, TorchTransport):
             raise ValueError(
-                f"`{self._owner}(transport={transport!r})`: its groups are of all ranks, and some of them serve. Use "
-                '`transport="torch"`, under any launcher, or `placement="colocated"`.'
+                f"`{self._service.owner}(transport={transport!r})`: its groups are of all ranks, and some of them "
+                'serve. Use `transport="torch"`, under any launcher, or `placement="colocated"`.'
             )
 
     def check_ranks(self, started: int) -> None:
         """Raise ValueError where there are more servers than ranks, or no rank is left to train."""
-        if not self.dedicated and (self._num_servers or 0) > started:
+        owner = self._service.owner
+        if not self.dedicated and (self._service.num_servers or 0) > started:
             raise ValueError(
-                f"`{self._owner}(num_servers={self._num_servers})`: there are {started} ranks, and each has one server "
-                "beside it at most."
+                f"`{owner}(num_servers={self.num_servers})`: there are {started} ranks, and each has one server beside "
+                "it at most."
             )
         if self.num_serving >= started:
             raise ValueError(
-                f'`{self._owner}(placement="dedicated", num_servers={self.num_servers})`: there are {started} ranks, '
-                f"and one at least must train. Start more, or let servers be processes beside the workers: "
+                f'`{owner}(placement="dedicated", num_servers={self.num_servers})`: there are {started} ranks, and one '
+                "at least must train. Start more, or let servers be processes beside the workers: "
                 '`placement="colocated"`.'
             )
 
@@ -216,7 +198,8 @@ class ServerHandle:
         else:
             together = len({*world.gather_objects(machine_name())}) == 1
             start = ServerStart(with_warmup, None if together else _own_address(environment), self._shelving(world))
-            self.servers = Servers.start(world, self._count(num_nodes, world.world_size), start)
+            self._roles.check_ranks(world.world_size)
+            self.servers = Servers.start(world, self._service.num_servers or num_nodes, start)
         if rules.mode == "sync":
             self.progress = WorkerSteps(steps, sys.maxsize, 1)
         else:
@@ -251,15 +234,19 @@ class ServerHandle:
             plan = plan_of(named, len(servers.addresses), service.options.bigarray_bound)
             if world is not None:
                 rank_zero_info(f"{service.owner}, {group.name}: {plan}")
-            how = service.compression, service.at_a_cut, number, service.overlap
-            workers.append(Worker(name, named, plan, servers.dials(plan), 2 * REQUEST_S, *how))
+            client = Client(
+                name, servers.dials(plan), plan.fingerprint(), 2 * REQUEST_S, compression=service.compression,
+                consistent=service.at_a_cut, table=number, overlap=service.overlap,
+            )  # fmt: skip
+            workers.append(Worker(named, plan, client))
         first = world is not None and world.rank == 0
         if first:  # the weights and the optimizers' state of a checkpoint are rank 0's
             for group, worker in zip(self.groups, workers, strict=True):
                 served = service.update_on_server
                 state: Any = state_of(optimizers[group.optimizer], worker.params) if served else ({}, {})
                 left = self._warmup_steps if self.brings else None
-                worker.start(group.name, group.arguments, state, service.staleness, self.brings, left)
+                how: Any = {"anew": self.brings, "warmup_steps": left}
+                worker.start(group.name, group.arguments, state, staleness=service.staleness, **how)
         self.brings = False
         tables = ParameterGroups(workers, _totals_of(averager))
         if world is not None:  # servers have weights
@@ -334,17 +321,6 @@ class ServerHandle:
         first, *_ = world.gather_objects(f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
         rank_zero_info(f"{self._service.owner}: snapshots of servers are in {folder}/{first}")
         return Shelving(f"{folder}/{first}", float(self._service.options.snapshot_every or Shelving().every_s))
-
-    def _count(self, num_nodes: int, world_size: int) -> int:
-        num_servers = self._service.num_servers
-        if num_servers is None:
-            return num_nodes
-        if num_servers > world_size:
-            raise ValueError(
-                f"`{self._service.owner}(num_servers={num_servers})`: there are {world_size} ranks, and each has one "
-                "server beside it at most."
-            )
-        return num_servers
 
     def _param_groups(self, optimizers: Sequence[Optimizer], group: ParameterGroup) -> list[Any]:
         """Return the optimizers' groups whose parameters are in this table: all, where optimizers are the worker's."""
