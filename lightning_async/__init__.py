@@ -41,6 +41,7 @@ from lightning_async.horovod.transport import HorovodTransport
 from lightning_async.strategies.averaging import AsyncAveragingStrategy
 from lightning_async.strategies.gradients import AsyncGradientStrategy
 from lightning_async.strategies.parameter_server import ParameterServerStrategy
+from lightning_async.strategies.server_options import ServerOptions
 from lightning_async.transports.torch import TorchTransport
 
 __version__ = "0.1.0"
@@ -51,6 +52,6 @@ __all__ = [
     "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana", "DelayCompensation", "DeltaMean",
     "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds", "FaultTolerantCheckpoint", "GapAware",
     "HangWatchdog", "HorovodStrategy", "HorovodTransport", "Mean", "NoCorrection", "ParameterServerStrategy",
-    "PartitionedSampler", "PartitionedStream", "PeerLost", "PeerMemory", "PowerSGD", "StalenessPolicy", "Synchronous",
-    "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
+    "PartitionedSampler", "PartitionedStream", "PeerLost", "PeerMemory", "PowerSGD", "ServerOptions", "StalenessPolicy",
+    "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
 ]  # fmt: skip

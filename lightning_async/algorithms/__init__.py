@@ -74,6 +74,7 @@ from lightning_async.algorithms.staleness import (
     described,
     make_policy,
     momentum_warning,
+    register_policy,
 )
 
 __all__ = [
@@ -86,5 +87,5 @@ __all__ = [
     "PowerSGD", "PushFacts", "ReplicaClock", "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule",
     "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "Topology", "TwoBit", "Warmup", "Weight",
     "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
-    "momentum_warning",
+    "momentum_warning", "register_policy",
 ]  # fmt: skip

@@ -1,8 +1,8 @@
 """Corrections of staleness: by a parameter server for each push, and by replicas whose steps are one window late.
 
 A server's policy is a frozen dataclass that extends `StalenessPolicy`. A server asks it once for each push, with the
-`PushFacts` that it has measured; a policy keeps nothing itself. `make_policy` finds one by its name, by what suits an
-optimizer, or by its description in JSON's terms.
+`PushFacts` that it has measured; a policy keeps nothing itself. `register_policy` gives one a short name. `make_policy`
+finds one by its name, by what suits an optimizer, or by its description in JSON's terms.
 
 Replicas with a delay take a `GradientCorrection`, which changes the late gradient, or a `Prediction`, which says where
 gradients are computed instead. `DelayCompensation` and `WeightPrediction` are both a policy and one of these.
@@ -15,7 +15,8 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, get_args, runtime_checkable
+from functools import partial
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -123,6 +124,37 @@ class Prediction(Protocol):
 DelayCorrection: TypeAlias = GradientCorrection | Prediction
 
 
+AUTO = "auto"
+NAMES: dict[str, partial[StalenessPolicy]] = {}
+"""Registered short names, each with what makes its policy."""
+PolicyClass = TypeVar("PolicyClass", bound=type[StalenessPolicy])
+
+
+def register_policy(name: str, *arguments: Any) -> Callable[[PolicyClass], PolicyClass]:
+    """Register the decorated class under a short name, which ``staleness=`` takes.
+
+    Args:
+        name: which no policy of another module has.
+        arguments: of the class, for the policy that the name stands for.
+
+    Raises:
+        ValueError: a policy of another module has the name.
+
+    >>> register_policy("auto")(NoCorrection)
+    Traceback (most recent call last):
+    ValueError: `register_policy('auto')` for NoCorrection: another policy has this name.
+    """
+
+    def register(cls: PolicyClass) -> PolicyClass:
+        if name == AUTO or (name in NAMES and NAMES[name].func.__module__ != cls.__module__):
+            raise ValueError(f"`register_policy({name!r})` for {cls.__qualname__}: another policy has this name.")
+        NAMES[name] = partial(cls, *arguments)
+        return cls
+
+    return register
+
+
+@register_policy("none")
 @dataclass(frozen=True)
 class NoCorrection(StalenessPolicy):
     r"""Every push counts, as it comes.
@@ -157,6 +189,10 @@ class PolicyWrapper(StalenessPolicy):
     momentum_by_worker = _of_policy("momentum_by_worker")
     buffer_size = _of_policy("buffer_size")
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, StalenessPolicy):
+            raise TypeError(f"`{type(self).__name__}(policy={self.policy!r})` must be a staleness policy.")
+
     def weigh(self, late: PushFacts) -> Weight | None:
         return self.policy.weigh(late)
 
@@ -167,6 +203,7 @@ class PolicyWrapper(StalenessPolicy):
         self.policy.look_ahead_(before, now, late)
 
 
+@register_policy("adaptive_lr")
 @dataclass(frozen=True)
 class AdaptiveLr(StalenessPolicy):
     r"""The learning rate of a push falls with its lag.
@@ -219,6 +256,7 @@ class AdaptiveLr(StalenessPolicy):
         return Weight(rate=1 / (1 + (0.1 if self.factor is None else self.factor) * late.lag))
 
 
+@register_policy("bounded", 16)
 @dataclass(frozen=True)
 class Bounded(StalenessPolicy):
     r"""A push whose lag reaches a bound is dropped; its worker goes on from the newest weights.
@@ -249,6 +287,8 @@ class Bounded(StalenessPolicy):
         return Weight() if late.lag < self.max_staleness else None
 
 
+@register_policy("fedbuff", 10, AdaptiveLr(form="sqrt"))
+@register_policy("rennala", 10, Bounded(1))
 @dataclass(frozen=True)
 class Buffered(PolicyWrapper):
     r"""An update is the mean of so many pushes, whoever they are of.
@@ -280,8 +320,7 @@ class Buffered(PolicyWrapper):
 
     def __post_init__(self) -> None:
         check_int(self, "buffer_size", at_least=1)
-        if not isinstance(self.policy, StalenessPolicy):
-            raise TypeError(f"`Buffered(policy={self.policy!r})` must be a staleness policy.")
+        super().__post_init__()
         if self.policy.buffer_size > 1 or self.policy.momentum_by_worker or self.policy.fields:
             raise ValueError(
                 f"`Buffered(policy={self.policy!r})` must be a policy that neither gathers pushes itself, nor gives "
@@ -289,6 +328,7 @@ class Buffered(PolicyWrapper):
             )
 
 
+@register_policy("clipping")
 @dataclass(frozen=True)
 class Clipping(PolicyWrapper):
     r"""A gradient is scaled down to a norm, so that what is late and large does not lead far astray.
@@ -316,8 +356,7 @@ class Clipping(PolicyWrapper):
 
     def __post_init__(self) -> None:
         check_real(self, "max_norm", above=0)
-        if not isinstance(self.policy, StalenessPolicy):
-            raise TypeError(f"`Clipping(policy={self.policy!r})` must be a staleness policy.")
+        super().__post_init__()
 
     @property
     def measures(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -330,6 +369,51 @@ class Clipping(PolicyWrapper):
         return weight._replace(gradient=weight.gradient * self.max_norm / late.norm)
 
 
+Scales = Literal["rate", "gradient"]
+
+
+@register_policy("gap_aware")
+@dataclass(frozen=True)
+class GapAware(StalenessPolicy):
+    r"""A push counts the less, the more steps the weights have gone since its worker pulled them.
+
+    .. math::
+        w = \frac{1}{1 + \lVert x_t - x_{t-\tau} \rVert / C}, \qquad
+        C \leftarrow d\, C + (1 - d) \lVert x_{t+1} - x_t \rVert
+
+    Args:
+        scales: what :math:`w` is a factor of. ``"rate"``: the learning rate of the update. ``"gradient"``: the
+            gradient, as in the paper; of use with optimizers that are linear in it only: Adam's steps are as long for a
+            small one.
+            Default: ``"rate"``.
+        decay: :math:`d`. Default: 0.99.
+
+    Raises:
+        TypeError, ValueError: ``decay`` is not a number in [0, 1), or ``scales`` is none of the two.
+
+    Source: Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", 2020, https://arxiv.org/abs/1909.10802
+
+    >>> GapAware().weigh(PushFacts(lag=5, moved=0.75, typical=0.25))
+    Weight(rate=0.25, gradient=1.0)
+    """
+
+    scales: Scales = "rate"
+    decay: float = 0.99
+
+    measures = frozenset({"moved"})
+
+    def __post_init__(self) -> None:
+        check_choice("GapAware", "scales", self.scales, get_args(Scales))
+        check_real(self, "decay", at_least=0, below=1)
+
+    def weigh(self, late: PushFacts) -> Weight:
+        near = late.lag == 0 or late.moved == 0 or late.typical == 0
+        weight = 1.0 if near else 1 / (1 + late.moved / late.typical)
+        return Weight(rate=weight) if self.scales == "rate" else Weight(gradient=weight)
+
+
+@register_policy("dana")
+@register_policy("dana_gap_aware", GapAware("gradient"))
 @dataclass(frozen=True)
 class Dana(PolicyWrapper):
     r"""Each worker has its own momentum, and pulls where the momenta of all of them are about to lead.
@@ -362,14 +446,14 @@ class Dana(PolicyWrapper):
     momentum_by_worker = True  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.policy, StalenessPolicy):
-            raise TypeError(f"`Dana(policy={self.policy!r})` must be a staleness policy.")
+        super().__post_init__()
         if self.policy.momentum_by_worker or self.policy.predicts or self.policy.buffer_size > 1:
             raise ValueError(
                 f"`Dana(policy={self.policy!r})` must be a policy that neither looks ahead itself nor gathers pushes."
             )
 
 
+@register_policy("delay_compensation")
 @dataclass(frozen=True)
 class DelayCompensation(StalenessPolicy, GradientCorrection):
     r"""A Taylor expansion to the parameters of now, with the gradient's square in place of the Hessian.
@@ -405,6 +489,7 @@ class DelayCompensation(StalenessPolicy, GradientCorrection):
         self.correct_(gradient, moved)
 
 
+@register_policy("adaptive_delay_compensation")
 @dataclass(frozen=True)
 class AdaptiveDelayCompensation(StalenessPolicy):
     r"""`DelayCompensation` whose strength is each element's own: the smaller, the larger its gradients are.
@@ -450,48 +535,7 @@ class AdaptiveDelayCompensation(StalenessPolicy):
         gradient.add_(moved, alpha=self.strength)
 
 
-Scales = Literal["rate", "gradient"]
-
-
-@dataclass(frozen=True)
-class GapAware(StalenessPolicy):
-    r"""A push counts the less, the more steps the weights have gone since its worker pulled them.
-
-    .. math::
-        w = \frac{1}{1 + \lVert x_t - x_{t-\tau} \rVert / C}, \qquad
-        C \leftarrow d\, C + (1 - d) \lVert x_{t+1} - x_t \rVert
-
-    Args:
-        scales: what :math:`w` is a factor of. ``"rate"``: the learning rate of the update. ``"gradient"``: the
-            gradient, as in the paper; of use with optimizers that are linear in it only: Adam's steps are as long for a
-            small one.
-            Default: ``"rate"``.
-        decay: :math:`d`. Default: 0.99.
-
-    Raises:
-        TypeError, ValueError: ``decay`` is not a number in [0, 1), or ``scales`` is none of the two.
-
-    Source: Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", 2020, https://arxiv.org/abs/1909.10802
-
-    >>> GapAware().weigh(PushFacts(lag=5, moved=0.75, typical=0.25))
-    Weight(rate=0.25, gradient=1.0)
-    """
-
-    scales: Scales = "rate"
-    decay: float = 0.99
-
-    measures = frozenset({"moved"})
-
-    def __post_init__(self) -> None:
-        check_choice("GapAware", "scales", self.scales, get_args(Scales))
-        check_real(self, "decay", at_least=0, below=1)
-
-    def weigh(self, late: PushFacts) -> Weight:
-        near = late.lag == 0 or late.moved == 0 or late.typical == 0
-        weight = 1.0 if near else 1 / (1 + late.moved / late.typical)
-        return Weight(rate=weight) if self.scales == "rate" else Weight(gradient=weight)
-
-
+@register_policy("weight_prediction")
 @dataclass(frozen=True)
 class WeightPrediction(StalenessPolicy, Prediction):
     r"""Gradients that will be late are computed where the last step, taken again, would lead.
@@ -532,29 +576,6 @@ class WeightPrediction(StalenessPolicy, Prediction):
     def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
         torch.sub(now, before, out=before)
         torch.add(now, before, alpha=self.steps * late, out=before)
-
-
-AUTO = "auto"
-NAMES: dict[str, Callable[[], StalenessPolicy]] = {
-    "none": NoCorrection,
-    "adaptive_lr": AdaptiveLr,
-    "bounded": lambda: Bounded(16),
-    "delay_compensation": DelayCompensation,
-    "adaptive_delay_compensation": AdaptiveDelayCompensation,
-    "gap_aware": GapAware,
-    "dana": Dana,
-    "dana_gap_aware": lambda: Dana(GapAware("gradient")),
-    "fedbuff": lambda: Buffered(10, AdaptiveLr(form="sqrt")),
-    "rennala": lambda: Buffered(10, Bounded(1)),
-    "weight_prediction": WeightPrediction,
-    "clipping": Clipping,
-}
-"""Short names, with each policy's defaults."""
-_OWN: tuple[type[StalenessPolicy], ...] = (
-    NoCorrection, AdaptiveLr, Bounded, DelayCompensation, AdaptiveDelayCompensation, GapAware, Dana, Buffered,
-    WeightPrediction, Clipping,
-)  # fmt: skip
-_CLASSES = {cls.__name__: cls for cls in _OWN}
 
 
 def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> StalenessPolicy:
@@ -637,7 +658,7 @@ def described(policy: StalenessPolicy) -> dict[str, Any]:
     {'policy': 'Bounded', 'arguments': {'max_staleness': 8}}
     """
     cls = type(policy)
-    name = cls.__name__ if _CLASSES.get(cls.__name__) is cls else f"{cls.__module__}:{cls.__qualname__}"
+    name = cls.__qualname__ if cls.__module__ == __name__ else f"{cls.__module__}:{cls.__qualname__}"
     if not is_dataclass(policy) or cls.__module__ == "__main__" or "<locals>" in name:
         raise TypeError(
             f"`staleness={policy!r}` must be a frozen dataclass of a module that a server's process can import, which "
@@ -658,13 +679,11 @@ def described(policy: StalenessPolicy) -> dict[str, Any]:
 def _from_description(description: Mapping[str, Any]) -> StalenessPolicy:
     name = description["policy"]
     given = description["arguments"]
-    cls: Any = _CLASSES.get(name)
-    if cls is None:
-        module, _, path = name.partition(":")
-        cls = importlib.import_module(module)
-        for part in path.split("."):
-            cls = getattr(cls, part)
-        if not (isinstance(cls, type) and issubclass(cls, StalenessPolicy)):
-            raise TypeError(f"{name} is no class that extends `StalenessPolicy`.")
+    module, _, path = name.rpartition(":")
+    cls: Any = importlib.import_module(module or __name__)
+    for part in path.split("."):
+        cls = getattr(cls, part)
+    if not (isinstance(cls, type) and issubclass(cls, StalenessPolicy)):
+        raise TypeError(f"{name} is no class that extends `StalenessPolicy`.")
     described_ = {key: isinstance(each, Mapping) and "policy" in each for key, each in given.items()}
     return cls(**{key: _from_description(each) if described_[key] else each for key, each in given.items()})

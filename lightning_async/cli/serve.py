@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-async serve",
         description="Serve parameters to workers that are started elsewhere; what this prints is where they are, for "
-        "ParameterServerStrategy(server_address=...). A server that is killed is started again, with all that it had.",
+        "ServerOptions(server_address=...). A server that is killed is started again, with all that it had.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

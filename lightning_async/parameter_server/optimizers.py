@@ -8,9 +8,10 @@ depends on other elements is refused.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,23 +70,19 @@ class ShardSpan(NamedTuple):
         return [self.new[name] for name in names]
 
 
-class ServerOptimizer(Protocol):
+class ServerOptimizer(ABC):
     """An optimizer on pieces of a shard; used by several threads at once."""
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """Names of state tensors, as large as the parameters; zeros before the first step."""
-        ...
+    fields: tuple[str, ...] = ()
+    """Names of state tensors, as large as the parameters; zeros before the first step."""
 
+    @abstractmethod
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
         """Fill the span's ``new``; return the new scalars, the same for every piece."""
-        ...
 
 
-class Delta:
+class Delta(ServerOptimizer):
     r"""Optimizer for pushes that are changes of the weights: :math:`x \leftarrow x + d`."""
-
-    fields = ()
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
         _add(span, rates.factor * rates.scale)
@@ -93,7 +90,7 @@ class Delta:
 
 
 @dataclass(frozen=True)
-class Sgd:
+class Sgd(ServerOptimizer):
     """SGD as `torch.optim.SGD`, by `ops.server_sgd_`; without momentum, by `ops.server_add_`."""
 
     lr: float
@@ -103,7 +100,7 @@ class Sgd:
     maximize: bool
 
     @property
-    def fields(self) -> tuple[str, ...]:
+    def fields(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return ("momentum_buffer",) if self.momentum else ()
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
@@ -119,7 +116,7 @@ class Sgd:
 
 
 @dataclass(frozen=True)
-class DanaStep:
+class DanaStep(ServerOptimizer):
     """SGD with a momentum for each worker, by `ops.server_dana_`; see `algorithms.staleness.Dana`.
 
     The field ``momentum_buffer`` is the sum of all momenta; workers pull ``ahead``. For a step, banks also hold the
@@ -166,7 +163,7 @@ class DanaStep:
 
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(ServerOptimizer):
     """Adam as `torch.optim.Adam`, by `ops.server_adam_`; with ``decoupled`` decay, as `torch.optim.AdamW`."""
 
     lr: float
@@ -259,7 +256,7 @@ def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | Non
     return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
 
 
-class _Torch:
+class _Torch(ServerOptimizer):
     """A class of torch.optim; its state is found by trying it. ValueError: it cannot be sharded."""
 
     def __init__(self, name: str, kind: type[Optimizer], arguments: Mapping[str, Any]) -> None:

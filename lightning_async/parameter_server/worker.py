@@ -15,9 +15,6 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async.algorithms.compression import PushCompression
-from lightning_async.algorithms.staleness import StalenessPolicy
-from lightning_async.comm.p2p import Dial
 from lightning_async.engine.backward import Backward, LayoutSpan
 from lightning_async.engine.fingerprint import real, strided
 from lightning_async.flat import FlatLayout
@@ -36,27 +33,13 @@ class Worker:
     Args:
         named: the parameters, on any device, of any floating-point type of 32 bits or fewer.
         plan: see `plan_of`.
-        name, dials, timeout_s, compression, consistent, table, overlap: see `Client`.
+        client: of servers with this plan; closed with the worker.
     """
 
-    def __init__(
-        self,
-        name: str,
-        named: Mapping[str, Tensor],
-        plan: ServerPartition,
-        dials: Sequence[Dial],
-        timeout_s: float = 180.0,
-        compression: PushCompression | None = None,
-        consistent: bool = False,
-        table: int = 0,
-        overlap: bool = False,
-    ) -> None:
+    def __init__(self, named: Mapping[str, Tensor], plan: ServerPartition, client: Client) -> None:
         self.plan = plan
         self.params = list(named.values())
-        self.client = Client(
-            name, dials, plan.fingerprint(), timeout_s, compression=compression, consistent=consistent, table=table,
-            overlap=overlap,
-        )  # fmt: skip
+        self.client = client
         self.ahead = StreamingPush(self.params, plan, self.client, self._put_gradients)
         self._written = ExternalWrites(list(named), self.params)
         self.versions: tuple[int, ...] = (0,) * plan.num_servers
@@ -77,9 +60,7 @@ class Worker:
         optimizer: str,
         arguments: Mapping[str, Any],
         state: tuple[Mapping[str, Sequence[Tensor | None]], Mapping[str, float]] = ({}, {}),
-        staleness: str | StalenessPolicy | None = None,
-        anew: bool = False,
-        warmup_steps: int | None = None,
+        **how: Any,
     ) -> None:
         """Join, and pull, see `Client.start`; servers without weights take the parameters.
 
@@ -91,7 +72,7 @@ class Worker:
             self._fill(tensors)
             self.client.bring(name)
         self._fill([p.detach() for p in self.params])
-        self._took(self.client.start(optimizer, arguments, fields, scalars, staleness, anew, warmup_steps))
+        self._took(self.client.start(optimizer, arguments, fields, scalars, **how))
         self.take_()
 
     def close(self) -> None:

@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 from torch.optim import Optimizer
 
 from lightning_async.algorithms import DeltaMean, Synchronous
 from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PushCompressionName, TopK, TwoBit, make_compression
 from lightning_async.algorithms.staleness import StalenessPolicy
+from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rule_state import AveragerConfig
 from lightning_async.engine.replica import BufferPolicy
 from lightning_async.engine.timeouts import Timeouts
-from lightning_async.parameter_server.metrics import PushTotals, WorkerSteps
-from lightning_async.parameter_server.tables import ParameterGroup, described
-from lightning_async.strategies import server_options
+from lightning_async.membership.generation import Generation
+from lightning_async.membership.launcher_channel import REJOIN
+from lightning_async.membership.startup import naming_the_stores_host
+from lightning_async.parameter_server.metrics import PushTotals
+from lightning_async.parameter_server.tables import ParameterGroups
 from lightning_async.strategies.async_strategy import AsyncStrategy
-from lightning_async.strategies.rank_mapping import numbered_last
-from lightning_async.strategies.server_lifecycle import (
-    Servers,
-    StartQuorum,
-    WaitForWorkers,
-    find_again,
-    join_or_start,
-    register_worker,
+from lightning_async.strategies.rank_mapping import RankMap, next_run, numbered_last
+from lightning_async.strategies.server_lifecycle import JobRanks, Servers
+from lightning_async.strategies.server_options import (
+    Mode,
+    Placement,
+    ServerOptions,
+    ServiceSettings,
+    mode_of,
+    policy_of,
 )
-from lightning_async.strategies.server_options import Mode, resolve_staleness
-from lightning_async.strategies.server_placement import Placement, ServerRoles, check_momentum, end, join
-from lightning_async.strategies.server_steps import PushSteps, States
+from lightning_async.strategies.server_placement import ServerHandle, ServerRoles
+from lightning_async.strategies.server_steps import PushSteps
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS
 from lightning_async.trainer.environment.settings import check_equal
@@ -70,35 +73,22 @@ class ParameterServerStrategy(AsyncStrategy):
         placement: ``"colocated"`` (default): servers are processes beside the workers. ``"dedicated"``: the last
             ``num_servers`` ranks serve: they build no data, never train, and end with 0 in their first run, once all
             workers have ended.
-        wait_for_workers: training begins with ``"all"`` (default); with a number, as soon as so many have come, the
-            first rank among them; with (a number, a timedelta), once others have had so long to come. Later ones join.
-        server_address: ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. They keep
-            their weights from training to training: who comes first brings them. Default: servers are started here.
-        snapshots, snapshot_every: folder in which servers that are started here keep what they have, every so many
-            seconds (60): where one is lost with its memory, another begins with the newest. Default: none are taken.
         update_on_server: True (default): see above. False: the optimizer, of whatever class, is the
             worker's; changes of the weights are pushed, which servers add; in sync mode their mean, weighted equally.
-        lr_clock: schedulers that step per batch follow the servers' version, by the number of workers, (``"global"``)
-            or a worker's steps (``"local"``). None (default): the first, but in sync mode, or with its own optimizer.
         staleness: what is done about lag: ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum,
             `GapAware` rates for others; ``"none"``, another short name, or a policy of `algorithms.staleness`.
-        max_staleness: pushes, for ``mode="ssp"`` (default 3); updates, for ``staleness="bounded"`` (default 16).
-        staleness_lr_factor, buffer_size: for ``"adaptive_lr"`` (default 0.9); for ``"fedbuff"`` and ``"rennala"`` (10).
+        max_staleness: pushes, for ``mode="ssp"``. Default 3.
         warmup_steps: so many steps at first are as in ``"sync"``, in the other modes. Momentum that each worker has of
             its own (`Dana`) begins after them. Default 0.
-        update_frequency: local steps of the worker's own optimizer between pushes. Default 1.
         pull_every: pushes between pulls. Default 1.
         compression: of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or a value of `algorithms`
             with arguments of its own. What a push lacks is in the next one. Default ``"none"``.
-        consistent_pull: what is pulled is of one version of all servers of a group of parameters: no push is in the
-            weights of one server and absent from another's. Pushes of all workers wait during such a pull. In
-            synchronous mode it always is. Default False.
         overlap: the next batch is computed while a push is under way, at weights without it. Default False.
-        bigarray_bound: elements from which on a parameter is split evenly over servers. Default 1,000,000.
         buffers: floating-point buffers (BatchNorm statistics) at sync points, see `AsyncAveragingStrategy`.
         min_replicas, max_replicas: see `AsyncAveragingStrategy`.
         timeouts: how long to wait for what.
         transport: see `AsyncAveragingStrategy`.
+        options: what most trainings leave as it is: snapshots, servers that are started elsewhere, and more.
 
     Raises:
         TypeError: an argument is of another type.
@@ -118,129 +108,136 @@ class ParameterServerStrategy(AsyncStrategy):
         *,
         num_servers: int | None = None,
         placement: Placement = "colocated",
-        wait_for_workers: WaitForWorkers = "all",
-        server_address: str | None = None,
-        snapshots: str | os.PathLike[str] | None = None,
-        snapshot_every: float | None = None,
         update_on_server: bool = True,
-        lr_clock: configuration_checks.LrClock | None = None,
         staleness: str | StalenessPolicy = "auto",
         max_staleness: int | None = None,
-        staleness_lr_factor: float | None = None,
-        buffer_size: int | None = None,
         warmup_steps: int = 0,
-        update_frequency: int = 1,
         pull_every: int = 1,
         compression: PushCompressionName | Bf16 | Fp8 | Int8 | TwoBit | TopK = "none",
-        consistent_pull: bool = False,
         overlap: bool = False,
-        bigarray_bound: int = 1_000_000,
         buffers: BufferPolicy = "average",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,
         transport: Transport | TransportName = "auto",
+        options: ServerOptions | None = None,
     ) -> None:
         owner = type(self).__name__
-        self.mode: Mode = server_options.mode_of(owner, mode)
-        self.num_servers = num_servers
-        self.server_address = server_address
-        self.snapshots = server_options.folder_of(owner, snapshots)
-        self.snapshot_every = snapshot_every
-        self.bigarray_bound = bigarray_bound
-        self.quorum = StartQuorum.of(owner, wait_for_workers)
+        self.service = ServiceSettings(
+            owner=owner, mode=mode_of(owner, mode), num_servers=num_servers, placement=placement,
+            update_on_server=update_on_server,
+            staleness=policy_of(staleness, update_on_server), max_staleness=max_staleness, warmup_steps=warmup_steps,
+            pull_every=pull_every, compression=make_compression(owner, compression), overlap=overlap,
+            options=ServerOptions() if options is None else options,
+        )  # fmt: skip
+        self.mode: Mode = self.service.mode
         self.update_on_server = update_on_server
-        self.max_staleness = max_staleness
-        self.update_frequency = update_frequency
-        self.pull_every = pull_every
-        self.consistent_pull = consistent_pull
         self.warmup_steps = warmup_steps
-        self.overlap = overlap
-        self.staleness_lr_factor = staleness_lr_factor
-        self.buffer_size = buffer_size
-        self.compression = make_compression(owner, compression)
-        self.staleness, self.max_staleness = resolve_staleness(self, staleness)
-        server_options.check_service(self)
+        self.quorum = self.service.options.quorum
         configuration_checks.check_policies(owner, buffers, "keep", "local", 1.0)
         config = AveragerConfig(
             timeouts=Timeouts.or_default(timeouts), min_replicas=min_replicas, max_replicas=max_replicas
         )
-        roles = ServerRoles(owner, placement, num_servers, server_address, self.quorum.is_all)
+        roles = ServerRoles(self.service)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
-        clock = server_options.clock_of(self, lr_clock)
         super().__init__(
-            DeltaMean(), Synchronous(), config, buffers=buffers, lr_clock=clock, transport=roles.transport(transport)
-        )
+            DeltaMean(), Synchronous(), config, buffers=buffers, lr_clock=self.service.lr_clock,
+            transport=roles.transport(transport),
+        )  # fmt: skip
         self.roles.check_transport(self.transport)
-        self.quorum.check_transport(owner, self.transport)
-        self.servers: Servers | None = None
-        self.served_run: int | None = None
-        self.states = States(self)
-        self.brings = False
-        """Whether servers take this training's weights, whatever they have: it goes on from a checkpoint."""
-        self.groups = [ParameterGroup(0, 0, "delta", {})]
-        """Groups of parameters, each with a table on servers."""
-        self.progress = WorkerSteps()
+        self.quorum.check_transport(self.transport)
+        self.job = JobRanks(self.transport, lambda: self.place, config.timeouts.dead_after)
+        self.handle = ServerHandle(self.service, roles, self.job)
 
     strategy_name = "parameter_server"
     alone = "without servers: nothing is pushed, and the optimizer is its own"
     make_step_runner = PushSteps
     make_totals = PushTotals
-    join_servers = join
     served = True
+
+    @property
+    def servers(self) -> Servers | None:
+        """The servers of the training that is under way."""
+        return self.handle.servers
 
     def connect_ranks(self) -> None:
         if not self.quorum.is_all and self.live_ranks is None and not self.joining:
-            join_or_start(self, type(self).__name__)
+            self._join_or_start()
         try:
             super().connect_ranks()
         finally:  # servers must see that this worker was there, and has ended
             if self.roles.dedicated:
-                register_worker(self, *self.roles.of(self.cluster_environment))
+                self.job.register(*self.roles.of(self.cluster_environment))
         if self.roles.dedicated and self.connection is not None:
             self.connection.on_end = lambda: None  # the store lasts until they have seen it
 
-    def come_late(self) -> None:
-        self._environment = numbered_last(self._environment)
+    def _join_or_start(self) -> None:
+        """Begin with the first workers, or be a joining rank; ValueError where the quorum cannot be met."""
+        rank = self.place.global_rank()
+        world_size = self.place.world_size()
+        fewest = self.config.survives(world_size)
+        self.quorum.check_workers(world_size, fewest)
+        with naming_the_stores_host(rank):
+            workers = self.quorum.first_workers(self.job.store(early=True), rank, world_size)
+        if rank not in workers:
+            os.environ[REJOIN] = "1"
+            self._environment = numbered_last(self._environment)
+        elif len(workers) < world_size:
+            run = next_run()
+            wanted = self.config.fewest(world_size)
+            started = RankMap(Generation.first(0, world_size), run, fewest, wanted=wanted)
+            self.live_ranks = started.begun_by(workers.index(rank), [str(number) for number in workers], run)
+            self.roles.expects_more = True
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
         if trainer.state.fn == "fit" and self.update_on_server:
-            self.groups = described(type(self).__name__, self.optimizers)
+            self.handle.describe(self.optimizers)
             if self.world is not None:
-                check_equal(self.world, {"optimizers": repr([tuple(group) for group in self.groups])})
-            check_momentum(self, trainer)
+                check_equal(self.world, {"optimizers": repr([tuple(group) for group in self.handle.groups])})
+            if self.world_size > 1:
+                configuration_checks.check_momentum_stays(type(self).__name__, trainer.lr_scheduler_configs)
+            if self.global_rank == 0:
+                self.handle.warn_of_momentum()
+
+    def join_servers(self, averager: BackgroundAverager) -> ParameterGroups:
+        """Find or start the servers and join them; all workers call this together.
+
+        A joining rank has been handed over the others' servers.
+        """
+        connection = self.connection
+        assert connection is not None
+        handle = self.handle
+        handle.describe(self.optimizers, again=True)
+        if handle.servers is not None:
+            return handle.join(self.module, self.optimizers, averager)
+        handle.brings |= self.saved.origin != "none"
+        handle.find(averager, connection, self.num_runs, self.num_nodes, self.cluster_environment)
+        return handle.join(self.module, self.optimizers, averager, connection.world)
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
         if rank == 0 and self.servers is not None:  # so that no worker waits for their pushes
             self.servers.forget(names)
 
     def handed_over(self) -> dict[str, Any]:
-        servers = self.servers
-        return {
-            "servers": [] if servers is None else servers.addresses, "run": self.served_run,
-            "job": "" if servers is None else servers.job, "progress": self.progress.plain(),
-        }  # fmt: skip
+        return self.handle.handed_over()
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        self.served_run = told["run"]
-        self.progress.take(told["progress"])
-        self.servers = find_again(self, self.served_run, told["servers"])
-        self.servers.job = told["job"]
+        self.handle.take_handed_over(told)
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        return None if self.lr_clock == "local" or self._session is None else self.progress.steps
+        return None if self.lr_clock == "local" or self._session is None else self.handle.progress.steps
 
     def start_over(self) -> None:
         super().start_over()
-        end(self, in_order=True)
-        self.brings = True
+        self.handle.end(in_order=True, first=self.global_rank == 0)
+        self.handle.brings = True
 
     def teardown(self) -> None:
         failed = self.failed
         super().teardown()
-        end(self, in_order=not failed)
+        self.handle.end(in_order=not failed, first=self.global_rank == 0)
 
     @property
     def averages_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -252,11 +249,22 @@ class ParameterServerStrategy(AsyncStrategy):
         return ALIKE if self.update_on_server else REPLICAS
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        self.states.fetch([optimizer])
+        self._fetch_states([optimizer])
         return super().optimizer_state(optimizer)
 
     def states_here(self, alone_s: float | None = None) -> AbstractContextManager[None]:
-        return self.states.here(alone_s)
+        pusher = self._pusher
+        return nullcontext() if pusher is None else pusher.states_here(alone_s)
+
+    @property
+    def _pusher(self) -> PushSteps | None:
+        """The session's step runner, which asks the servers for state; None where they have none."""
+        session = self._session
+        return cast(PushSteps, session.step_runner) if self.update_on_server and session is not None else None
+
+    def _fetch_states(self, optimizers: Iterable[Optimizer]) -> None:
+        if self._pusher is not None:
+            self._pusher.fetch_states(optimizers)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
@@ -265,13 +273,10 @@ class ParameterServerStrategy(AsyncStrategy):
 
     def summarise(self) -> None:
         super().summarise()
-        self.states.fetch(self.optimizers)  # for a checkpoint that is saved when the servers are gone
+        self._fetch_states(self.optimizers)  # for a checkpoint that is saved when the servers are gone
 
     def settings(self) -> dict[str, object]:
-        return {
-            **super().settings(), **server_options.settings_of(self), "wait_for_workers": self.quorum,
-            "placement": "dedicated" if self.roles.dedicated else "colocated",
-        }  # fmt: skip
+        return {**super().settings(), **self.service.compared()}
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for `{namespace}`: mode={self.mode!r}>"

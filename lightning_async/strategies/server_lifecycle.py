@@ -9,13 +9,13 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.util import Finalize
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 from torch.distributed import DistNetworkError, DistStoreError
 
@@ -23,23 +23,18 @@ from lightning_async.comm.p2p import CheckedDial, Dial, nobody_listens
 from lightning_async.comm.p2p_gloo import dial, look_up_all
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, PeerLost
-from lightning_async.membership.generation import Generation
 from lightning_async.membership.join_protocol import JoinBoard
-from lightning_async.membership.launcher_channel import REJOIN, came_back, tell_generation
+from lightning_async.membership.launcher_channel import came_back, tell_generation
 from lightning_async.membership.startup import WaitWithLog, naming_the_stores_host
 from lightning_async.parameter_server.client import forget, tell_over
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.discovery import ROOM, Attendance, DedicatedServer, JobBoard
 from lightning_async.parameter_server.partition import ServerPartition
-from lightning_async.parameter_server.process import Guard, ServerProcess, ServerStart, Shelving
-from lightning_async.strategies.rank_mapping import RankMap, next_run
+from lightning_async.parameter_server.process import Guard, ServerProcess, ServerStart
 from lightning_async.trainer.environment.subprocess_launcher import check_launcher
 from lightning_async.trainer.namespace import in_words
 from lightning_async.transports.base import Transport
 from lightning_async.transports.torch import TorchTransport
-
-if TYPE_CHECKING:
-    from lightning_async.strategies.parameter_server import ParameterServerStrategy
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +56,15 @@ class StartQuorum:
     within: timedelta = timedelta(0)
 
     @classmethod
-    def of(cls, owner: str, value: WaitForWorkers) -> StartQuorum:
+    def of(cls, value: WaitForWorkers) -> StartQuorum:
         """Return what ``wait_for_workers`` asks for; raise TypeError or ValueError where it is none of its values.
 
-        >>> StartQuorum.of("Strategy", (2, timedelta(minutes=1)))
+        >>> StartQuorum.of((2, timedelta(minutes=1)))
         StartQuorum(number=2, within=datetime.timedelta(seconds=60))
         """
-        shown = f'`{owner}(wait_for_workers={value!r})` must be "all", a number, or (a number, a datetime.timedelta)'
+        shown = (
+            f'`ServerOptions(wait_for_workers={value!r})` must be "all", a number, or (a number, a datetime.timedelta)'
+        )
         if value == "all":
             return cls()
         number, within = value if isinstance(value, tuple | list) and len(value) == 2 else (value, timedelta(0))
@@ -81,69 +78,52 @@ class StartQuorum:
     def is_all(self) -> bool:
         return self.number is None
 
-    def check_transport(self, owner: str, transport: Transport) -> None:
+    def check_transport(self, transport: Transport) -> None:
         """Raise ValueError where nobody can come later."""
         if not self.is_all and not isinstance(transport, TorchTransport):
             raise ValueError(
-                f"`{owner}(wait_for_workers={self.number})`: over {transport!r} nobody comes later. Use "
+                f"`ServerOptions(wait_for_workers={self.number})`: over {transport!r} nobody comes later. Use "
                 '`TorchTransport()`, or wait for "all".'
+            )
+
+    def check_workers(self, world_size: int, fewest: int) -> None:
+        """Raise ValueError where it cannot be met: ``fewest`` of ``world_size`` workers go on without the others."""
+        shown = f"`ServerOptions(wait_for_workers={self.number})`"
+        if self.number is not None and self.number > world_size:
+            raise ValueError(f"{shown}: there are {world_size} workers.")
+        if self.number is not None and self.number < fewest:
+            raise ValueError(
+                f"{shown}: fewer than {fewest} of {world_size} workers do not go on. Wait for as many, or pass "
+                f"`min_replicas={self.number}`."
             )
 
     def begins(self, come: list[int], world_size: int, waited_s: float) -> bool:
         enough = self.number is not None and len(come) >= self.number
         return len(come) == world_size or (enough and waited_s >= self.within.total_seconds())
 
+    def first_workers(self, store: JoinBoard, rank: int, world_size: int) -> list[int]:
+        """Return the numbers of the workers that begin, once the first one has decided; all workers call this.
 
-def early_enough(strategy: ParameterServerStrategy, store: JoinBoard, rank: int, world_size: int) -> list[int]:
-    """Return the numbers of the workers that begin, once the first one has decided; all workers call this.
+        Raises:
+            CollectiveTimeout: they are too few for 30 minutes.
+            AsyncTrainingError: who started this rank has died.
+        """
+        patience = WaitWithLog(rank, _PATIENCE, check_launcher)
+        began = time.monotonic()
+        come: list[int] = []
 
-    Raises:
-        CollectiveTimeout: they are too few for 30 minutes.
-        AsyncTrainingError: who started this rank has died.
-    """
-    patience = WaitWithLog(rank, _PATIENCE, check_launcher)
-    began = time.monotonic()
-    quorum = strategy.quorum
-    come: list[int] = []
+        def what() -> str:
+            missing = [other for other in range(world_size) if other not in come]
+            return f"waiting for worker(s) {missing} of {world_size}, or until {self.number} have come"
 
-    def what() -> str:
-        missing = [other for other in range(world_size) if other not in come]
-        return f"waiting for worker(s) {missing} of {world_size}, or until {quorum.number} have come"
-
-    store.write(f"came/{rank}", {"process": os.getpid()})
-    while not (decided := store.read("begin")):
-        come = [other for other in range(world_size) if other == rank or store.read(f"came/{other}")]
-        if rank == 0 and quorum.begins(come, world_size, time.monotonic() - began):
-            store.write("begin", {"workers": come})
-        else:
-            patience.wait(what)
-    return [int(number) for number in decided["workers"]]
-
-
-def join_or_start(strategy: ParameterServerStrategy, owner: str) -> None:
-    """Begin with the first workers, or be a joining rank; ValueError where the quorum cannot be met."""
-    rank = strategy.place.global_rank()
-    world_size = strategy.place.world_size()
-    number = strategy.quorum.number
-    fewest = strategy.config.survives(world_size)
-    if number is not None and number > world_size:
-        raise ValueError(f"`{owner}(wait_for_workers={number})`: there are {world_size} workers.")
-    if number is not None and number < fewest:
-        raise ValueError(
-            f"`{owner}(wait_for_workers={number})`: fewer than {fewest} of {world_size} workers do not go on. Wait for "
-            f"as many, or pass `min_replicas={number}`."
-        )
-    with naming_the_stores_host(rank):
-        workers = early_enough(strategy, _store_of(strategy, early=True), rank, world_size)
-    if rank not in workers:
-        os.environ[REJOIN] = "1"
-        strategy.come_late()
-    elif len(workers) < world_size:
-        run = next_run()
-        wanted = strategy.config.fewest(world_size)
-        started = RankMap(Generation.first(0, world_size), run, fewest, wanted=wanted)
-        strategy.live_ranks = started.begun_by(workers.index(rank), [str(number) for number in workers], run)
-        strategy.roles.expects_more = True
+        store.write(f"came/{rank}", {"process": os.getpid()})
+        while not (decided := store.read("begin")):
+            come = [other for other in range(world_size) if other == rank or store.read(f"came/{other}")]
+            if rank == 0 and self.begins(come, world_size, time.monotonic() - began):
+                store.write("begin", {"workers": come})
+            else:
+                patience.wait(what)
+        return [int(number) for number in decided["workers"]]
 
 
 _LESS = {"max_staleness": " (less the pushes between two pulls)"}
@@ -316,91 +296,62 @@ class Servers:
 
 
 _NOBODY_S = 1800.0
-_ANSWERS = timedelta(minutes=30)  # as long as ranks wait for each other to start
 _beats: dict[int, Any] = {}  # of each process, from its first run on
 
 
-def _store_of(strategy: ParameterServerStrategy, early: bool = False) -> JoinBoard:
-    """Return the job's store: once all workers have come, or ``early``, as soon as there is one."""
-    transport = cast(TorchTransport, strategy.transport)
-    return transport.early_door(strategy.place) if early else transport.door(strategy.place)
+class JobRanks:
+    """The workers, and the servers that are ranks, of one job, as they meet in its store.
 
-
-def call(strategy: ParameterServerStrategy, run: int, worker_rules: WorkerRules, shelving: Shelving) -> Servers:
-    """Return the servers of a run, once they have started; all workers call this together.
-
-    Raises:
-        AsyncTrainingError: one cannot serve.
-        PeerLost: a worker is lost meanwhile.
-        CollectiveTimeout: one has not come within 30 minutes.
+    Args:
+        transport: over which the workers meet.
+        place: returns this rank's environment among the live workers.
+        dead_after: a rank without a heartbeat for so long is lost.
     """
-    board = JobBoard(_store_of(strategy))
-    rank = strategy.global_rank
-    if rank == 0:
-        board.call(run, strategy.roles.num_servers, worker_rules, shelving)
-    assert strategy.connection is not None
-    patience = WaitWithLog(rank, _ANSWERS, strategy.connection.membership.check)
-    return find_again(strategy, run, board.answers(run, strategy.roles.num_servers, patience))
+
+    def __init__(self, transport: Transport, place: Callable[[], Any], dead_after: timedelta) -> None:
+        self._transport = cast(TorchTransport, transport)
+        self._place = place
+        self._dead_after = dead_after
+
+    def store(self, early: bool = False) -> JoinBoard:
+        """Return the job's store: once all workers have come, or ``early``, as soon as there is one."""
+        return self._transport.early_door(self._place()) if early else self._transport.door(self._place())
+
+    def register(self, role: str, number: int) -> Any:
+        """Send heartbeats under this name until the process ends; return what receives those of others."""
+        if os.getpid() not in _beats:
+            name = f"{role}-{number}.{came_back() or 0}"
+            beats = self._transport.visit(self._place(), ROOM, name, self._dead_after)
+            beats.start()
+            atexit.register(beats.close)  # before the heartbeats end
+            Finalize(None, beats.close, exitpriority=0)  # where a fork ends, which calls nothing of atexit's
+            _beats[os.getpid()] = beats
+        return _beats[os.getpid()]
+
+    def serve(self, number: int, host: str | None, early: bool) -> None:
+        """Serve until the workers have ended, or until this process gets a signal to end and nobody needs it.
+
+        Args:
+            number: of this server.
+            host: its address for other hosts; None where all are on one host.
+            early: not all workers are waited for.
+
+        Raises:
+            AsyncTrainingError: no server can be started.
+            PeerLost: the store is lost, while workers train.
+            CollectiveTimeout: no worker has come within 30 minutes.
+        """
+        rank = self._place().global_rank()
+        with naming_the_stores_host(rank), _EndSignals() as signals:
+            server = DedicatedServer(JobBoard(self.store(early)), number, host)
+            beats = self.register("server", number)
+            attendance = Attendance(beats, self._place().world_size(), self._dead_after.total_seconds())
+            tell_generation(0, ())  # it is in none, and is there
+            log.info("Rank %d is server %d, and serves until the workers have ended.", rank, number)
+            _follow(server, attendance, signals, rank)
 
 
-def find_again(strategy: ParameterServerStrategy, run: int | None, addresses: Sequence[Mapping[str, Any]]) -> Servers:
-    """Return the servers at these addresses; those that are ranks, called for a ``run``, say why one cannot go on."""
-    if run is None:
-        kept = strategy.snapshots is not None
-        return Servers(addresses, of_this_run=strategy.server_address is None, come_back=kept)
-    board = JobBoard(_store_of(strategy))
-
-    def check(server: int) -> None:
-        with suppress(DistNetworkError, DistStoreError, ConnectionError):
-            board.check(run, server)
-
-    return Servers(addresses, check=check)
-
-
-def dismiss(strategy: ParameterServerStrategy, run: int) -> None:
-    """Tell servers that are ranks that the run is over; the first worker calls this."""
-    try:
-        JobBoard(_store_of(strategy)).dismiss(run)
-    except (DistNetworkError, DistStoreError, ConnectionError) as error:  # they end with the store
-        log.warning("Servers were not told that run %d is over: %s", run, error)
-
-
-def register_worker(strategy: ParameterServerStrategy, role: str, number: int) -> Any:
-    """Send heartbeats under this name until the process ends; return what receives those of others."""
-    if os.getpid() not in _beats:
-        name = f"{role}-{number}.{came_back() or 0}"
-        dead_after = strategy.config.timeouts.dead_after
-        transport = cast(TorchTransport, strategy.transport)
-        beats = transport.visit(strategy.place, ROOM, name, dead_after)
-        beats.start()
-        atexit.register(beats.close)  # before the heartbeats end
-        Finalize(None, beats.close, exitpriority=0)  # where a fork ends, which calls nothing of atexit's
-        _beats[os.getpid()] = beats
-    return _beats[os.getpid()]
-
-
-def serve(strategy: ParameterServerStrategy, number: int) -> None:
-    """Serve until the workers have ended, or until this process gets a signal to end and nobody needs it.
-
-    Raises:
-        AsyncTrainingError: no server can be started.
-        PeerLost: the store is lost, while workers train.
-        CollectiveTimeout: no worker has come within 30 minutes.
-    """
-    rank = strategy.place.global_rank()
-    with naming_the_stores_host(rank), _end_signals() as signals:
-        _serve(strategy, rank, number, signals)
-
-
-def _serve(strategy: ParameterServerStrategy, rank: int, number: int, signals: _EndSignals) -> None:
-    host = strategy.roles.reached_at(strategy.cluster_environment, strategy.num_nodes)
-    board = JobBoard(_store_of(strategy, early=not strategy.quorum.is_all))
-    server = DedicatedServer(board, number, host)
-    dead_after_s = strategy.config.timeouts.dead_after.total_seconds()
-    beats = register_worker(strategy, "server", number)
-    attendance = Attendance(beats, strategy.place.world_size(), dead_after_s)
-    tell_generation(0, ())  # it is in none, and is there
-    log.info("Rank %d is server %d, and serves until the workers have ended.", rank, number)
+def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignals, rank: int) -> None:
     try:
         while not signals.count and not attendance.over():
             if not attendance.came and attendance.silent_s > _NOBODY_S:
@@ -424,13 +375,14 @@ def _serve(strategy: ParameterServerStrategy, rank: int, number: int, signals: _
 
 
 class _EndSignals:
-    """The number of signals to end that this process got, and a descriptor that is readable at each."""
+    """A context in which signals to end are counted, in place of what they do, and make a descriptor readable."""
 
     def __init__(self) -> None:
         self.descriptor, self._ours = os.pipe()
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._ours, False)
         self._count = 0
+        self._before: dict[int, Any] = {}
 
     @property
     def count(self) -> int:
@@ -442,25 +394,14 @@ class _EndSignals:
             pass
         return self._count
 
-    def add(self) -> None:
-        os.write(self._ours, b".")
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        os.close(self._ours)
-
-
-@contextmanager
-def _end_signals() -> Iterator[_EndSignals]:
-    """Count SIGTERM and SIGINT, in place of what they do."""
-    signals = _EndSignals()
-    before = {}
-    try:
+    def __enter__(self) -> _EndSignals:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
-                before[number] = signal.signal(number, lambda *_: signals.add())
-        yield signals
-    finally:
-        for number, handler in before.items():
+                self._before[number] = signal.signal(number, lambda *_: os.write(self._ours, b"."))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
-        signals.close()
+        os.close(self.descriptor)
+        os.close(self._ours)

@@ -1,130 +1,29 @@
-"""What a parameter server can be asked for: its modes, and settings that contradict each other."""
+"""What a parameter server can be asked for: `ServerOptions`, and all of a strategy's settings, checked together."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Literal, get_args
+from dataclasses import dataclass
+from typing import Literal, get_args
 
-from lightning_async._checks import check_choice, check_int, check_real
-from lightning_async.algorithms.staleness import (
-    AdaptiveLr,
-    Bounded,
-    Buffered,
-    NoCorrection,
-    StalenessPolicy,
-    make_policy,
-)
+from lightning_async._checks import check_choice, check_int, check_number, check_real
+from lightning_async.algorithms.compression import PushCompression
+from lightning_async.algorithms.staleness import AUTO, NoCorrection, StalenessPolicy, make_policy
 from lightning_async.checkpoint.storage import files_at
 from lightning_async.comm.p2p_gloo import places_of
+from lightning_async.parameter_server.consistency import WorkerRules
+from lightning_async.strategies.server_lifecycle import StartQuorum, WaitForWorkers
 from lightning_async.trainer.configuration_checks import LrClock
 
-if TYPE_CHECKING:
-    from lightning_async.strategies.parameter_server import ParameterServerStrategy
-
+Placement = Literal["colocated", "dedicated"]
 _SSP_BOUND = 3
-_POLICIES = {
-    "max_staleness": ("bounded",), "staleness_lr_factor": ("adaptive_lr",), "buffer_size": ("fedbuff", "rennala"),
-}  # fmt: skip
-"""Of each argument, the short names of policies that it is for."""
-
-
-def resolve_staleness(
-    strategy: ParameterServerStrategy, staleness: str | StalenessPolicy
-) -> tuple[str | StalenessPolicy, int | None]:
-    """Return the policy, with the arguments that are for it, and the bound of mode ``"ssp"``, None in other modes.
-
-    ``"auto"`` stays so until the optimizer is known, where the server has one.
-
-    Raises:
-        TypeError, ValueError: there is no such policy, or an argument is out of range, or for another one.
-    """
-    for name in _POLICIES:
-        if getattr(strategy, name) is not None:
-            _check(strategy, name, staleness)
-    policy = _policy(strategy, staleness)
-    if strategy.mode != "ssp":
-        return policy, None
-    return policy, _SSP_BOUND if strategy.max_staleness is None else strategy.max_staleness
-
-
-def ahead(strategy: ParameterServerStrategy) -> int:
-    """Return how many pushes a worker may be ahead of the slowest one.
-
-    The weights that it computes at then lack at most ``max_staleness`` of any worker's pushes: the pushes that it makes
-    before it has the next weights count.
-    """
-    return (strategy.max_staleness or 0) - (strategy.pull_every - 1) - strategy.overlap
-
-
-def _check(strategy: ParameterServerStrategy, name: str, staleness: str | StalenessPolicy) -> None:
-    owner = type(strategy).__name__
-    value = getattr(strategy, name)
-    policies = _POLICIES[name]
-    if name == "staleness_lr_factor":
-        check_real(strategy, name, above=0)
-        if value > 1:
-            raise ValueError(f"`{owner}({name}={value!r})` must be <= 1.")
-    else:
-        check_int(strategy, name, at_least=int(staleness in policies))
-    of_mode = name == "max_staleness" and strategy.mode == "ssp"
-    of_policy = staleness in policies
-    wanted = " or ".join(f'`staleness="{policy}"`' for policy in policies)
-    if of_mode and of_policy:
-        raise ValueError(
-            f"`{owner}(mode='ssp', staleness={staleness!r}, max_staleness={value})`: both have a bound. Pass "
-            f"`staleness=Bounded(...)` of `lightning_async.algorithms` beside `max_staleness` of the mode."
-        )
-    if not of_mode and not of_policy:
-        wanted = f'`mode="ssp"` or {wanted}' if name == "max_staleness" else wanted
-        raise ValueError(
-            f"`{owner}({name}={value!r}, mode={strategy.mode!r}, staleness={staleness!r})`: it is for {wanted}. Pass "
-            "that, or leave it out; policies that are passed as such have arguments of their own."
-        )
-
-
-def _policy(strategy: ParameterServerStrategy, staleness: str | StalenessPolicy) -> str | StalenessPolicy:
-    bound = strategy.max_staleness
-    factor = strategy.staleness_lr_factor
-    size = strategy.buffer_size
-    if staleness == "auto":
-        return staleness if strategy.update_on_server else NoCorrection()
-    policy = make_policy(staleness)
-    if not isinstance(staleness, str):
-        return policy
-    if isinstance(policy, Bounded) and bound is not None and strategy.mode != "ssp":
-        return Bounded(bound)
-    if isinstance(policy, AdaptiveLr) and factor is not None:
-        return AdaptiveLr(factor)
-    if isinstance(policy, Buffered) and size is not None:
-        return Buffered(size, policy.policy)
-    return policy
-
-
+REQUEST_S = 1800.0  # as long as torch's process groups wait: the ranks themselves find lost ones
 Mode = Literal["async", "sync", "ssp"]
 _ALIASES: dict[str, Mode] = {
     "dist": "sync", "dist_async": "async", "dist_async_device": "async", "dist_device_async": "async",
     "dist_sync": "sync", "dist_sync_device": "sync", "dist_device_sync": "sync",
 }  # fmt: skip
 """MXNet's names."""
-_ALIKE = (
-    "mode", "num_servers", "server_address", "update_on_server", "overlap", "max_staleness", "staleness", "lr_clock",
-    "warmup_steps", "update_frequency", "pull_every", "compression", "consistent_pull", "bigarray_bound",
-    "snapshot_every",
-)  # fmt: skip
-"""What must be equal on all ranks."""
-
-
-def folder_of(owner: str, snapshots: str | os.PathLike[str] | None) -> str | None:
-    """Return the absolute path, or the URL, of the folder of snapshots."""
-    if snapshots is None:
-        return None
-    if not isinstance(snapshots, str | os.PathLike) or not isinstance(os.fspath(snapshots), str):
-        kind = type(snapshots).__name__
-        raise TypeError(f"`{owner}(snapshots={snapshots!r})` must be a folder, a str or a Path, got {kind}.")
-    if not os.fspath(snapshots):
-        raise ValueError(f"`{owner}(snapshots={snapshots!r})` must be a folder: a path, or what fsspec knows.")
-    _, folder = files_at(snapshots)
-    return folder
 
 
 def mode_of(owner: str, mode: str) -> Mode:
@@ -137,100 +36,248 @@ def mode_of(owner: str, mode: str) -> Mode:
     return _ALIASES.get(mode, mode)  # pyright: ignore
 
 
-def clock_of(strategy: ParameterServerStrategy, lr_clock: LrClock | None) -> LrClock:
-    """Return the clock of learning rates. Default: the servers' versions, unless all step together or the optimizer is
-    the worker's."""
-    owner = type(strategy).__name__
-    check_choice(owner, "lr_clock", lr_clock, (*get_args(LrClock), None))
-    if lr_clock == "global" and not strategy.update_on_server:
-        raise ValueError(
-            f"`{owner}(lr_clock='global', update_on_server=False)`: the optimizer is the worker's then, and its rate "
-            "follows the steps that it takes. Leave one of them out."
-        )
-    return lr_clock or ("global" if strategy.update_on_server and strategy.mode != "sync" else "local")
+def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str | StalenessPolicy:
+    """Return the policy; ``"auto"`` stays so until the optimizer is known, where the server has one.
+
+    Raises:
+        TypeError, ValueError: there is no such policy.
+    """
+    if staleness == AUTO:
+        return AUTO if update_on_server else NoCorrection()
+    return make_policy(staleness)
 
 
-def check_service(strategy: ParameterServerStrategy) -> None:
-    """Raise TypeError or ValueError where a setting is out of range, or two contradict each other."""
-    owner = type(strategy).__name__
-    least = {"bigarray_bound": 1, "warmup_steps": 0, "update_frequency": 1, "pull_every": 1}
-    for name, minimum in least.items():
-        check_int(strategy, name, at_least=minimum)
-    for name in ("update_on_server", "consistent_pull", "overlap"):
-        check_choice(owner, name, getattr(strategy, name), (True, False))
-    if strategy.server_address is not None:
-        _check_address(owner, strategy.server_address)
-    if strategy.snapshot_every is not None:
-        check_real(strategy, "snapshot_every", above=0)
-    _check_snapshots(owner, strategy)
-    if strategy.num_servers is not None:
-        check_int(strategy, "num_servers", at_least=1)
-        if strategy.server_address is not None:
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """The settings of a `ParameterServerStrategy` that most trainings leave as they are.
+
+    Args:
+        wait_for_workers: training begins with ``"all"`` (default); with a number, as soon as so many have come, the
+            first rank among them; with (a number, a timedelta), once others have had so long to come. Later ones join.
+        server_address: ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. They keep
+            their weights from training to training: who comes first brings them. Default: servers are started here.
+        snapshots, snapshot_every: folder in which servers that are started here keep what they have, every so many
+            seconds (60): where one is lost with its memory, another begins with the newest. Default: none are taken.
+        bigarray_bound: elements from which on a parameter is split evenly over servers. Default 1,000,000.
+        consistent_pull: what is pulled is of one version of all servers of a group of parameters: no push is in the
+            weights of one server and absent from another's. Pushes of all workers wait during such a pull. In
+            synchronous mode it always is. Default False.
+        lr_clock: schedulers that step per batch follow the servers' version, by the number of workers, (``"global"``)
+            or a worker's steps (``"local"``). None (default): the first, but in sync mode, or with its own optimizer.
+        update_frequency: local steps of the worker's own optimizer between pushes. Default 1.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: an argument is out of range, or two of them contradict each other.
+
+    >>> ServerOptions(wait_for_workers=2).quorum.is_all
+    False
+    """
+
+    wait_for_workers: WaitForWorkers = "all"
+    server_address: str | None = None
+    snapshots: str | os.PathLike[str] | None = None
+    snapshot_every: float | None = None
+    bigarray_bound: int = 1_000_000
+    consistent_pull: bool = False
+    lr_clock: LrClock | None = None
+    update_frequency: int = 1
+
+    def __post_init__(self) -> None:
+        owner = type(self).__name__
+        check_int(self, "bigarray_bound", at_least=1)
+        check_int(self, "update_frequency", at_least=1)
+        check_choice(owner, "consistent_pull", self.consistent_pull, (True, False))
+        check_choice(owner, "lr_clock", self.lr_clock, (*get_args(LrClock), None))
+        if self.snapshot_every is not None:
+            check_real(self, "snapshot_every", above=0)
+        self._check_address()
+        if self.folder is None and self.snapshot_every is not None:
             raise ValueError(
-                f"`{owner}(num_servers={strategy.num_servers}, server_address={strategy.server_address!r})`: servers "
-                "started on their own are as many as their addresses. Leave `num_servers` out."
+                f"`{owner}(snapshot_every={self.snapshot_every!r})`: no snapshots are taken. Pass their folder, too "
+                "(`snapshots=`), or leave it out."
             )
-    frequency = strategy.update_frequency
-    if strategy.update_on_server and frequency > 1:
-        raise ValueError(
-            f"`{owner}(update_frequency={frequency})` is of local steps: pass `update_on_server=False`, or "
-            f"`Trainer(accumulate_grad_batches={frequency})` for gradients of several batches in one push."
-        )
-    if strategy.overlap and not strategy.update_on_server:
-        raise ValueError(
-            f"`{owner}(overlap=True, update_on_server=False)`: local steps go on from what a push brings. "
-            "Leave `overlap` out, and take more local steps between pushes (`update_frequency`)."
-        )
-    if strategy.mode == "sync" and (strategy.pull_every > 1 or strategy.overlap):
-        raise ValueError(
-            f"`{owner}(mode='sync', pull_every={strategy.pull_every}, overlap={strategy.overlap})`: all workers have "
-            'the same weights after each step, so each pulls after each push. Leave both out, or use `mode="async"`.'
-        )
-    if strategy.mode == "ssp" and (over := -ahead(strategy)) > 0:
-        bound = strategy.max_staleness
-        every = strategy.pull_every
-        raise ValueError(
-            f"`{owner}(mode='ssp', max_staleness={bound}, pull_every={every}, overlap={strategy.overlap})`: before "
-            f"newer weights come, a worker makes {every + strategy.overlap} pushes, so that its weights lack more than "
-            f"{bound} of another's. Take `max_staleness={(bound or 0) + over}` or more, or pull more often."
-        )
-    if strategy.mode == "sync" and strategy.warmup_steps:
-        raise ValueError(
-            f"`{owner}(mode='sync', warmup_steps={strategy.warmup_steps})`: all steps are synchronous. Leave "
-            '`warmup_steps` out, or use `mode="async"`.'
-        )
-    if strategy.mode == "sync" and not (strategy.staleness == "auto" or isinstance(strategy.staleness, NoCorrection)):
-        raise ValueError(
-            f"`{owner}(mode='sync', staleness={strategy.staleness!r})`: pushes of one round are not late. Leave "
-            '`staleness` out, or use `mode="async"`.'
-        )
+        if self.folder is not None and self.server_address is not None:
+            raise ValueError(
+                f"`{owner}(snapshots={self.snapshots!r}, server_address={self.server_address!r})`: servers that were "
+                "started on their own have snapshots of their own (`lightning-async serve --snapshots`). Leave one out."
+            )
+        StartQuorum.of(self.wait_for_workers)
+
+    @property
+    def quorum(self) -> StartQuorum:
+        """``wait_for_workers``."""
+        return StartQuorum.of(self.wait_for_workers)
+
+    @property
+    def folder(self) -> str | None:
+        """The absolute path, or the URL, of the folder of snapshots."""
+        folder = self.snapshots
+        if folder is None:
+            return None
+        shown = f"`{type(self).__name__}(snapshots={folder!r})` must be a folder"
+        if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
+            raise TypeError(f"{shown}, a str or a Path, got {type(folder).__name__}.")
+        if not os.fspath(folder):
+            raise ValueError(f"{shown}: a path, or what fsspec knows.")
+        return files_at(folder)[1]
+
+    def _check_address(self) -> None:
+        address = self.server_address
+        shown = f"`{type(self).__name__}(server_address={address!r})` must be"
+        if address is None:
+            return
+        if not isinstance(address, str):
+            raise TypeError(f"{shown} a str, got {type(address).__name__}.")
+        try:
+            places_of(address)
+        except ValueError as error:
+            raise ValueError(f'{shown} "HOST:PORT", or several with commas between: {error}') from None
 
 
-def settings_of(strategy: ParameterServerStrategy) -> dict[str, object]:
-    return {**{name: getattr(strategy, name) for name in _ALIKE}, "snapshots": strategy.snapshots is not None}
+@dataclass(frozen=True, kw_only=True)
+class ServiceSettings:
+    """The arguments of a `ParameterServerStrategy` that say what servers do, checked against each other.
 
+    Args:
+        owner: the strategy's class, for messages.
 
-def _check_address(owner: str, address: object) -> None:
-    if not isinstance(address, str):
-        raise TypeError(f"`{owner}(server_address={address!r})` must be a str, got {type(address).__name__}.")
-    try:
-        places_of(address)
-    except ValueError as error:
-        raise ValueError(
-            f'`{owner}(server_address={address!r})` must be "HOST:PORT", or several with commas between: {error}'
-        ) from None
+    Raises:
+        TypeError, ValueError: a setting is out of range, or two contradict each other.
+    """
 
+    owner: str
+    mode: Mode
+    num_servers: int | None
+    placement: Placement
+    update_on_server: bool
+    staleness: str | StalenessPolicy
+    max_staleness: int | None
+    warmup_steps: int
+    pull_every: int
+    compression: PushCompression | None
+    overlap: bool
+    options: ServerOptions
 
-def _check_snapshots(owner: str, strategy: ParameterServerStrategy) -> None:
-    every = strategy.snapshot_every
-    folder = strategy.snapshots
-    if folder is None and every is not None:
-        raise ValueError(
-            f"`{owner}(snapshot_every={every!r})`: no snapshots are taken. Pass their folder, too (`snapshots=`), or "
-            "leave it out."
-        )
-    if folder is not None and strategy.server_address is not None:
-        raise ValueError(
-            f"`{owner}(snapshots={folder!r}, server_address={strategy.server_address!r})`: servers that were started "
-            "on their own have snapshots of their own (`lightning-async serve --snapshots`). Leave one out."
-        )
+    def __post_init__(self) -> None:
+        owner = self.owner
+        if not isinstance(self.options, ServerOptions):
+            raise TypeError(f"`{owner}(options={self.options!r})` must be a ServerOptions.")
+        check_number(owner, "warmup_steps", self.warmup_steps, at_least=0)
+        check_number(owner, "pull_every", self.pull_every, at_least=1)
+        check_choice(owner, "placement", self.placement, get_args(Placement))
+        for name in ("update_on_server", "overlap"):
+            check_choice(owner, name, getattr(self, name), (True, False))
+        if self.num_servers is not None:
+            check_number(owner, "num_servers", self.num_servers, at_least=1)
+        if self.max_staleness is not None:
+            check_number(owner, "max_staleness", self.max_staleness, at_least=0)
+        self._check_options()
+        self._check_mode()
+
+    @property
+    def lr_clock(self) -> LrClock:
+        """The clock of learning rates. Default: the servers' versions, unless all step together or the optimizer is
+        the worker's."""
+        return self.options.lr_clock or ("global" if self.update_on_server and self.mode != "sync" else "local")
+
+    @property
+    def bound(self) -> int | None:
+        """The bound of mode ``"ssp"``; None in other modes."""
+        if self.mode != "ssp":
+            return None
+        return _SSP_BOUND if self.max_staleness is None else self.max_staleness
+
+    @property
+    def ahead(self) -> int:
+        """How many pushes a worker may be ahead of the slowest one.
+
+        The weights that it computes at then lack at most ``bound`` of any worker's pushes: the pushes that it makes
+        before it has the next weights count.
+        """
+        return (self.bound or 0) - (self.pull_every - 1) - self.overlap
+
+    @property
+    def at_a_cut(self) -> bool:
+        """Whether what is pulled must be asked for as one version of all servers."""
+        return self.options.consistent_pull and self.mode != "sync"
+
+    def worker_rules(self, num_workers: int) -> WorkerRules:
+        bound = {"max_staleness": self.ahead} if self.mode == "ssp" else {}
+        return WorkerRules(
+            mode=self.mode, num_workers=num_workers, **bound, dead_after_s=REQUEST_S, staleness=self.staleness,
+            warmup_steps=self.warmup_steps,
+        )  # fmt: skip
+
+    def compared(self) -> dict[str, object]:
+        """Return what must be equal on all ranks."""
+        own = {name: value for name, value in vars(self).items() if name not in ("owner", "options")}
+        return {
+            **own, **vars(self.options), "max_staleness": self.bound, "wait_for_workers": self.options.quorum,
+            "lr_clock": self.lr_clock, "snapshots": self.options.folder is not None,
+        }  # fmt: skip
+
+    def _check_options(self) -> None:
+        owner = self.owner
+        options = self.options
+        if self.num_servers is not None and options.server_address is not None:
+            raise ValueError(
+                f"`{owner}(num_servers={self.num_servers}, options=ServerOptions(server_address="
+                f"{options.server_address!r}))`: servers started on their own are as many as their addresses. Leave "
+                "`num_servers` out."
+            )
+        if self.placement == "dedicated" and options.server_address is not None:
+            raise ValueError(
+                f"`{owner}(placement='dedicated', options=ServerOptions(server_address={options.server_address!r}))`: "
+                "servers that were started on their own are no ranks. Leave one of them out."
+            )
+        if self.update_on_server and options.update_frequency > 1:
+            raise ValueError(
+                f"`ServerOptions(update_frequency={options.update_frequency})` is of local steps: pass "
+                f"`{owner}(update_on_server=False)`, or `Trainer(accumulate_grad_batches={options.update_frequency})` "
+                "for gradients of several batches in one push."
+            )
+        if self.overlap and not self.update_on_server:
+            raise ValueError(
+                f"`{owner}(overlap=True, update_on_server=False)`: local steps go on from what a push brings. Leave "
+                "`overlap` out, and take more local steps between pushes (`ServerOptions(update_frequency=...)`)."
+            )
+        if options.lr_clock == "global" and not self.update_on_server:
+            raise ValueError(
+                f"`{owner}(update_on_server=False, options=ServerOptions(lr_clock='global'))`: the optimizer is the "
+                "worker's then, and its rate follows the steps that it takes. Leave one of them out."
+            )
+
+    def _check_mode(self) -> None:
+        shown = f"`{self.owner}(mode={self.mode!r}"
+        rest = 'or use `mode="async"`.'
+        if self.max_staleness is not None and self.mode != "ssp":
+            raise ValueError(
+                f'{shown}, max_staleness={self.max_staleness})`: it is for `mode="ssp"`. Pass that, or leave it out; a '
+                f"bound of the lag is the policy's: `staleness=Bounded({max(1, self.max_staleness)})` of "
+                "`lightning_async.algorithms`."
+            )
+        if self.mode == "ssp" and self.ahead < 0:
+            bound = self.bound or 0
+            raise ValueError(
+                f"{shown}, max_staleness={bound}, pull_every={self.pull_every}, overlap={self.overlap})`: before newer "
+                f"weights come, a worker makes {self.pull_every + self.overlap} pushes, so that its weights lack more "
+                f"than {bound} of another's. Take `max_staleness={bound - self.ahead}` or more, or pull more often."
+            )
+        if self.mode != "sync":
+            return
+        if self.pull_every > 1 or self.overlap:
+            raise ValueError(
+                f"{shown}, pull_every={self.pull_every}, overlap={self.overlap})`: all workers have the same weights "
+                f"after each step, so each pulls after each push. Leave both out, {rest}"
+            )
+        if self.warmup_steps:
+            raise ValueError(
+                f"{shown}, warmup_steps={self.warmup_steps})`: all steps are synchronous. Leave `warmup_steps` out, "
+                f"{rest}"
+            )
+        if self.staleness != AUTO and not isinstance(self.staleness, NoCorrection):
+            raise ValueError(
+                f"{shown}, staleness={self.staleness!r})`: pushes of one round are not late. Leave `staleness` out, "
+                f"{rest}"
+            )

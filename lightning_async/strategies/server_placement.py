@@ -6,76 +6,66 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from datetime import timedelta
+from typing import Any, cast
 
 import torch
+from torch import nn
+from torch.distributed import DistNetworkError, DistStoreError
+from torch.optim import Optimizer
 
-from lightning_async._checks import check_choice
 from lightning_async.algorithms.staleness import make_policy, momentum_warning
 from lightning_async.comm.p2p_gloo import machine_name
 from lightning_async.comm.peer_storage import facing
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.membership.startup import WaitWithLog
+from lightning_async.parameter_server.client import Client
 from lightning_async.parameter_server.consistency import WorkerRules
+from lightning_async.parameter_server.discovery import JobBoard
 from lightning_async.parameter_server.metrics import PushTotals, WorkerSteps
 from lightning_async.parameter_server.process import ServerStart, Shelving
-from lightning_async.parameter_server.tables import ParameterGroup, ParameterGroups, described_again, keys_of, state_of
+from lightning_async.parameter_server.tables import (
+    ParameterGroup,
+    ParameterGroups,
+    described,
+    described_again,
+    keys_of,
+    state_of,
+)
 from lightning_async.parameter_server.worker import Worker, plan_of
-from lightning_async.strategies import server_lifecycle
 from lightning_async.strategies.base import Roles
-from lightning_async.strategies.server_lifecycle import Servers, serve
-from lightning_async.strategies.server_options import ahead
-from lightning_async.trainer.configuration_checks import check_momentum_stays
+from lightning_async.strategies.server_lifecycle import JobRanks, Servers
+from lightning_async.strategies.server_options import REQUEST_S, ServiceSettings
 from lightning_async.trainer.environment.subprocess_launcher import leave
 from lightning_async.trainer.namespace import rank_zero_info
-from lightning_async.transports.base import Transport
+from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
 
-if TYPE_CHECKING:
-    from lightning_async.strategies.parameter_server import ParameterServerStrategy
-
 log = logging.getLogger(__name__)
 
-Placement = Literal["colocated", "dedicated"]
+_ANSWERS = timedelta(minutes=30)  # as long as ranks wait for each other to start
 
 
 class ServerRoles(Roles):
     """The ranks that train, and the last ones, which serve where they are ``"dedicated"``."""
 
-    def __init__(
-        self,
-        owner: str,
-        placement: Placement,
-        num_servers: int | None,
-        server_address: str | None,
-        begin_together: bool = True,
-    ) -> None:
-        check_choice(owner, "placement", placement, get_args(Placement))
-        self._owner = owner
-        self.placement = placement
-        self._num_servers = num_servers
-        self._elsewhere = server_address is not None
-        if self._elsewhere and placement == "dedicated":
-            raise ValueError(
-                f'`{owner}(placement="dedicated", server_address={server_address!r})`: servers that were started on '
-                "their own are no ranks. Leave one of them out."
-            )
-        self.begin_together = begin_together
+    def __init__(self, service: ServiceSettings) -> None:
+        self._service = service
+        self.dedicated = service.placement == "dedicated"
+        """Whether servers are ranks."""
+        self.begin_together = service.options.quorum.is_all
         self.expects_more = False
         """Whether workers begin without others, which join later."""
 
     @property
-    def dedicated(self) -> bool:
-        """Whether servers are ranks."""
-        return self.placement == "dedicated"
-
-    @property
     def num_servers(self) -> int:
         """Number of servers that are ranks."""
-        return self._num_servers or 1
+        return self._service.num_servers or 1
 
     @property
     def num_serving(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -98,12 +88,14 @@ class ServerRoles(Roles):
         return "torch" if transport == "auto" and self.dedicated else transport
 
     def is_alone(self, world_size: int) -> bool:
-        return world_size == 1 and not (self.expects_more or self.dedicated or self._elsewhere)
+        elsewhere = self._service.options.server_address is not None
+        return world_size == 1 and not (self.expects_more or self.dedicated or elsewhere)
 
     def take_part(self, strategy: Any) -> None:
         role, number = self.of(strategy.cluster_environment)
         if role != "worker":
-            serve(strategy, number)
+            host = self.reached_at(strategy.cluster_environment, strategy.num_nodes)
+            strategy.job.serve(number, host, early=not self.begin_together)
             leave(strategy.module.trainer)
 
     def check_transport(self, transport: Transport) -> None:
@@ -113,164 +105,234 @@ class ServerRoles(Roles):
         mpi = isinstance(transport, TorchTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
         if mpi or not isinstance(transport, TorchTransport):
             raise ValueError(
-                f"`{self._owner}(transport={transport!r})`: its groups are of all ranks, and some of them serve. Use "
-                '`transport="torch"`, under any launcher, or `placement="colocated"`.'
+                f"`{self._service.owner}(transport={transport!r})`: its groups are of all ranks, and some of them "
+                'serve. Use `transport="torch"`, under any launcher, or `placement="colocated"`.'
             )
 
     def check_ranks(self, started: int) -> None:
         """Raise ValueError where there are more servers than ranks, or no rank is left to train."""
-        if not self.dedicated and (self._num_servers or 0) > started:
+        owner = self._service.owner
+        if not self.dedicated and (self._service.num_servers or 0) > started:
             raise ValueError(
-                f"`{self._owner}(num_servers={self._num_servers})`: there are {started} ranks, and each has one server "
-                "beside it at most."
+                f"`{owner}(num_servers={self.num_servers})`: there are {started} ranks, and each has one server beside "
+                "it at most."
             )
         if self.num_serving >= started:
             raise ValueError(
-                f'`{self._owner}(placement="dedicated", num_servers={self.num_servers})`: there are {started} ranks, '
-                f"and one at least must train. Start more, or let servers be processes beside the workers: "
+                f'`{owner}(placement="dedicated", num_servers={self.num_servers})`: there are {started} ranks, and one '
+                "at least must train. Start more, or let servers be processes beside the workers: "
                 '`placement="colocated"`.'
             )
 
 
-_REQUEST_S = 1800.0  # as long as torch's process groups wait: the ranks themselves find lost ones
+class ServerHandle:
+    """The servers of one training, as a worker finds or starts them, and what it knows of them.
 
-
-def join(strategy: ParameterServerStrategy, averager: BackgroundAverager) -> ParameterGroups:
-    """Find or start the servers and join them; all workers call this together.
-
-    A joining rank finds the others' servers in ``strategy.servers``.
-
-    Raises:
-        ValueError: there are more servers than ranks, or those of an address do not suit.
-        AsyncTrainingError: no server can be started, or one has other settings or another model.
+    Args:
+        service: what is asked of them.
+        roles: which ranks serve.
+        job: where servers that are ranks are called.
     """
-    owner = type(strategy).__name__
-    world = strategy.world
-    if strategy.update_on_server:
-        strategy.groups = described_again(owner, strategy.optimizers, strategy.groups)
-    totals = cast(PushTotals, averager.summary.totals)
-    warmup = 0
-    if begins := strategy.servers is None:
-        assert world is not None
-        steps = world.gather_objects(averager.step)  # before the checkpoint that training goes on from
-        worker_rules = _worker_rules(strategy)
-        elsewhere = strategy.server_address is not None
-        strategy.brings |= strategy.saved.origin != "none"
-        warmup = worker_rules.warmup_steps
-        if strategy.brings or not elsewhere:
-            warmup = max(0, warmup - max(steps))
-        with_warmup = replace(worker_rules, warmup_steps=warmup)
-        strategy.servers = _find(strategy, world, worker_rules if elsewhere else with_warmup)
-        strategy.progress = _progress(strategy, steps, with_warmup)
-        totals.begin()
-    servers = strategy.servers
-    workers = []
-    assert servers is not None
-    name = servers.name_of(averager.sync_points.name)
-    for number, group in enumerate(strategy.groups):
-        named = keys_of(strategy.module, _groups_of(strategy, group))
-        plan = plan_of(named, len(servers.addresses), strategy.bigarray_bound)
-        if begins:
-            rank_zero_info(f"{owner}, {group.name}: {plan}")
-        dials = servers.dials(plan)
-        how = strategy.compression, strategy.consistent_pull and strategy.mode != "sync"
-        workers.append(Worker(name, named, plan, dials, 2 * _REQUEST_S, *how, number, strategy.overlap))
-    if begins and strategy.global_rank == 0:  # the weights and the optimizers' state of a checkpoint are rank 0's
-        for group, worker in zip(strategy.groups, workers, strict=True):
-            state: Any = ({}, {})
-            if strategy.update_on_server:
-                state = state_of(strategy.optimizers[group.optimizer], worker.params)
-            left = warmup if strategy.brings else None
-            worker.start(group.name, group.arguments, state, strategy.staleness, strategy.brings, left)
-    strategy.brings = False
-    tables = ParameterGroups(workers, totals)
-    if begins and world is not None:  # servers have weights
-        first, *_ = world.gather_objects(tables.updates(strategy.groups))
-        strategy.progress.begin(first)
-    if not begins or strategy.global_rank != 0:
-        for group, worker in zip(strategy.groups, workers, strict=True):
-            worker.start(group.name, group.arguments, staleness=strategy.staleness)
-    return tables
+
+    def __init__(self, service: ServiceSettings, roles: ServerRoles, job: JobRanks) -> None:
+        self._service = service
+        self._roles = roles
+        self._job = job
+        self.servers: Servers | None = None
+        self._run: int | None = None
+        """The run that servers which are ranks were called for."""
+        self.brings = False
+        """Whether servers take this training's weights, whatever they have: it goes on from a checkpoint."""
+        self._warmup_steps = 0
+        """Steps of the warm-up that are left for weights that are brought."""
+        self.groups = [ParameterGroup(0, 0, "delta", {})]
+        """Groups of parameters, each with a table on servers."""
+        self.progress = WorkerSteps()
+
+    def describe(self, optimizers: Sequence[Optimizer], again: bool = False) -> None:
+        """Describe the optimizers that servers are to make, ``again`` with a checkpoint's settings."""
+        owner = self._service.owner
+        if self._service.update_on_server:
+            self.groups = described_again(owner, optimizers, self.groups) if again else described(owner, optimizers)
+
+    def warn_of_momentum(self) -> None:
+        """Warn where late gradients go on in momentum."""
+        if self._service.mode == "sync":
+            return
+        for group in self.groups:
+            policy = make_policy(self._service.staleness, group.name, group.arguments)
+            if (warning := momentum_warning(policy, group.name, group.arguments)) is not None:
+                log.warning(warning)
+
+    def find(
+        self, averager: BackgroundAverager, connection: Connection, run: int, num_nodes: int, environment: Any
+    ) -> None:
+        """Find or start the servers; all workers call this together.
+
+        Args:
+            averager: of this worker, before the checkpoint that training goes on from.
+            connection: of the workers.
+            run: its number.
+            num_nodes: of hosts that take part.
+            environment: of this rank, which knows its address.
+
+        Raises:
+            ValueError: there are more servers than ranks, or those of an address do not suit.
+            AsyncTrainingError: no server can be started.
+            PeerLost: a worker is lost meanwhile.
+            CollectiveTimeout: a server that is a rank has not come within 30 minutes.
+        """
+        world = connection.world
+        steps = world.gather_objects(averager.step)
+        rules = self._service.worker_rules(world.world_size)
+        address = self._service.options.server_address
+        self._warmup_steps = rules.warmup_steps
+        if self.brings or address is None:
+            self._warmup_steps = max(0, rules.warmup_steps - max(steps))
+        with_warmup = replace(rules, warmup_steps=self._warmup_steps)
+        if address is not None:
+            self.servers = Servers.at(address, rules)
+        elif self._roles.dedicated:
+            self._run = run
+            self.servers = self._call(connection, run, with_warmup)
+        else:
+            together = len({*world.gather_objects(machine_name())}) == 1
+            start = ServerStart(with_warmup, None if together else _own_address(environment), self._shelving(world))
+            self._roles.check_ranks(world.world_size)
+            self.servers = Servers.start(world, self._service.num_servers or num_nodes, start)
+        if rules.mode == "sync":
+            self.progress = WorkerSteps(steps, sys.maxsize, 1)
+        else:
+            first, *_ = self.groups
+            policy = make_policy(rules.staleness, first.name, first.arguments)
+            self.progress = WorkerSteps(steps, self._warmup_steps, policy.buffer_size)
+        _totals_of(averager).begin()
+
+    def join(
+        self,
+        module: nn.Module,
+        optimizers: Sequence[Optimizer],
+        averager: BackgroundAverager,
+        world: LightningCollectives | None = None,
+    ) -> ParameterGroups:
+        """Join the servers that were found, with the model.
+
+        Args:
+            averager: of this worker, which knows its name, and has the totals.
+            world: of the workers that have just found the servers. Default: this one finds them with weights.
+
+        Raises:
+            AsyncTrainingError: a server has other settings or another model.
+        """
+        service = self._service
+        servers = self.servers
+        assert servers is not None
+        name = servers.name_of(averager.sync_points.name)
+        workers = []
+        for number, group in enumerate(self.groups):
+            named = keys_of(module, self._param_groups(optimizers, group))
+            plan = plan_of(named, len(servers.addresses), service.options.bigarray_bound)
+            if world is not None:
+                rank_zero_info(f"{service.owner}, {group.name}: {plan}")
+            client = Client(
+                name, servers.dials(plan), plan.fingerprint(), 2 * REQUEST_S, compression=service.compression,
+                consistent=service.at_a_cut, table=number, overlap=service.overlap,
+            )  # fmt: skip
+            workers.append(Worker(named, plan, client))
+        first = world is not None and world.rank == 0
+        if first:  # the weights and the optimizers' state of a checkpoint are rank 0's
+            for group, worker in zip(self.groups, workers, strict=True):
+                served = service.update_on_server
+                state: Any = state_of(optimizers[group.optimizer], worker.params) if served else ({}, {})
+                left = self._warmup_steps if self.brings else None
+                how: Any = {"anew": self.brings, "warmup_steps": left}
+                worker.start(group.name, group.arguments, state, staleness=service.staleness, **how)
+        self.brings = False
+        tables = ParameterGroups(workers, _totals_of(averager))
+        if world is not None:  # servers have weights
+            version, *_ = world.gather_objects(tables.updates(self.groups))
+            self.progress.begin(version)
+        if not first:
+            for group, worker in zip(self.groups, workers, strict=True):
+                worker.start(group.name, group.arguments, staleness=service.staleness)
+        return tables
+
+    def end(self, in_order: bool, first: bool) -> None:
+        """End the servers once nobody needs them; where this rank has failed, others go on with them.
+
+        Args:
+            first: this is the first worker, which tells others' servers.
+        """
+        servers = self.servers
+        self.servers = None
+        if servers is not None:
+            servers.close(in_order, tells=first)
+        run = self._run
+        self._run = None
+        if run is not None and in_order and first:
+            try:
+                JobBoard(self._job.store()).dismiss(run)
+            except (DistNetworkError, DistStoreError, ConnectionError) as error:  # they end with the store
+                log.warning("Servers were not told that run %d is over: %s", run, error)
+
+    def handed_over(self) -> dict[str, Any]:
+        """Return what a joining rank is to `take_handed_over`."""
+        servers = self.servers
+        return {
+            "servers": [] if servers is None else servers.addresses, "run": self._run,
+            "job": "" if servers is None else servers.job, "progress": self.progress.plain(),
+        }  # fmt: skip
+
+    def take_handed_over(self, told: dict[str, Any]) -> None:
+        self._run = told["run"]
+        self.progress.take(told["progress"])
+        self.servers = self._at(told["servers"])
+        self.servers.job = told["job"]
+
+    def _call(self, connection: Connection, run: int, rules: WorkerRules) -> Servers:
+        """Call the ranks that serve, and return their servers once they have started."""
+        world = connection.world
+        board = JobBoard(self._job.store())
+        shelving = self._shelving(world)
+        if world.rank == 0:
+            board.call(run, self._roles.num_servers, rules, shelving)
+        patience = WaitWithLog(world.rank, _ANSWERS, connection.membership.check)
+        return self._at(board.answers(run, self._roles.num_servers, patience))
+
+    def _at(self, addresses: Sequence[Mapping[str, Any]]) -> Servers:
+        """Return the servers at these addresses; those that are ranks say why one cannot go on."""
+        options = self._service.options
+        run = self._run
+        if run is None:
+            return Servers(addresses, of_this_run=options.server_address is None, come_back=options.folder is not None)
+        board = JobBoard(self._job.store())
+
+        def check(server: int) -> None:
+            with suppress(DistNetworkError, DistStoreError, ConnectionError):
+                board.check(run, server)
+
+        return Servers(addresses, check=check)
+
+    def _shelving(self, world: LightningCollectives) -> Shelving:
+        """Return a folder of its own for each training: none begins with another one's snapshots, or touches these."""
+        folder = self._service.options.folder
+        if folder is None:
+            return Shelving()
+        first, *_ = world.gather_objects(f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
+        rank_zero_info(f"{self._service.owner}: snapshots of servers are in {folder}/{first}")
+        return Shelving(f"{folder}/{first}", float(self._service.options.snapshot_every or Shelving().every_s))
+
+    def _param_groups(self, optimizers: Sequence[Optimizer], group: ParameterGroup) -> list[Any]:
+        """Return the optimizers' groups whose parameters are in this table: all, where optimizers are the worker's."""
+        if self._service.update_on_server:
+            return [optimizers[group.optimizer].param_groups[group.group]]
+        return [each for optimizer in optimizers for each in optimizer.param_groups]
 
 
-def end(strategy: ParameterServerStrategy, in_order: bool) -> None:
-    """End the servers once nobody needs them; where this rank has failed, others go on with them."""
-    servers = strategy.servers
-    strategy.servers = None
-    if servers is not None:
-        servers.close(in_order, tells=strategy.global_rank == 0)
-    run = strategy.served_run
-    strategy.served_run = None
-    if run is not None and in_order and strategy.global_rank == 0:
-        server_lifecycle.dismiss(strategy, run)
-
-
-def _worker_rules(strategy: ParameterServerStrategy) -> WorkerRules:
-    bound = {"max_staleness": ahead(strategy)} if strategy.mode == "ssp" else {}
-    return WorkerRules(
-        mode=strategy.mode, num_workers=strategy.world_size, **bound, dead_after_s=_REQUEST_S,
-        staleness=strategy.staleness, warmup_steps=strategy.warmup_steps,
-    )  # fmt: skip
-
-
-def _progress(strategy: ParameterServerStrategy, steps: Sequence[int], worker_rules: WorkerRules) -> WorkerSteps:
-    """Return the progress of schedules that follow versions."""
-    if worker_rules.mode == "sync":
-        return WorkerSteps(steps, sys.maxsize, 1)
-    first, *_ = strategy.groups
-    policy = make_policy(worker_rules.staleness, first.name, first.arguments)
-    return WorkerSteps(steps, worker_rules.warmup_steps, policy.buffer_size)
-
-
-def _find(strategy: ParameterServerStrategy, world: LightningCollectives, worker_rules: WorkerRules) -> Servers:
-    if strategy.server_address is not None:
-        return Servers.at(strategy.server_address, worker_rules)
-    if strategy.roles.dedicated:
-        strategy.served_run = strategy.num_runs
-        return server_lifecycle.call(strategy, strategy.served_run, worker_rules, _shelving(strategy, world))
-    host = None if len({*world.gather_objects(machine_name())}) == 1 else _own_address(strategy.cluster_environment)
-    return Servers.start(world, _count(strategy), ServerStart(worker_rules, host, _shelving(strategy, world)))
-
-
-def _shelving(strategy: ParameterServerStrategy, world: LightningCollectives) -> Shelving:
-    """Return a folder of its own for each training: none begins with another one's snapshots, or touches these."""
-    if strategy.snapshots is None:
-        return Shelving()
-    first, *_ = world.gather_objects(f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}")
-    rank_zero_info(f"{type(strategy).__name__}: snapshots of servers are in {strategy.snapshots}/{first}")
-    return Shelving(f"{strategy.snapshots}/{first}", float(strategy.snapshot_every or Shelving().every_s))
+def _totals_of(averager: BackgroundAverager) -> PushTotals:
+    return cast(PushTotals, averager.summary.totals)
 
 
 def _own_address(environment: Any) -> str:
     address = getattr(environment, "own_address", None)  # Horovod's ranks know no address of the first one
     return address or facing(environment.main_address, environment.main_port)
-
-
-def _count(strategy: ParameterServerStrategy) -> int:
-    if strategy.num_servers is None:
-        return strategy.num_nodes
-    if strategy.num_servers > strategy.world_size:
-        raise ValueError(
-            f"`{type(strategy).__name__}(num_servers={strategy.num_servers})`: there are {strategy.world_size} ranks, "
-            "and each has one server beside it at most."
-        )
-    return strategy.num_servers
-
-
-def _groups_of(strategy: ParameterServerStrategy, group: ParameterGroup) -> list[Any]:
-    """Return the optimizers' groups whose parameters are in this table: all, where optimizers are the worker's."""
-    if strategy.update_on_server:
-        return [strategy.optimizers[group.optimizer].param_groups[group.group]]
-    return [each for optimizer in strategy.optimizers for each in optimizer.param_groups]
-
-
-def check_momentum(strategy: ParameterServerStrategy, trainer: Any) -> None:
-    """Refuse schedulers that change momentum, and warn where late gradients go on in it."""
-    if strategy.world_size > 1:
-        check_momentum_stays(type(strategy).__name__, trainer.lr_scheduler_configs)
-    if strategy.mode == "sync" or strategy.global_rank != 0:
-        return
-    for group in strategy.groups:
-        policy = make_policy(strategy.staleness, group.name, group.arguments)
-        if (warning := momentum_warning(policy, group.name, group.arguments)) is not None:
-            log.warning(warning)

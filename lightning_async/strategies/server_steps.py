@@ -190,110 +190,7 @@ class Requests:
         tables.close()
 
 
-class States:
-    """State of optimizers that are on servers, fetched for checkpoints.
-
-    Rank 0's optimizers hold it wherever a checkpoint is made, those of others inside of `here`.
-    """
-
-    def __init__(self, strategy: ParameterServerStrategy) -> None:
-        self._strategy = strategy
-        self._are_here = False
-
-    @property
-    def _step_runner(self) -> Any:
-        """The session's step runner, which asks the servers; None where their state is not needed."""
-        session = self._strategy._session
-        return session.step_runner if self._strategy.update_on_server and session is not None else None
-
-    def fetch(self, optimizers: Iterable[Any]) -> None:
-        """On rank 0, fetch the servers' state of these; it waits for no other rank."""
-        if self._step_runner is not None and self._strategy.is_global_zero and not self._are_here:
-            for optimizer in optimizers:
-                self._step_runner.fetch_state(optimizer)
-
-    @contextmanager
-    def here(self, alone_s: float | None = None) -> Iterator[None]:
-        """Have the state in this rank's optimizers, inside of the context.
-
-        Args:
-            alone_s: where training has failed, seconds to wait for each answer; the newest weights are fetched, too.
-                TimeoutError where a server takes longer.
-        """
-        optimizers = self._strategy.optimizers
-        step_runner = self._step_runner
-        if step_runner is None:
-            yield
-            return
-        if alone_s is not None:
-            step_runner.rescue(optimizers, alone_s)
-        else:
-            for optimizer in optimizers:
-                step_runner.fetch_state(optimizer)
-        self._are_here = True
-        try:
-            yield
-        finally:
-            self._are_here = False
-            if not self._strategy.is_global_zero:
-                for optimizer in optimizers:
-                    optimizer.state.clear()
-
-
-_ALWAYS = 2  # pushes before which all values are looked at
-
-
-class Writes:
-    """Writes to a worker's parameters beside the optimizer's step, found before each push and each sync point.
-
-    With ``update_on_server=False`` servers get them as changes of the weights. Otherwise the next pull would overwrite
-    them, so they are refused, by name.
-    """
-
-    def __init__(self, strategy: ParameterServerStrategy, tables: ParameterGroups) -> None:
-        self._strategy = strategy
-        self._tables = tables
-        self._pushes = 0
-
-    def refuse(self, coming: bool) -> None:
-        """Raise AsyncTrainingError where a parameter was written to; ``coming``: newer weights may be under way."""
-        self._pushes += 1
-        self._refuse(self._tables.written(coming, every=self._pushes <= _ALWAYS))
-
-    def at_sync_point(self) -> bool:
-        """Return whether there is a change to push; raise as `refuse`. No request is under way."""
-        written = self._tables.written(coming=False, every=True)
-        if self._strategy.update_on_server:
-            self._refuse(written)
-        return bool(written)
-
-    def _refuse(self, written: list[str]) -> None:
-        if written:
-            more = f" and {len(written) - 3} more" if len(written) > 3 else ""
-            raise AsyncTrainingError(
-                f"Rank {self._strategy.global_rank}: {', '.join(written[:3])}{more} changed beside the optimizer's "
-                "step (a callback, or the module, writes to parameters). Servers hold the weights and would not hear "
-                "of it. Use `ParameterServerStrategy(update_on_server=False)`, which pushes all changes, or leave "
-                "parameters that are not trained out of the optimizer."
-            )
-
-    def install(self) -> list[Undo]:
-        """Have servers take the other model that `StochasticWeightAveraging` ends with; return what takes that back."""
-        swas = callbacks_of(self._strategy.module.trainer, "StochasticWeightAveraging")
-        return [override_for_users(swa, "on_train_epoch_start", partial(self._start_epoch, swa)) for swa in swas]
-
-    def _start_epoch(self, swa: Any, original: Callable[..., None], trainer: Any, module: Any) -> None:
-        original(trainer, module)
-        if trainer.current_epoch == swa.swa_end + 1:
-            strategy = self._strategy
-            averager = strategy.averager
-            assert averager is not None
-            strategy.states.fetch(strategy.optimizers)  # of the servers that end
-            clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
-            strategy.saved.go_on(clocks, averager.gathered())
-            strategy.start_over()
-
-
+_ALWAYS = 2  # steps before which all values are looked at
 _STEP = Step(Action.GRADIENTS)
 
 
@@ -302,6 +199,11 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     With the optimizer on the servers, ``optimizer.step`` is a push of the gradients and a pull of the weights. Else the
     optimizer is the worker's, and changes of the weights are pushed. At a sync point no request is under way.
+
+    Writes to parameters beside the optimizer's step (of a callback, say) are found before each push and each sync
+    point. They are pushed as changes of the weights, or refused by name where gradients are pushed: the next pull would
+    overwrite them. State of optimizers that are on servers is fetched for checkpoints: rank 0's optimizers hold it
+    wherever a checkpoint is made, those of others inside of `states_here`.
 
     Args:
         strategy: its module and optimizers, and how it pushes.
@@ -327,7 +229,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
             strategy.module, until_step=True
         )
         self._overlaps = not own and not changed
-        self._stepped = self._steps = self.pushes = 0
+        self._stepped = self._steps = self._looks = self.pushes = 0
         self._brings = False
         """Whether a local step since the last push had a gradient."""
         self._requests = Requests(averager, self._totals)
@@ -343,8 +245,11 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self.tables.load_residual(saved or {})
         averager.gathered = self._state
         averager.sync_points.add(self)
-        self._writes = Writes(strategy, self.tables)
-        self._undo: list[Undo] = self._writes.install()
+        self._states_are_here = False
+        swas = callbacks_of(strategy.module.trainer, "StochasticWeightAveraging")
+        self._undo: list[Undo] = [
+            override_for_users(swa, "on_train_epoch_start", partial(self._start_epoch, swa)) for swa in swas
+        ]
         for optimizer in strategy.optimizers:
             self._undo.append(set_for_now(optimizer, "add_param_group", refuse_groups))
             if strategy.update_on_server:
@@ -370,7 +275,36 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._samples.start_batch()
         self._batches.start(batch)
 
-    def fetch_state(self, optimizer: Optimizer) -> None:
+    def fetch_states(self, optimizers: Iterable[Optimizer]) -> None:
+        """On rank 0, fetch the servers' state of these; it waits for no other rank."""
+        if self._strategy.is_global_zero and not self._states_are_here:
+            for optimizer in optimizers:
+                self._fetch_state(optimizer)
+
+    @contextmanager
+    def states_here(self, alone_s: float | None = None) -> Iterator[None]:
+        """Have the state in this rank's optimizers, inside of the context.
+
+        Args:
+            alone_s: where training has failed, seconds to wait for each answer; the newest weights are fetched, too.
+                TimeoutError where a server takes longer.
+        """
+        optimizers = self._strategy.optimizers
+        if alone_s is not None:
+            self.rescue(optimizers, alone_s)
+        else:
+            for optimizer in optimizers:
+                self._fetch_state(optimizer)
+        self._states_are_here = True
+        try:
+            yield
+        finally:
+            self._states_are_here = False
+            if not self._strategy.is_global_zero:
+                for optimizer in optimizers:
+                    optimizer.state.clear()
+
+    def _fetch_state(self, optimizer: Optimizer) -> None:
         """Put the servers' state where torch keeps its own."""
         self._finish()
         self._ask(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
@@ -425,23 +359,47 @@ class PushSteps(StepRunner, SyncPointParticipant):
     def after_backward(self) -> None:
         self._samples.end_pass(self._samples.batch)
 
+    def _refuse(self, written: list[str]) -> None:
+        """Raise AsyncTrainingError where parameters were written to."""
+        if written:
+            more = f" and {len(written) - 3} more" if len(written) > 3 else ""
+            raise AsyncTrainingError(
+                f"Rank {self._strategy.global_rank}: {', '.join(written[:3])}{more} changed beside the optimizer's "
+                "step (a callback, or the module, writes to parameters). Servers hold the weights and would not hear "
+                "of it. Use `ParameterServerStrategy(update_on_server=False)`, which pushes all changes, or leave "
+                "parameters that are not trained out of the optimizer."
+            )
+
+    def _start_epoch(self, swa: Any, original: Callable[..., None], trainer: Any, module: Any) -> None:
+        """Have servers take the other model that `StochasticWeightAveraging` ends with."""
+        original(trainer, module)
+        if trainer.current_epoch == swa.swa_end + 1:
+            strategy = self._strategy
+            averager = self._averager
+            if strategy.update_on_server:
+                self.fetch_states(strategy.optimizers)  # of the servers that end
+            clocks = {**averager.state_dict(), "replicas": [averager.clocks()] * strategy.world_size}
+            strategy.saved.go_on(clocks, averager.gathered())
+            strategy.start_over()
+
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
         self._stepped += 1
         self._brings |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
     def _tables_of(self, optimizer: Optimizer) -> list[int]:
         number = self._strategy.optimizers.index(optimizer)
-        return [table for table, group in enumerate(self._strategy.groups) if group.optimizer == number]
+        return [table for table, group in enumerate(self._strategy.handle.groups) if group.optimizer == number]
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
-        groups = self._strategy.groups
+        groups = self._strategy.handle.groups
         tables = self._tables_of(optimizer)
         number = self._strategy.optimizers.index(optimizer)
 
         def step(optimizer: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None if closure is None else closure()
             self._batches.see()
-            self._writes.refuse(coming=self._requests.under_way)
+            self._looks += 1
+            self._refuse(self.tables.written(self._requests.under_way, every=self._looks <= _ALWAYS))
             self._finish()
             self.tables.fill_gradients(tables)
             rates = rates_of(optimizer, groups, tables)
@@ -468,7 +426,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._steps += self._stepped
         self._stepped = 0
         self._tick()
-        if self._steps >= self._strategy.update_frequency:
+        if self._steps >= self._strategy.service.options.update_frequency:
             self._send_change()
 
     def _send_change(self) -> None:
@@ -478,7 +436,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         # Steps without a gradient have moved nothing: in the mean of all workers they count for nothing.
         how = {"weight": float(self._brings or self.tables.has_change), **self._how()}
         self._brings = False
-        healthy = self.tables.is_finite(range(len(self._strategy.groups)))
+        healthy = self.tables.is_finite(range(len(self._strategy.handle.groups)))
         if not healthy:  # nothing of it leaves, and the servers' weights take its place
             how |= {"weight": 0.0, "pull": True}
             self._averager.summary.drop()
@@ -487,13 +445,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
         self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
-        if not self._strategy.overlap or self.tables.in_step:
+        if not self._strategy.service.overlap or self.tables.in_step:
             self._finish()
 
     def _how(self) -> dict[str, Any]:
         self.pushes += 1
         self._totals.pushes += 1
-        pull = self.pushes % self._strategy.pull_every == 0 or self.tables.in_step
+        pull = self.pushes % self._strategy.service.pull_every == 0 or self.tables.in_step
         return {"pull": pull, "sync_point": self._sync_point, "call": self.calls}
 
     @property
@@ -519,15 +477,18 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
         if self.tables.pulled:
             self.tables.take_()
-            self._totals.pulled(version := self.tables.updates(self._strategy.groups))
-            self._strategy.progress.see(version, self._strategy.world_size)
+            self._totals.pulled(version := self.tables.updates(self._strategy.handle.groups))
+            self._strategy.handle.progress.see(version, self._strategy.world_size)
             self._agreement.pulled(self.tables.versions, self.tables.restored)
         return answer
 
     def before_sync_point(self) -> None:
         """Finish what is under way, and have no worker wait for this one."""
         self._finish()
-        if self._writes.at_sync_point() or self._steps or self._stepped:
+        written = self.tables.written(coming=False, every=True)
+        if self._strategy.update_on_server:
+            self._refuse(written)
+        if written or self._steps or self._stepped:
             self._send_change()
         self._ask(partial(self._rest, self._sync_point))
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:

@@ -31,6 +31,7 @@ from lightning_async.algorithms import (
     described,
     make_policy,
     momentum_warning,
+    register_policy,
 )
 from tests.algorithms.catalogue import STALENESS
 from tests.algorithms.replicas import fill
@@ -187,6 +188,13 @@ def test_what_another_process_could_not_make_is_refused() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_a_policy(name) -> None:
     assert isinstance(make_policy(name), StalenessPolicy)
+
+
+def test_a_name_is_of_one_module_only() -> None:
+    for name in ("auto", "bounded"):
+        with pytest.raises(ValueError, match=f"`register_policy\\('{name}'\\)` for Halved: another policy"):
+            register_policy(name)(Halved)
+    assert make_policy("bounded") == Bounded(16)
 
 
 def test_a_name_that_is_none() -> None:

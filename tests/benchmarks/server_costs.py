@@ -123,7 +123,7 @@ def messages(tensors: int = 160, pushes: int = 5) -> float:
     plan = plan_of(named, 1, 1_000_000)
     server = ServerProcess()
     way = _Counting(ShmDial(server.name, *(4 * size for size in 2 * plan.sizes)))
-    worker = Worker("worker", named, plan, [way])
+    worker = Worker(named, plan, Client("worker", [way], plan.fingerprint()))
     try:
         worker.start("SGD", {"lr": 1.0})
         for each in worker.params:

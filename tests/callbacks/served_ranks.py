@@ -9,7 +9,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo, DivergenceMonitor, ParameterServerStrategy, Timeouts, TwoBit
+from lightning_async import (
+    AsyncAveragingStrategy,
+    DiLoCo,
+    DivergenceMonitor,
+    ParameterServerStrategy,
+    ServerOptions,
+    Timeouts,
+    TwoBit,
+)
 from lightning_async.algorithms import SaveProgress
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.errors import PeerLost
@@ -43,7 +51,7 @@ def killed(folder: str) -> Any:
 @scenario
 def after_a_kill(folder: Path) -> Any:
     """What an earlier pair of processes has left goes on, with other servers."""
-    return told(folder.parent / "left", lambda: servers(num_servers=2, bigarray_bound=10))
+    return told(folder.parent / "left", lambda: servers(num_servers=2, options=ServerOptions(bigarray_bound=10)))
 
 
 @scenario
@@ -132,7 +140,7 @@ def from_replicas(folder: Path) -> Any:
 
 @scenario
 def to_another_mode(folder: Path) -> Any:
-    return moved(folder, servers("async"), servers("ssp", num_servers=2, bigarray_bound=10))
+    return moved(folder, servers("async"), servers("ssp", num_servers=2, options=ServerOptions(bigarray_bound=10)))
 
 
 def replicas() -> Any:

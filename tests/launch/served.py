@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, ServerOptions
 from lightning_async.comm.p2p_gloo import machine_name
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
@@ -18,7 +18,7 @@ from tests.strategies.workers import Net, loader
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    strategy = ParameterServerStrategy("sync", bigarray_bound=10)
+    strategy = ParameterServerStrategy("sync", options=ServerOptions(bigarray_bound=10))
     here: list[bool] = []
 
     class Looks(pl.Callback):

@@ -268,7 +268,7 @@ def test_what_is_owed_goes_on_under_another_number_of_servers() -> None:
     def worker(count: int) -> Worker:
         plan = plan_of(named, count, 4)
         dials = [ShmDial("nobody", 4 * size, 4 * size) for size in plan.sizes]
-        return Worker("w", named, plan, dials, compression=TopK(0.5))
+        return Worker(named, plan, Client("w", dials, compression=TopK(0.5)))
 
     one, three = worker(1), worker(3)
     carried_residual = {

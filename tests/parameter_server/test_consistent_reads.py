@@ -105,7 +105,8 @@ def test_weights_as_they_are_and_those_that_are_pulled_are_of_one_version(consis
     with two(staleness="dana") as servers:
         named = {"a": torch.zeros(2 * N)}
         plan = plan_of(named, 2, 1)
-        worker = Worker("w", named, plan, [each.dial() for each in servers], consistent=consistent)
+        dials = [each.dial() for each in servers]
+        worker = Worker(named, plan, Client("w", dials, plan.fingerprint(), consistent=consistent))
         other = servers[0].worker("o", fingerprint=plan.fingerprint(), others=servers[1:])
         sgd = "SGD", {"lr": 1.0, "momentum": 0.5}
         worker.start(*sgd)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_async.comm.p2p import ShmDial
+from lightning_async.parameter_server.client import Client
 from lightning_async.parameter_server.tables import fill_state, state_of
 from lightning_async.parameter_server.worker import Worker, plan_of
 from tests.parameter_server.running import Running, running
@@ -30,7 +31,7 @@ def params() -> dict[str, Tensor]:
 def joined(servers: list[Running], named: dict[str, Tensor]) -> Worker:
     plan = plan_of(named, len(servers), BOUND)
     dials = [ShmDial(each.name, 4 * size, 4 * size) for each, size in zip(servers, plan.sizes, strict=True)]
-    return Worker("a", named, plan, dials)
+    return Worker(named, plan, Client("a", dials, plan.fingerprint()))
 
 
 def push(worker: Worker, steps: range) -> None:

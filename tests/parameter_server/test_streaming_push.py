@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_async.algorithms import Int8
 from lightning_async.comm.p2p_gloo import PairChannel
 from lightning_async.engine import backward
+from lightning_async.parameter_server.client import Client
 from lightning_async.parameter_server.worker import Worker, plan_of
 from tests.parameter_server.running import Running, running
 
@@ -53,7 +54,9 @@ class Trained:
         plan = plan_of(named, 2, 10)
         for server, size in zip(servers, plan.sizes, strict=True):
             server.numel = size
-        self.worker = Worker("a", named, plan, [server.dial() for server in servers], 20.0, **how)
+        self.worker = Worker(
+            named, plan, Client("a", [server.dial() for server in servers], plan.fingerprint(), 20.0, **how)
+        )
         self.worker.start("SGD", {"lr": 1.0})
         self.sent: list[Any] = []
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms import Bf16, TwoBit
+from lightning_async.parameter_server.client import Client
 from lightning_async.parameter_server.store import in_words
 from lightning_async.parameter_server.tables import ParameterGroups
 from lightning_async.parameter_server.worker import Worker, plan_of
@@ -29,7 +30,7 @@ KINDS: dict[str, Tensor] = {
 def joined(named: dict[str, Tensor], optimizer: str = "SGD", lr: float = 1.0, **how: Any) -> Iterator[Worker]:
     plan = plan_of(named, 2, 10)
     with running(plan.sizes[0]) as first, running(plan.sizes[1]) as second:
-        worker = Worker("a", named, plan, [first.dial(), second.dial()], 20.0, **how)
+        worker = Worker(named, plan, Client("a", [first.dial(), second.dial()], plan.fingerprint(), 20.0, **how))
         worker.start(optimizer, {"lr": lr} if optimizer != "delta" else {})
         yield worker
         worker.close()

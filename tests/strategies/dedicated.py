@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, ServerOptions
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
@@ -135,7 +135,9 @@ class KillsOneWithASnapshot(KillsSupervisor):
 def memory_comes_back(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     kept = Path(folder, "kept")
-    strategy = ParameterServerStrategy("sync", placement="dedicated", snapshots=kept, snapshot_every=0.05)
+    strategy = ParameterServerStrategy(
+        "sync", placement="dedicated", options=ServerOptions(snapshots=kept, snapshot_every=0.05)
+    )
     told = fit(strategy, Data(Path(folder)), 3, callbacks=[KillsOneWithASnapshot()])
     return told | {"served": rows_of(strategy)}
 
@@ -176,7 +178,9 @@ def comes_late(folder: str, dedicated: bool, wait_for_workers: Any, workers: int
     torch.set_num_threads(1)
     until = UntilAllTrain(Path(folder), workers)
     strategy = ParameterServerStrategy(
-        "sync", placement="dedicated" if dedicated else "colocated", wait_for_workers=wait_for_workers
+        "sync",
+        placement="dedicated" if dedicated else "colocated",
+        options=ServerOptions(wait_for_workers=wait_for_workers),
     )
     while os.environ["RANK"] == "1" and not (Path(folder) / "trains").exists():
         time.sleep(0.01)
@@ -189,5 +193,5 @@ def never_comes(folder: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     if os.environ["RANK"] == "1":
         return {}
-    strategy = ParameterServerStrategy("sync", wait_for_workers=(2, timedelta(seconds=1)))
+    strategy = ParameterServerStrategy("sync", options=ServerOptions(wait_for_workers=(2, timedelta(seconds=1))))
     return fit(strategy, Data(Path(folder)), 3)

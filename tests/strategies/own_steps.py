@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import AsyncGradientStrategy, ParameterServerStrategy, Synchronous
+from lightning_async import AsyncGradientStrategy, ParameterServerStrategy, ServerOptions, Synchronous
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
@@ -183,7 +183,9 @@ def nan_as_they_come() -> Any:
 @scenario
 def nan_in_changes() -> Any:
     """The worker has stepped with it: the change is dropped, and the servers' weights take its place."""
-    strategy = ParameterServerStrategy(update_on_server=False, update_frequency=2, pull_every=3, min_replicas=2)
+    strategy = ParameterServerStrategy(
+        update_on_server=False, pull_every=3, min_replicas=2, options=ServerOptions(update_frequency=2)
+    )
     return train(strategy, NotFinite(optimizer=adam))
 
 

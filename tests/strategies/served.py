@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, ServerOptions
 from lightning_async.membership.signing import SECRET
 from lightning_async.parameter_server.client import ShardConnection
 from lightning_async.parameter_server.consistency import WorkerRules
@@ -82,7 +82,9 @@ def sync_scaled() -> Any:
 
 @scenario
 def sync_adam_two_servers() -> Any:
-    return fit(ParameterServerStrategy("dist_sync", num_servers=2, bigarray_bound=10), optimizer=adam)
+    return fit(
+        ParameterServerStrategy("dist_sync", num_servers=2, options=ServerOptions(bigarray_bound=10)), optimizer=adam
+    )
 
 
 @scenario
@@ -120,7 +122,11 @@ def bounded() -> Any:
 @scenario
 def changes() -> Any:
     """The optimizer is the worker's."""
-    return fit(ParameterServerStrategy(update_on_server=False, update_frequency=4), optimizer=adam, max_epochs=4)
+    return fit(
+        ParameterServerStrategy(update_on_server=False, options=ServerOptions(update_frequency=4)),
+        optimizer=adam,
+        max_epochs=4,
+    )
 
 
 class Adversaries(Net):
@@ -192,7 +198,7 @@ def goes_on(folder: Path, strategy: Any, epochs: int, checkpoint: Path | None = 
 @scenario
 def resumed(folder: Path) -> Any:
     """Two epochs with two servers, and two more with one."""
-    goes_on(folder, ParameterServerStrategy("sync", num_servers=2, bigarray_bound=10), 2)
+    goes_on(folder, ParameterServerStrategy("sync", num_servers=2, options=ServerOptions(bigarray_bound=10)), 2)
     saved = folder / "epoch=1.ckpt"
     state = torch.load(saved, weights_only=True)["optimizer_states"][0]["state"]
     told = goes_on(folder / "more", ParameterServerStrategy("sync"), 4, saved)
@@ -323,9 +329,13 @@ def on_their_own(folder: Path) -> Any:
         os.environ[SECRET] = SECRET_OF_JOB
         opened.callback(os.environ.pop, SECRET)
         address = where.read_text()
-        told = goes_on(folder / "first", ParameterServerStrategy("sync", server_address=address), 2)
+        told = goes_on(
+            folder / "first", ParameterServerStrategy("sync", options=ServerOptions(server_address=address)), 2
+        )
         first = folder / "first" / "epoch=0.ckpt"
-        again = goes_on(folder / "again", ParameterServerStrategy("sync", server_address=address), 2, first)
+        again = goes_on(
+            folder / "again", ParameterServerStrategy("sync", options=ServerOptions(server_address=address)), 2, first
+        )
         with pytest.raises(ValueError, match="server 0 there has mode='sync', and this training has 'async'"):
             Servers.at(address, WorkerRules(staleness="auto"))
         with pytest.raises(ValueError, match=r"server 0 there waits for 2 workers before .* and 1 begin"):

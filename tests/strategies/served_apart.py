@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, ServerOptions
 from lightning_async.membership.signing import SECRET
 from lightning_async.trainer.namespace import pl
 from tests.cli.test_serve import SECRET_OF_JOB, free_ports, serving
@@ -43,7 +43,9 @@ def three(folder: Path) -> Any:
     told: list[dict[str, Any]] = []
 
     def train(address: str, *callbacks: Any, epochs: int = 1, checkpoint: Path | None = None) -> Any:
-        strategy = ParameterServerStrategy(server_address=address, staleness="none", warmup_steps=WARMUP)
+        strategy = ParameterServerStrategy(
+            staleness="none", warmup_steps=WARMUP, options=ServerOptions(server_address=address)
+        )
         steps = Steps()
         trainer = make_trainer(strategy, callbacks=[steps, *callbacks], devices=1, max_epochs=epochs)
         trainer.fit(net := Net(), loader(problem.batches(0, BATCHES)), ckpt_path=checkpoint)

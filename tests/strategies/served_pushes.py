@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_async import ParameterServerStrategy, TopK, TwoBit
+from lightning_async import ParameterServerStrategy, ServerOptions, TopK, TwoBit
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
@@ -30,14 +30,19 @@ def compressed_in_step() -> Any:
 def compressed_as_they_come() -> Any:
     """Two servers, of one version in every pull, while the next batch is computed."""
     strategy = ParameterServerStrategy(
-        compression=TopK(0.2), overlap=True, num_servers=2, bigarray_bound=10, consistent_pull=True
+        compression=TopK(0.2),
+        overlap=True,
+        num_servers=2,
+        options=ServerOptions(bigarray_bound=10, consistent_pull=True),
     )
     return fit(strategy, optimizer=adam, max_epochs=4)
 
 
 @scenario
 def compressed_changes() -> Any:
-    strategy = ParameterServerStrategy(update_on_server=False, update_frequency=3, compression=TwoBit(0.02))
+    strategy = ParameterServerStrategy(
+        update_on_server=False, compression=TwoBit(0.02), options=ServerOptions(update_frequency=3)
+    )
     return fit(strategy, optimizer=adam, max_epochs=4)
 
 
@@ -129,7 +134,7 @@ def plain_sgd(ps: Any) -> torch.optim.Optimizer:
 
 @scenario
 def odd_parameters() -> Any:
-    strategy = ParameterServerStrategy("sync", num_servers=2, bigarray_bound=20)
+    strategy = ParameterServerStrategy("sync", num_servers=2, options=ServerOptions(bigarray_bound=20))
     return fit(strategy, module=Net(network=Odd, optimizer=plain_sgd))
 
 

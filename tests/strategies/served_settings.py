@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, ServerOptions
 from lightning_async.trainer.namespace import pl
 from tests.parameter_server.test_server import until
 from tests.strategies import problem
@@ -124,7 +124,7 @@ def one_schedule(folder: Path) -> Any:
     def part(epochs: int, checkpoint: Path | None) -> dict[str, Any]:
         net = Scheduled(folder, waits=checkpoint is None)
         saves = pl.callbacks.ModelCheckpoint(dirpath=folder / f"{epochs}", filename="{epoch}", save_top_k=-1)
-        strategy = ParameterServerStrategy(staleness="none", num_servers=2, bigarray_bound=10)
+        strategy = ParameterServerStrategy(staleness="none", num_servers=2, options=ServerOptions(bigarray_bound=10))
         trainer = make_trainer(strategy, callbacks=[saves], max_epochs=epochs, enable_checkpointing=True)
         trainer.fit(net, loader(shard([BATCHES] * 2)), ckpt_path=checkpoint)
         told = {"places": net.places, "at_end": net.place(), "metrics": strategy.summary.metrics()}

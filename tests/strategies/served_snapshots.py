@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, ServerOptions
 from lightning_async.trainer.namespace import pl
 from tests.strategies.served import BATCHES, fit, rows_of
 from tests.strategies.workers import Net, logged, rank, scenario, shard
@@ -64,7 +64,9 @@ class LosesAfterSnapshot(pl.Callback):
 @scenario
 def snapshot_lost(folder: Path) -> Any:
     """The only server is lost with its memory, and begins with a snapshot."""
-    strategy = ParameterServerStrategy(staleness="none", snapshots=folder / "kept", snapshot_every=3600)
+    strategy = ParameterServerStrategy(
+        staleness="none", options=ServerOptions(snapshots=folder / "kept", snapshot_every=3600)
+    )
     loses = LosesAfterSnapshot(folder)
     with logged() as lines:
         found = fit(strategy, shard([BATCHES, FEWER]), module=Counts(), callbacks=[loses])

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async import HorovodTransport, ParameterServerStrategy, TorchTransport
-from lightning_async.strategies.server_lifecycle import StartQuorum, join_or_start
+from lightning_async import HorovodTransport, ParameterServerStrategy, ServerOptions, TorchTransport
+from lightning_async.strategies.server_lifecycle import StartQuorum
 from tests.horovod import needs_horovod
 from tests.strategies.dedicated import BATCHES
 from tests.strategies.problem import adam, batches, distance, flat, joined, train_alone
@@ -144,36 +144,35 @@ def test_when_workers_begin(number: int | None, within_s: float, begins: dict[in
 @pytest.mark.parametrize("told", [0, -1, True, "two", 1.5, None, (2,), (2, 5), (2, timedelta(seconds=-1)), (0, HOUR)])
 def test_numbers_of_workers_that_cannot_be(told: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(f"wait_for_workers={told!r}")):
-        ParameterServerStrategy(wait_for_workers=told)
+        ParameterServerStrategy(options=ServerOptions(wait_for_workers=told))
 
 
 @pytest.mark.parametrize(
     ("quorum", "words"), [(3, "there are 2 workers"), (1, "fewer than 2 of 2 workers do not go on")]
 )
 def test_numbers_of_workers_that_do_not_suit_the_job(quorum: int, words: str) -> None:
-    trainer = make_trainer(ParameterServerStrategy(wait_for_workers=quorum, min_replicas=2))
     with pytest.raises(ValueError, match=words):
-        join_or_start(trainer.strategy, "Strategy")
+        StartQuorum(quorum).check_workers(world_size=2, fewest=2)
 
 
 @needs_horovod
 def test_over_horovod_nobody_comes_later() -> None:
     with pytest.raises(ValueError, match="nobody comes later"):
-        ParameterServerStrategy(wait_for_workers=1, transport=HorovodTransport())
+        ParameterServerStrategy(transport=HorovodTransport(), options=ServerOptions(wait_for_workers=1))
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"placement": "elsewhere"}, "placement='elsewhere'"),
-        ({"placement": "dedicated", "server_address": "a:1"}, "server_address='a:1'"),
+        ({"placement": "dedicated", "options": {"server_address": "a:1"}}, "server_address='a:1'"),
         ({"update_on_server": "yes"}, "update_on_server='yes'"),
-        ({"placement": "dedicated", "update_frequency": 2}, "accumulate_grad_batches=2"),
+        ({"placement": "dedicated", "options": {"update_frequency": 2}}, "accumulate_grad_batches=2"),
     ],
 )
 def test_wrong_arguments_are_named_at_once(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        ParameterServerStrategy(**arguments)
+        ParameterServerStrategy(**{**arguments, "options": ServerOptions(**arguments.get("options", {}))})
 
 
 @needs_horovod

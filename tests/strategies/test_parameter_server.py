@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 import signal
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ParameterServerStrategy, ServerOptions
 from lightning_async.algorithms import AdaptiveLr, Bounded, Buffered, NoCorrection
 from lightning_async.checkpoint.store import CheckpointStore
-from lightning_async.strategies.server_options import ahead
 from tests.strategies import problem
 from tests.strategies.live_rank_workers import SAMPLES
 from tests.strategies.problem import adam, batches, distance, flat, joined, momentum, train_alone
@@ -239,29 +239,22 @@ def test_the_trainer_may_fit_again(users: Outcomes) -> None:
     ("arguments", "error", "words"),
     [
         ({"mode": "dist_later"}, ValueError, "mode='dist_later'"),
-        ({"server_address": ""}, ValueError, "server_address=''"),
-        ({"server_address": "abc"}, ValueError, "server_address='abc'"),
-        ({"server_address": 5}, TypeError, "server_address=5"),
-        ({"lr_clock": "mine"}, ValueError, "lr_clock='mine'"),
-        ({"lr_clock": "global", "update_on_server": False}, ValueError, "lr_clock='global'"),
+        ({"options": {"server_address": ""}}, ValueError, "server_address=''"),
+        ({"options": {"server_address": "abc"}}, ValueError, "server_address='abc'"),
+        ({"options": {"server_address": 5}}, TypeError, "server_address=5"),
+        ({"options": {"lr_clock": "mine"}}, ValueError, "lr_clock='mine'"),
+        ({"update_on_server": False, "options": {"lr_clock": "global"}}, ValueError, "lr_clock='global'"),
         ({"num_servers": 0}, ValueError, "num_servers=0"),
-        ({"num_servers": 1, "server_address": "a:1"}, ValueError, "server_address='a:1'"),
+        ({"num_servers": 1, "options": {"server_address": "a:1"}}, ValueError, "server_address='a:1'"),
         ({"max_staleness": -1}, ValueError, "max_staleness=-1"),
-        ({"max_staleness": 4}, ValueError, 'it is for `mode="ssp"` or `staleness="bounded"`'),
+        ({"max_staleness": 4}, ValueError, 'it is for `mode="ssp"`'),
         ({"mode": "sync", "max_staleness": 4}, ValueError, "max_staleness=4"),
-        ({"mode": "ssp", "staleness": "bounded", "max_staleness": 4}, ValueError, "both have a bound"),
-        ({"staleness": Bounded(8), "max_staleness": 4}, ValueError, "max_staleness=4"),
-        ({"staleness": "bounded", "max_staleness": 0}, ValueError, "max_staleness=0"),
+        ({"staleness": "bounded", "max_staleness": 4}, ValueError, "`staleness=Bounded(4)`"),
         ({"mode": "ssp", "max_staleness": 1, "pull_every": 5}, ValueError, "`max_staleness=4` or more"),
         ({"mode": "ssp", "pull_every": 4, "overlap": True}, ValueError, "`max_staleness=4` or more"),
         ({"mode": "ssp", "max_staleness": 0, "overlap": True}, ValueError, "max_staleness=0"),
-        ({"staleness_lr_factor": 0.5}, ValueError, 'it is for `staleness="adaptive_lr"`'),
-        ({"staleness": "adaptive_lr", "staleness_lr_factor": 1.5}, ValueError, "staleness_lr_factor=1.5"),
-        ({"staleness": "adaptive_lr", "staleness_lr_factor": "0.5"}, TypeError, "staleness_lr_factor='0.5'"),
-        ({"staleness": "dana", "buffer_size": 4}, ValueError, "buffer_size=4"),
-        ({"staleness": "fedbuff", "buffer_size": 0}, ValueError, "buffer_size=0"),
         ({"pull_every": 1.5}, TypeError, "pull_every=1.5"),
-        ({"update_frequency": 2}, ValueError, "accumulate_grad_batches=2"),
+        ({"options": {"update_frequency": 2}}, ValueError, "accumulate_grad_batches=2"),
         ({"overlap": True, "update_on_server": False}, ValueError, "overlap=True"),
         ({"mode": "sync", "overlap": True}, ValueError, "mode='sync'"),
         ({"mode": "sync", "staleness": "dana"}, ValueError, "staleness=Dana"),
@@ -271,31 +264,44 @@ def test_the_trainer_may_fit_again(users: Outcomes) -> None:
 )
 def test_wrong_arguments_are_named_at_once(arguments: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=re.escape(words)):
-        ParameterServerStrategy(**arguments)
+        ParameterServerStrategy(**{**arguments, "options": ServerOptions(**arguments.get("options", {}))})
 
 
 @pytest.mark.parametrize(
     ("arguments", "policy", "bound"),
     [
-        ({"staleness": "bounded", "max_staleness": 4}, Bounded(4), None),
         ({"staleness": "bounded"}, Bounded(16), None),
         ({"mode": "ssp", "staleness": "none", "max_staleness": 4, "pull_every": 3}, NoCorrection(), 2),
         ({"mode": "ssp", "staleness": "none", "overlap": True}, NoCorrection(), 2),
-        ({"mode": "ssp", "staleness": "bounded"}, Bounded(16), 3),
+        ({"mode": "ssp", "staleness": "bounded", "max_staleness": 4}, Bounded(16), 4),
         ({"mode": "ssp", "staleness": "none", "max_staleness": 0}, NoCorrection(), 0),
-        ({"staleness": "adaptive_lr", "staleness_lr_factor": 0.5}, AdaptiveLr(0.5), None),
-        ({"staleness": "fedbuff", "buffer_size": 4}, Buffered(4, AdaptiveLr(form="sqrt")), None),
-        ({"staleness": "rennala", "buffer_size": 3}, Buffered(3, Bounded(1)), None),
+        ({"staleness": AdaptiveLr(0.5)}, AdaptiveLr(0.5), None),
+        ({"staleness": "rennala"}, Buffered(10, Bounded(1)), None),
         ({"mode": "dist"}, "auto", None),
         ({"update_on_server": False}, NoCorrection(), None),
     ],
 )
 def test_arguments_reach_the_policy_and_the_bound(arguments: dict[str, Any], policy: Any, bound: int | None) -> None:
     """How far ahead servers let a worker be: what it does before it pulls counts, too."""
-    strategy = ParameterServerStrategy(**arguments)
-    assert strategy.staleness == policy
-    assert bound is None or ahead(strategy) == bound
-    assert (strategy.max_staleness is not None) == (strategy.mode == "ssp")
+    service = ParameterServerStrategy(**arguments).service
+    assert service.staleness == policy
+    assert bound is None or service.ahead == bound
+    assert (service.bound is not None) == (service.mode == "ssp")
+
+
+def test_it_is_built_from_a_config_file(tmp_path: Path) -> None:
+    jsonargparse = pytest.importorskip("jsonargparse")
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=ParameterServerStrategy)
+    bounded = {"class_path": "lightning_async.algorithms.Bounded", "init_args": {"max_staleness": 4}}
+    options = {"wait_for_workers": [2, "0:01:00"], "snapshots": str(tmp_path), "snapshot_every": 5}
+    how = {"mode": "dist_async", "staleness": bounded, "options": options}
+    config = {"class_path": "lightning_async.ParameterServerStrategy", "init_args": how}
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the name before 4.49
+    service = instantiate(parser.parse_object({"strategy": config})).strategy.service
+    assert (service.mode, service.staleness) == ("async", Bounded(4))
+    kept = {"snapshots": str(tmp_path), "snapshot_every": 5.0}
+    assert service.options == ServerOptions(wait_for_workers=(2, timedelta(minutes=1)), **kept)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_async.strategies.server_placement import ServerRoles
+from lightning_async import ParameterServerStrategy, ServerOptions
 
 
 class Ranks:
@@ -37,7 +37,7 @@ class Ranks:
     ],
 )
 def test_the_last_ranks_serve(environment: Ranks, role: tuple[str, int]) -> None:
-    roles = ServerRoles("Strategy", "dedicated", 2, None)
+    roles = ParameterServerStrategy(placement="dedicated", num_servers=2).roles
     assert (roles.num_serving, roles.of(environment)) == (2, role)
     assert roles.reached_at(environment, num_nodes=1) is None
     assert roles.reached_at(environment, num_nodes=2) == "127.0.0.1"
@@ -45,9 +45,9 @@ def test_the_last_ranks_serve(environment: Ranks, role: tuple[str, int]) -> None
 
 
 def test_all_ranks_train() -> None:
-    roles = ServerRoles("Strategy", "colocated", 2, None)
+    roles = ParameterServerStrategy(num_servers=2).roles
     assert not roles.dedicated
     assert (roles.num_serving, roles.of(Ranks(1, 2))) == (0, ("worker", 1))
     assert roles.of(Ranks(2, 2)) == ("worker", 2), "it comes with a number that nobody had"
     assert roles.is_alone(1) and not roles.is_alone(2)
-    assert not ServerRoles("Strategy", "colocated", None, "a:1").is_alone(1)
+    assert not ParameterServerStrategy(options=ServerOptions(server_address="a:1")).roles.is_alone(1)

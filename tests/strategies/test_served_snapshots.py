@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async import ParameterServerStrategy
+from lightning_async import ServerOptions
 from tests.strategies import problem
 from tests.strategies.problem import flat
 from tests.strategies.served import BATCHES
@@ -74,4 +74,4 @@ def test_a_host_is_lost_with_its_worker_and_its_server(tmp_path: Path) -> None:
 )
 def test_snapshots_that_cannot_be_are_named_at_once(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-        ParameterServerStrategy(**arguments)
+        ServerOptions(**arguments)
