@@ -42,7 +42,7 @@ from lightning_async.strategies.averaging_state import clocks_of
 from lightning_async.strategies.join_connection import PATIENCE, PreparedJoin, connect, release
 from lightning_async.strategies.rank_mapping import RankMap, count_run, next_run, run_name
 from lightning_async.strategies.session import FitSessions
-from lightning_async.trainer.data.join import StateCopying, begin_within_epoch, state_for_joining_ranks, take_over
+from lightning_async.trainer.data.join import JoinState
 from lightning_async.trainer.environment.settings import check_joining, settings_of
 from lightning_async.trainer.loops.loop_state import without_own
 from lightning_async.trainer.namespace import in_words, pytorch
@@ -74,7 +74,7 @@ class JoinCoordinator:
         self._door: JoinBoard | None = None
         self._join_preparation: JoinPreparation | None = None
         self._hands_over: threading.Thread | None = None
-        self._copying = StateCopying()
+        self._state: JoinState | None = None
 
     def open(self, trainer: Any) -> None:
         """Announce that training begins, or goes on as another run."""
@@ -85,6 +85,7 @@ class JoinCoordinator:
         if not isinstance(transport, TorchTransport) or connection is None or live_ranks is None:
             return
         self._door = transport.door(strategy.cluster_environment)
+        self._state = self._state or JoinState(trainer)
         most = strategy.config.max_replicas or live_ranks.started
         self._join_preparation = JoinPreparation(strategy, self._door, most, self._prepare_for, self._call)
         if self._speaks:
@@ -106,8 +107,9 @@ class JoinCoordinator:
             self._join_preparation.close()
         if self._hands_over is not None:
             self._hands_over.join(PATIENCE.total_seconds())
-        self._copying.close()
-        self._door = self._join_preparation = self._hands_over = None
+        if self._state is not None:
+            self._state.close()
+        self._door = self._join_preparation = self._hands_over = self._state = None
 
     @property
     def _speaks(self) -> bool:
@@ -129,8 +131,8 @@ class JoinCoordinator:
         if (fit_sessions := self._strategy.fit_sessions) is None:
             return
         fit_sessions.patches.joiner_data.prepare_for()
-        if self._speaks and fit_sessions.session is not None:
-            self._copying.prepare_for(self._strategy.module.trainer, fit_sessions.session.averager.agreed.nbytes())
+        if self._speaks and fit_sessions.session is not None and self._state is not None:
+            self._state.prepare_for(fit_sessions.session.averager.agreed.nbytes())
 
     def _call(self) -> None:
         if (call := self.call_together) is not None:
@@ -215,11 +217,10 @@ class JoinCoordinator:
         """Pack on rank 0 what the joining rank needs of it, and say why that could not be; "" where it could."""
         if ready.pair is None:
             return None, None
-        assert fit_sessions.session is not None
+        assert fit_sessions.session is not None and self._state is not None
         try:
-            own = state_for_joining_ranks(self._strategy.module.trainer)
             averaging = fit_sessions.session.averager.state_dict()
-            return self._copying.packed({**own, **fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
+            return self._state.packed({**fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
         except Exception as error:  # of hooks of the user's, too: who trains goes on
             ready.connection.membership.fail(in_words(error))  # nobody waits for it
             return None, f"{type(error).__name__}: {error}"
@@ -640,14 +641,14 @@ class JoiningRank:
         assert fit_sessions is not None
         try:
             self._hear(connection, answer)
-            take_over(trainer, state)
+            JoinState(trainer).restore(state)
             if trainer.fit_loop.done:
                 raise ValueError(
                     f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
                     "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
                 )
             fit_sessions.come()
-            fit_sessions.undo += reversed(begin_within_epoch(trainer, state, lambda: fit_sessions.patches.has_part))
+            fit_sessions.patches.joiner_data.begin_within_epoch(state["logged"])
         except BaseException as error:
             release(connection, in_words(error))
             raise

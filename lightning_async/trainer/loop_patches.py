@@ -19,7 +19,7 @@ import torch
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.trainer import configuration_checks
-from lightning_async.trainer.data.epoch_data import EmptyShards, JoinerData, LostRankData
+from lightning_async.trainer.data.epoch_data import EmptyShards, EpochAssignment, JoinerData, LostRankData
 from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize, ValidationTakeover
 from lightning_async.trainer.loops.loggers import LoggingFailover
 from lightning_async.trainer.loops.lr_schedules import LearningRates, StepState
@@ -297,8 +297,9 @@ class LoopPatches:
         stopping = Stopping(strategy, trainer)
         self.sync_points = FitSyncPoints(strategy, trainer, stopping)
         self.rates = LearningRates(strategy, trainer)
-        self._lost_rank_data = LostRankData(strategy, trainer, self.rates)
-        self.joiner_data = JoinerData(strategy, trainer, self._lost_rank_data.epoch, self.rates)
+        epoch = EpochAssignment(trainer)
+        self._lost_rank_data = LostRankData(epoch, self.rates)
+        self.joiner_data = JoinerData(epoch, self.rates)
         self._validation = Validation(strategy, trainer, self.sync_points, self._lost_rank_data)
         self._saving = saving = Saving(strategy, trainer)
         self.sync_points.on_met = StepState(strategy, trainer, self.rates).make_equal
@@ -312,8 +313,7 @@ class LoopPatches:
         self._logging_failover = LoggingFailover(trainer)
         self._parts = (
             stopping, collective_actions, shortage, self._validation, saving, self.rates,
-            EmptyShards(strategy, trainer),
-            SamplerResize(strategy, trainer), self._lost_rank_data, self.joiner_data,
+            EmptyShards(trainer), SamplerResize(strategy, trainer), self._lost_rank_data, self.joiner_data,
             ValidationTakeover(strategy, trainer), ConsistentMetrics(strategy, trainer), self._logging_failover,
         )  # fmt: skip
         self._undo: list[Undo] = []
@@ -351,11 +351,6 @@ class LoopPatches:
             self._logging_failover.take(told["succession"])
         self.sync_points.begin(world)
         self.joiner_data.deal(name, places, None if told is None else told["epoch"])
-
-    @property
-    def has_part(self) -> bool:
-        """Whether this rank, which has joined within an epoch, takes part in the rest of it."""
-        return self._lost_rank_data.epoch.first is not None or self._lost_rank_data.epoch.begins
 
     def tell_place(self) -> None:
         """Note that what is sent next holds all that this rank has done, the batch under way included."""

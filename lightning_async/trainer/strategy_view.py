@@ -38,6 +38,8 @@ class StrategyView:
     """The `RunSummary` so far."""
     updates: Any = None
     """`OptimizerUpdates` of the fit; None where a step belongs to the batch that Lightning has at hand."""
+    lost_rank_data: Any = None
+    """The `LostRankData` of the fit; None where no rank may be lost."""
     connection: Any = None
     """The `Connection` of all ranks; None in a world of one."""
     averager: Any = None

@@ -2,7 +2,7 @@
 
 in training                                   a rank that comes back
 at each batch's end: is a copy due?           before it waits beside the run: asks all who keeps what was its own
-`take` makes its own state, which is sent     in `join.take_over`, over rank 0's: `put` puts it in place
+`take` makes its own state, which is sent     in `JoinState.restore`, over rank 0's: `put` puts it in place
 """
 
 from __future__ import annotations

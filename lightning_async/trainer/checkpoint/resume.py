@@ -12,7 +12,6 @@ from typing import Any
 from lightning_async.data.random_states import reseed
 from lightning_async.data.stateful_loader import begin_at, recounted, sources_of
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState, SafePoints, keep_weight, put_unsaved
-from lightning_async.trainer.data.epoch_data import lost_rank_data_of
 from lightning_async.trainer.data.samplers import batches_left
 from lightning_async.trainer.loops.loop_state import go_on_averaging, put_logged, start_again
 from lightning_async.trainer.namespace import (
@@ -24,6 +23,7 @@ from lightning_async.trainer.namespace import (
     take_back,
     validation_interval,
 )
+from lightning_async.trainer.strategy_view import view_of
 
 
 class Resume:
@@ -201,7 +201,7 @@ class Resume:
             original()
             return
         self._trainer.fit_loop._combined_loader_states_to_load = []
-        if (lost_rank_data := lost_rank_data_of(self._trainer)) is not None:
+        if (lost_rank_data := view_of(self._trainer.strategy).lost_rank_data) is not None:
             lost_rank_data.taken_up = self._pending["unsaved"].get("left", [])
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
         for source in sources:

@@ -32,11 +32,11 @@ from torch import Tensor, nn
 
 from lightning_async.data.random_states import Generators, States
 from lightning_async.data.stateful_loader import Source, generators_of
-from lightning_async.trainer.data.epoch_data import lost_rank_data_of
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
 from lightning_async.trainer.loops.loop_state import Known, Modes, take_logged
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, pytorch, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class SafePoints:
 
     def _parts(self, where: str) -> list[int]:
         """Return which part of the epoch this rank has, of how many; none where it joined within it and has none."""
-        lost_rank_data = lost_rank_data_of(self._trainer)
+        lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         if lost_rank_data is None:
             return self.dealt
         return [] if lost_rank_data.epoch.has_none and where != "epoch" else lost_rank_data.epoch.dealt or self.dealt
@@ -425,7 +425,7 @@ def take_unsaved(trainer: Any) -> dict[str, Any]:
 
 def take_plain(trainer: Any) -> dict[str, Any]:
     epoch = trainer.fit_loop.epoch_loop
-    lost_rank_data = lost_rank_data_of(trainer)
+    lost_rank_data = view_of(trainer.strategy).lost_rank_data
     averages = averaged_models_of(trainer)
     return {
         "averaged": averages.updates() if averages is not None else [],
