@@ -29,7 +29,7 @@ from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.environment.environments import is_joining
-from lightning_async.trainer.environment.settings import check_equal, check_settings
+from lightning_async.trainer.environment.settings import TrainerSettings, check_equal
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
@@ -104,7 +104,7 @@ class AsyncStrategy(ReplicatedStrategy):
         trainer: Any = self.module.trainer
         configuration_checks.check_callbacks(trainer.callbacks)
         if self.world is not None:
-            check_settings(self, trainer, self.world)
+            TrainerSettings(trainer).check(self.world)
             owner = type(self).__name__
             config = self.config
             configuration_checks.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)

@@ -43,7 +43,7 @@ from lightning_async.strategies.join_connection import PATIENCE, PreparedJoin, c
 from lightning_async.strategies.rank_mapping import RankMap, count_run, next_run, run_name
 from lightning_async.strategies.session import FitSessions
 from lightning_async.trainer.data.join import JoinState
-from lightning_async.trainer.environment.settings import check_joining, settings_of
+from lightning_async.trainer.environment.settings import TrainerSettings, check_joining
 from lightning_async.trainer.loops.loop_state import without_own
 from lightning_async.trainer.namespace import in_words, pytorch
 from lightning_async.transports.base import Connection
@@ -93,7 +93,7 @@ class JoinCoordinator:
                 {
                     "room": connection.name,
                     "fit": strategy.num_fits,
-                    "settings": settings_of(strategy, trainer),
+                    "settings": TrainerSettings(trainer).of_fit(),
                     "model": digest(strategy.module),
                 }
             )
@@ -551,7 +551,7 @@ class JoiningRank:
                 f"Rank {self._number} comes back to fit number {strategy.num_fits} of its script, and the others are "
                 f"in number {notice.get('fit')}: where a script fits several times, it can join the first only."
             )
-        check_joining(notice.get("settings", {}), settings_of(strategy, self._trainer))
+        check_joining(notice.get("settings", {}), TrainerSettings(self._trainer).of_fit())
         if notice.get("model") != digest(strategy.module):
             raise ValueError(
                 f"Rank {self._number} comes back with another model than those who train have: its parameters or "

@@ -28,7 +28,6 @@ from lightning_async.strategies.base import Roles
 from lightning_async.strategies.server_lifecycle import Servers, serve
 from lightning_async.strategies.server_options import ahead
 from lightning_async.trainer.configuration_checks import check_momentum_stays
-from lightning_async.trainer.environment.subprocess_launcher import leave
 from lightning_async.trainer.namespace import rank_zero_info
 from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
@@ -104,7 +103,12 @@ class ServerRoles(Roles):
         role, number = self.of(strategy.cluster_environment)
         if role != "worker":
             serve(strategy, number)
-            leave(strategy.module.trainer)
+            trainer = strategy.module.trainer
+            # Callbacks, loggers and data do not see the end, as they have not begun.
+            trainer.callbacks = []
+            trainer.loggers = []
+            trainer.datamodule = None
+            raise SystemExit(0)
 
     def check_transport(self, transport: Transport) -> None:
         """Raise ValueError where the transport's groups are of all ranks, and some serve."""
