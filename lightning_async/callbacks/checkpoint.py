@@ -24,6 +24,7 @@ from lightning_async.checkpoint.store import CheckpointStore
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
+from lightning_async.trainer.data.join import Welcoming
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
 from lightning_async.trainer.namespace import check_object, pytorch
 
@@ -37,7 +38,7 @@ Objects = Literal["refuse", "pickle"]
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
-class FaultTolerantCheckpoint(Checkpoint):
+class FaultTolerantCheckpoint(Welcoming, Checkpoint):
     """Saves all that training needs to go on exactly, while training goes on; `fit` resumes by itself.
 
     State is copied into memory of another process, which writes it: training stands still for the copy only, and what

@@ -166,6 +166,8 @@ class AsyncStrategy(ReplicatedStrategy):
         if self._session is not None and self.world is not None:
             self.world.asynchronous = True
             self.step_runner.start_batch(batch)
+        if self.fit_sessions is not None:
+            self.fit_sessions.patches.begin_batch()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         run = partial(super().optimizer_step, optimizer, model=model, **kwargs)

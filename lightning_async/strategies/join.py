@@ -131,8 +131,9 @@ class JoinCoordinator:
         if (fit_sessions := self._strategy.fit_sessions) is None:
             return
         fit_sessions.patches.joiner_data.prepare_for()
-        if self._speaks and fit_sessions.session is not None and self._state is not None:
-            self._state.prepare_for(fit_sessions.session.averager.agreed.nbytes())
+        state = self._state  # another thread may close it
+        if self._speaks and fit_sessions.session is not None and state is not None:
+            state.prepare_for(fit_sessions.session.averager.agreed.nbytes())
 
     def _call(self) -> None:
         if (call := self.call_together) is not None:

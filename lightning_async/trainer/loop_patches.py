@@ -174,6 +174,7 @@ class Validation:
         if follow_rates is not None:
             follow_rates()
         self._strategy.end_epoch()
+        self._lost_rank_data.epoch.end()
 
     def _meet(self) -> None:
         with _at_last_step(self._trainer):
@@ -351,6 +352,12 @@ class LoopPatches:
             self._logging_failover.take(told["succession"])
         self.sync_points.begin(world)
         self.joiner_data.deal(name, places, None if told is None else told["epoch"])
+
+    def begin_batch(self) -> None:
+        """Tell the others how far this rank is with the batch that begins."""
+        # Where it accumulates, its gradients are yet to be stepped with.
+        if self._strategy.shrinks and not self._trainer.fit_loop.epoch_loop._should_accumulate():
+            self.tell_place()
 
     def tell_place(self) -> None:
         """Note that what is sent next holds all that this rank has done, the batch under way included."""

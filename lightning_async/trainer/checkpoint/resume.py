@@ -148,6 +148,7 @@ class Resume:
         self._boundary("batch")
 
     def _end_epoch(self, original: Any) -> None:
+        self.points.step_position.end_epoch()
         original()
         take_back(self._longer)
         self._boundary("epoch")

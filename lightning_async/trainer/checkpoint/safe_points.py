@@ -473,7 +473,6 @@ class StepPosition:
             override(epoch.manual_optimization, "run", self._step_manually),
             override(epoch, "update_lr_schedulers", self._update_lr_schedulers),
             override(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
-            override(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
         ]
 
     def follow(self) -> Undo:
@@ -527,10 +526,9 @@ class StepPosition:
         self.within = StepPhase.LOGGERS
         original()
 
-    def _end_epoch(self, original: Any) -> None:
+    def end_epoch(self) -> None:
         if self.within is StepPhase.BATCH_END:  # the rest was left out: the safe point before lies far behind
             self.within = StepPhase.STEP
-        original()
 
 
 SMALL = 1 << 16

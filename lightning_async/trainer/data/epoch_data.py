@@ -318,7 +318,6 @@ class LostRankData:
             set_for_now(self._strategy, "lost_rank_data", self),
             override(loop, "on_run_start", self._begin),
             override(loop, "run", self.epoch.run),
-            override(self._strategy, "on_train_batch_start", self._begin_batch),
         ]
 
     def start_over(self) -> None:
@@ -461,13 +460,6 @@ class LostRankData:
         epoch.shares = shares  # whole at once: other threads read it
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
-    def _begin_batch(self, original: Any, batch: Any, batch_idx: int) -> None:
-        original(batch, batch_idx)
-        sync_points = self._strategy.sync_points
-        # Where it accumulates, its gradients are yet to be stepped with.
-        if sync_points is not None and not self._trainer.fit_loop.epoch_loop._should_accumulate():
-            self.tell_place(sync_points)
-
     def tell_place(self, sync_points: SyncPoints) -> None:
         """Tell that what is sent next holds all that this rank has done, the batch under way included."""
         self.epoch.learn_from(sync_points)
@@ -519,11 +511,7 @@ class JoinerData:
     def install(self) -> list[Undo]:
         if not self._strategy.shrinks:
             return []
-        fit = self._epoch.trainer.fit_loop
-        return [
-            override(fit.epoch_loop, "on_advance_end", self._after_batch),
-            override(fit, "on_advance_end", self._end_epoch),
-        ]
+        return [override(self._epoch.trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
 
     def begin_within_epoch(self, logged: dict[str, Any]) -> None:
         """Begin as a joining rank: within the epoch of others, of which they had ``logged`` this."""
@@ -610,10 +598,6 @@ class JoinerData:
         # Its stream goes on, and the others' have come to an end.
         if ended and not self._epoch.accumulates:
             self._epoch.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-
-    def _end_epoch(self, original: Any) -> None:
-        original()
-        self._epoch.end()
 
 
 def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:

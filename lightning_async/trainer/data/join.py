@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,17 +15,15 @@ from lightning_async.trainer.loops.loop_state import take_logged
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
 
 
-@runtime_checkable
-class Welcoming(Protocol):
+class Welcoming:
     """A callback that has more to tell a joining rank than its state."""
 
     def for_joining_ranks(self) -> dict[str, Any]:
         """Return plain values for the joining rank; called on rank 0, at a sync point."""
-        ...
+        return {}
 
     def come(self, told: dict[str, Any]) -> None:
         """Take what was ``told``; called on the joining rank, which has this callback's state already."""
-        ...
 
 
 class JoinState:
