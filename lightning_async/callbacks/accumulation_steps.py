@@ -11,7 +11,6 @@ import torch
 from lightning_async._checks import check_choice, check_int, check_protocol
 from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling, Synchronous
 from lightning_async.algorithms.staleness import GradientCorrection, Prediction
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, pulls
 from lightning_async.trainer.strategy_view import view_of
 
@@ -43,7 +42,8 @@ def mean_of(strategy: Any, value: float) -> float:
 
 def lends(strategy: Any) -> bool:
     """Return whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
-    return view_of(strategy).in_windows and (strategy.world_size > 1 or is_joining(strategy))
+    view = view_of(strategy)
+    return view.in_windows and (strategy.world_size > 1 or view.is_joining)
 
 
 def _averages_models(strategy: Any) -> bool:

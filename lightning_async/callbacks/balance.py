@@ -13,7 +13,6 @@ from lightning_async.callbacks.accumulation_steps import show
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.configuration_checks import check_loaders
 from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
 from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, override, pytorch, take_back
 from lightning_async.trainer.strategy_view import view_of
@@ -190,7 +189,7 @@ class BalancedBatchSizes(Callback):
             return  # training begins anew within this fit
         ranks = trainer.world_size
         base = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
-        if trainer.strategy.world is None and not is_joining(trainer.strategy):
+        if trainer.strategy.world is None and not trainer.strategy.is_joining:
             if self.global_batch_size not in (None, base):
                 raise ValueError(
                     f"`{type(self).__name__}(global_batch_size={self.global_batch_size})` with one rank: that is the "

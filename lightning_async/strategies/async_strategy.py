@@ -28,7 +28,6 @@ from lightning_async.strategies.join import JoinCoordinator, JoiningRank
 from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.environment.settings import TrainerSettings, check_equal
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
@@ -120,7 +119,7 @@ class AsyncStrategy(ReplicatedStrategy):
         if fitting:
             self.num_fits = next(_fits)
             self.fit_sessions = FitSessions(self, trainer)
-            if not is_joining(self):
+            if not self.is_joining:
                 self.fit_sessions.install(self.world)
             self.fit_sessions.undo.append(monitor_for_now(trainer))
             self.pacing = Pacing(self, trainer, lambda: self.summary.merge_s)
@@ -130,7 +129,7 @@ class AsyncStrategy(ReplicatedStrategy):
         """Let the replicas part: all ranks hold the same model."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
             self.start_over()
-        if is_joining(self):
+        if self.is_joining:
             JoiningRank(self, self._trainer).join()
         elif self.fit_sessions is not None:
             self.fit_sessions.begin()

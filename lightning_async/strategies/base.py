@@ -31,7 +31,7 @@ from lightning_async.strategies.rank_mapping import (
     numbered_last,
     run_name,
 )
-from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.environment.environments import JoiningEnvironment
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import (
     CompiledMark,
@@ -197,11 +197,15 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         number_rank(self.global_rank)
 
     @property
+    def is_joining(self) -> bool:
+        return isinstance(self.cluster_environment, JoiningEnvironment) and self.live_ranks is None
+
+    @property
     def global_rank(self) -> int:
         """The number of this rank; it changes where others are lost and training goes on without them."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.rank
-        return min(super().global_rank, self.world_size - 1) if is_joining(self) else super().global_rank
+        return min(super().global_rank, self.world_size - 1) if self.is_joining else super().global_rank
 
     @property
     def world_size(self) -> int:
@@ -265,7 +269,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
-        if not self.roles.is_alone(self.world_size) and not is_joining(self):
+        if not self.roles.is_alone(self.world_size) and not self.is_joining:
             run = count_run()
             elastic = {} if self.host is None else {"elastic": True}
             self.use(

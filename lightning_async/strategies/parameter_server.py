@@ -33,7 +33,6 @@ from lightning_async.strategies.server_placement import Placement, ServerRoles, 
 from lightning_async.strategies.server_steps import PushSteps, States
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.environment.settings import check_equal
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
@@ -191,7 +190,7 @@ class ParameterServerStrategy(AsyncStrategy):
     served = True
 
     def connect_ranks(self) -> None:
-        if not self.quorum.is_all and self.live_ranks is None and not is_joining(self):
+        if not self.quorum.is_all and self.live_ranks is None and not self.is_joining:
             join_or_start(self, type(self).__name__)
         try:
             super().connect_ranks()

@@ -63,6 +63,11 @@ class StrategyView:
         return _PLAIN_STEPS
 
     @property
+    def is_joining(self) -> bool:
+        """Whether this rank was started while others train, and is not admitted yet."""
+        return False
+
+    @property
     def shrinks(self) -> bool:
         """Whether training may go on without ranks that are lost."""
         return False

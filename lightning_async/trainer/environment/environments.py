@@ -203,20 +203,14 @@ NOBODY = StableIds(-1, (0,), 1)
 
 def names_of(trainer: Any) -> StableIds:
     """Return the stable ids of the Trainer's ranks; their current ranks, if none can be lost."""
-    live_ranks = view_of(trainer.strategy).live_ranks
-    if is_joining(trainer.strategy):
+    strategy = view_of(trainer.strategy)
+    live_ranks = strategy.live_ranks
+    if strategy.is_joining:
         others = frozenset(range(trainer.world_size))
-        return StableIds(trainer.strategy.cluster_environment.started_as, (), trainer.world_size, others)
+        return StableIds(strategy.cluster_environment.started_as, (), trainer.world_size, others)
     if live_ranks is None:
         return StableIds(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
     generation = live_ranks.generation
     left = tuple(map(int, live_ranks.names))
     ever = live_ranks.ever
     return StableIds(int(live_ranks.called(generation.name)), left, 1 + max(ever), ever.difference(left))
-
-
-def is_joining(strategy: Any) -> bool:
-    """Return whether this rank was started while others train, and is not admitted yet."""
-    return (
-        isinstance(getattr(strategy, "cluster_environment", None), JoiningEnvironment) and strategy.live_ranks is None
-    )
