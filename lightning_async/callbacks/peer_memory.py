@@ -85,9 +85,6 @@ class PeerMemory(CollectiveCallback, Callback):
         if self._now is not None:
             self._now.summarise()
 
-    def for_joining_ranks(self) -> dict[str, Any]:
-        return {}
-
     def come(self, told: dict[str, Any]) -> None:
         if self._now is not None:
             self._now.come()

@@ -197,9 +197,7 @@ class DataShard(NamedTuple):
 
 def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
     """Return what a loader takes in the epoch that begins, as a `DataShard` has it."""
-    if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
-        return None, 0
-    if type(loader)._get_iterator is not DataLoader._get_iterator or (told := describe(loader, None)) is None:
+    if not _is_plain(loader) or (told := describe(loader, None)) is None:
         return None, 0
     of_all = told["kind"] != "distributed" or len(loader.batch_sampler.sampler.dataset) == told["length"]  # pyright: ignore
     return (told if of_all else None), len(loader)
@@ -207,16 +205,20 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
 
 def stream_of(loader: Any) -> dict[str, Any] | None:
     """Return which part of a stream a loader takes in the epoch that begins; None where others could not tell it."""
-    if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
+    if not _is_plain(loader) or not getattr(loader, "in_order", True):
         return None
     stream = loader.dataset
     if not isinstance(stream, PartitionedStream) or type(stream).__iter__ is not PartitionedStream.__iter__:
         return None
-    if type(loader)._get_iterator is not DataLoader._get_iterator or not getattr(loader, "in_order", True):
-        return None
-    size = loader.batch_size or 1
     workers = max(1, loader.num_workers)
-    return {"kind": "stream", **stream.part(), "batch_size": size, "workers": workers}
+    return {"kind": "stream", **stream.part(), "batch_size": loader.batch_size or 1, "workers": workers}
+
+
+def _is_plain(loader: Any) -> bool:
+    """Return whether batches come as torch's DataLoader makes them, and from nowhere else."""
+    if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
+        return False
+    return type(loader)._get_iterator is DataLoader._get_iterator
 
 
 def distributed(told: dict[str, Any]) -> Tensor:

@@ -29,7 +29,7 @@ from lightning_async.strategies.joining_rank import JoiningRank
 from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
-from lightning_async.trainer.environment.settings import check_equal, check_settings
+from lightning_async.trainer.environment.settings import TrainerSettings, check_equal
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
 from lightning_async.trainer.namespace import batch_size, in_words
@@ -104,7 +104,7 @@ class AsyncStrategy(ReplicatedStrategy):
         trainer: Any = self.module.trainer
         configuration_checks.check_callbacks(trainer.callbacks)
         if self.world is not None:
-            check_settings(self, trainer, self.world)
+            TrainerSettings(trainer).check(self.world)
             owner = type(self).__name__
             config = self.config
             configuration_checks.check_survival(owner, config.min_replicas, config.max_replicas, self.world_size)
@@ -168,6 +168,8 @@ class AsyncStrategy(ReplicatedStrategy):
         if self._session is not None and self.world is not None:
             self.world.asynchronous = True
             self.step_runner.start_batch(batch)
+        if self.fit_sessions is not None:
+            self.fit_sessions.patches.after_batch_start()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         run = partial(super().optimizer_step, optimizer, model=model, **kwargs)

@@ -41,9 +41,9 @@ from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.strategies.averaging_state import clocks_of
 from lightning_async.strategies.rank_mapping import count_run, name_in_run, next_run, run_name
 from lightning_async.strategies.session import FitSessions
-from lightning_async.trainer.data.join import StateCopying, state_for_joining_ranks
+from lightning_async.trainer.data.join import JoinState
 from lightning_async.trainer.environment.environments import RenumberedEnvironment
-from lightning_async.trainer.environment.settings import settings_of
+from lightning_async.trainer.environment.settings import TrainerSettings
 from lightning_async.trainer.loops.loop_state import without_own
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import in_words
@@ -161,7 +161,7 @@ class JoinCoordinator(CollectiveCallback):
         self._door: JoinBoard | None = None
         self._join_preparation: JoinPreparation | None = None
         self._hands_over: threading.Thread | None = None
-        self._copying = StateCopying()
+        self._state: JoinState | None = None
 
     def open(self, trainer: Any) -> None:
         """Announce that training begins, or goes on as another run."""
@@ -172,6 +172,7 @@ class JoinCoordinator(CollectiveCallback):
         if not isinstance(transport, TorchTransport) or connection is None or live_ranks is None:
             return
         self._door = transport.door(strategy.cluster_environment)
+        self._state = self._state or JoinState(trainer)
         most = strategy.config.max_replicas or live_ranks.started
         timeouts = strategy.config.timeouts
         connector = JoinConnector(transport, strategy.cluster_environment, strategy.root_device, timeouts)
@@ -181,7 +182,7 @@ class JoinCoordinator(CollectiveCallback):
                 {
                     "room": connection.name,
                     "fit": strategy.num_fits,
-                    "settings": settings_of(strategy, trainer),
+                    "settings": TrainerSettings(trainer).of_fit(),
                     "model": digest(strategy.module),
                 }
             )
@@ -195,8 +196,9 @@ class JoinCoordinator(CollectiveCallback):
             self._join_preparation.close()
         if self._hands_over is not None:
             self._hands_over.join(PATIENCE.total_seconds())
-        self._copying.close()
-        self._door = self._join_preparation = self._hands_over = None
+        if self._state is not None:
+            self._state.close()
+        self._door = self._join_preparation = self._hands_over = self._state = None
 
     @property
     def _speaks(self) -> bool:
@@ -218,8 +220,9 @@ class JoinCoordinator(CollectiveCallback):
         if (fit_sessions := self._strategy.fit_sessions) is None:
             return
         fit_sessions.patches.joiner_data.prepare_for()
-        if self._speaks and fit_sessions.session is not None:
-            self._copying.prepare_for(self._strategy.module.trainer, fit_sessions.session.averager.agreed.nbytes())
+        state = self._state  # another thread may close it
+        if self._speaks and fit_sessions.session is not None and state is not None:
+            state.prepare_for(fit_sessions.session.averager.agreed.nbytes())
 
     def _call(self) -> None:
         if (call := self.call_together) is not None:
@@ -304,11 +307,10 @@ class JoinCoordinator(CollectiveCallback):
         """Pack on rank 0 what the joining rank needs of it, and say why that could not be; "" where it could."""
         if ready.pair is None:
             return None, None
-        assert fit_sessions.session is not None
+        assert fit_sessions.session is not None and self._state is not None
         try:
-            own = state_for_joining_ranks(self._strategy.module.trainer)
             averaging = fit_sessions.session.averager.state_dict()
-            return self._copying.packed({**own, **fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
+            return self._state.packed({**fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
         except Exception as error:  # of hooks of the user's, too: who trains goes on
             ready.connection.membership.fail(in_words(error))  # nobody waits for it
             return None, f"{type(error).__name__}: {error}"

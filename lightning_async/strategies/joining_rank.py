@@ -21,8 +21,8 @@ from lightning_async.membership.launcher_channel import came_back
 from lightning_async.membership.startup import WaitWithLog
 from lightning_async.strategies.join import PATIENCE, JoinConnector, PreparedJoin, digest, release
 from lightning_async.strategies.rank_mapping import RankMap, count_run
-from lightning_async.trainer.data.join import begin_within_epoch, take_over
-from lightning_async.trainer.environment.settings import check_joining, settings_of
+from lightning_async.trainer.data.join import JoinState
+from lightning_async.trainer.environment.settings import TrainerSettings, check_joining
 from lightning_async.trainer.namespace import in_words, pytorch
 from lightning_async.transports.base import Connection
 from lightning_async.transports.torch import TorchTransport
@@ -112,7 +112,7 @@ class JoiningRank:
                 f"Rank {self._number} comes back to fit number {strategy.num_fits} of its script, and the others are "
                 f"in number {notice.get('fit')}: where a script fits several times, it can join the first only."
             )
-        check_joining(notice.get("settings", {}), settings_of(strategy, self._trainer))
+        check_joining(notice.get("settings", {}), TrainerSettings(self._trainer).of_fit())
         if notice.get("model") != digest(strategy.module):
             raise ValueError(
                 f"Rank {self._number} comes back with another model than those who train have: its parameters or "
@@ -207,14 +207,14 @@ class JoiningRank:
         assert fit_sessions is not None
         try:
             self._hear(connection, answer)
-            take_over(trainer, state)
+            JoinState(trainer).restore(state)
             if trainer.fit_loop.done:
                 raise ValueError(
                     f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
                     "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
                 )
             fit_sessions.come()
-            fit_sessions.undo += reversed(begin_within_epoch(trainer, state, lambda: fit_sessions.patches.has_part))
+            fit_sessions.patches.joiner_data.begin_within_epoch(state["logged"])
         except BaseException as error:
             release(connection, in_words(error))
             raise

@@ -40,7 +40,6 @@ from lightning_async.parameter_server.worker import Worker, plan_of
 from lightning_async.strategies.base import Roles
 from lightning_async.strategies.server_lifecycle import JobRanks, Servers
 from lightning_async.strategies.server_options import REQUEST_S, ServiceSettings
-from lightning_async.trainer.environment.subprocess_launcher import leave
 from lightning_async.trainer.namespace import rank_zero_info
 from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
@@ -96,7 +95,12 @@ class ServerRoles(Roles):
         if role != "worker":
             host = self.reached_at(strategy.cluster_environment, strategy.num_nodes)
             strategy.job.serve(number, host, early=not self.begin_together)
-            leave(strategy.module.trainer)
+            trainer = strategy.module.trainer
+            # Callbacks, loggers and data do not see the end, as they have not begun.
+            trainer.callbacks = []
+            trainer.loggers = []
+            trainer.datamodule = None
+            raise SystemExit(0)
 
     def check_transport(self, transport: Transport) -> None:
         """Raise ValueError where the transport's groups are of all ranks, and some serve."""

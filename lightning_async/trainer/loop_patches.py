@@ -17,7 +17,7 @@ import torch
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.trainer.configuration_checks import FitCheck
-from lightning_async.trainer.data.epoch_data import EmptyShards, JoinerData, LostRankData
+from lightning_async.trainer.data.epoch_data import EmptyShards, EpochAssignment, JoinerData, LostRankData
 from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize, ValidationTakeover
 from lightning_async.trainer.loops.loggers import LoggingFailover
 from lightning_async.trainer.loops.lr_schedules import LearningRates, StepState
@@ -171,6 +171,7 @@ class Validation:
         if follow_rates is not None:
             follow_rates()
         self._view.end_epoch()
+        self._lost_rank_data.epoch.end()
 
     def _meet(self) -> None:
         with self._unscheduled.at_last_step():
@@ -268,8 +269,9 @@ class LoopPatches:
         stopping = Stopping(view, trainer)
         self.sync_points = FitSyncPoints(view, trainer, stopping)
         self.rates = LearningRates(view, trainer)
-        self._lost_rank_data = LostRankData(view, trainer, self.rates)
-        self.joiner_data = JoinerData(view, trainer, self._lost_rank_data.epoch, self.rates)
+        epoch = EpochAssignment(trainer)
+        self._lost_rank_data = LostRankData(epoch, self.rates)
+        self.joiner_data = JoinerData(epoch, self.rates)
         self._validation = Validation(view, trainer, self.sync_points, self._lost_rank_data)
         self._saving = saving = Saving(view, trainer)
         self.sync_points.on_met = StepState(view, trainer, self.rates).make_equal
@@ -284,8 +286,7 @@ class LoopPatches:
         self._logging_failover = LoggingFailover(trainer)
         self._parts = (
             stopping, collective_actions, self._validation, saving, self.rates,
-            EmptyShards(view, trainer),
-            SamplerResize(view, trainer), self._lost_rank_data, self.joiner_data,
+            EmptyShards(trainer), SamplerResize(view, trainer), self._lost_rank_data, self.joiner_data,
             ValidationTakeover(view, trainer), ConsistentMetrics(view, trainer), self._logging_failover,
         )  # fmt: skip
         self._undo: list[Undo] = []
@@ -325,10 +326,11 @@ class LoopPatches:
         self.sync_points.begin(world)
         self.joiner_data.deal(name, places, None if told is None else told["epoch"])
 
-    @property
-    def has_part(self) -> bool:
-        """Whether this rank, which has joined within an epoch, takes part in the rest of it."""
-        return self._lost_rank_data.epoch.first is not None or self._lost_rank_data.epoch.begins
+    def after_batch_start(self) -> None:
+        """Tell the others how far this rank is with the batch that begins."""
+        # Where it accumulates, its gradients are yet to be stepped with.
+        if self._view.shrinks and not self._trainer.fit_loop.epoch_loop._should_accumulate():
+            self.tell_place()
 
     def tell_place(self) -> None:
         """Note that what is sent next holds all that this rank has done, the batch under way included."""

@@ -43,6 +43,8 @@ class StrategyView:
     """`OptimizerUpdates` of the fit; None where a step belongs to the batch that Lightning has at hand."""
     transport: Any = None
     """The `Transport` of the ranks; None where Lightning starts and connects them."""
+    lost_rank_data: Any = None
+    """The `LostRankData` of the fit; None where no rank may be lost."""
     connection: Any = None
     """The `Connection` of all ranks; None in a world of one."""
     averager: Any = None

@@ -23,7 +23,7 @@ from lightning_async.cli.main import main
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 from lightning_async.trainer.checkpoint import checkpointing
 from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointReader
-from lightning_async.trainer.checkpoint.checkpoint_state import put_back
+from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
 from lightning_async.trainer.loops.averaged_models import AveragedModels
 from lightning_async.trainer.namespace import pl
 from tests.callbacks.checkpoint_ranks import At, Interrupted, Noisy, interrupt
@@ -207,7 +207,7 @@ def test_what_averages_weigh_at_the_next_sync_point_goes_back_with_them() -> Non
     for _ in range(3):
         average.update_parameters(module)
     for resume, updates in ((taken, 5), (None, 0)):
-        put_back(trainer, checkpoint, resume)
+        TrainerState(trainer).restore(checkpoint, resume)
         assert (int(average.n_averaged), averages.updates()) == (5, [updates])
 
 

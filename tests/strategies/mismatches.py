@@ -22,6 +22,7 @@ from lightning_async import (
     Warmup,
 )
 from lightning_async.errors import AsyncTrainingError
+from lightning_async.trainer.environment.settings import TrainerSettings
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, logged, make_trainer, rank, scenario, shard, together
@@ -140,10 +141,10 @@ def versions() -> Any:
 def a_version_without_this_check() -> Any:
     """Rank 1 begins a fit as earlier versions did: with the lines that describe its model."""
 
-    def describe(strategy: Any, trainer: Any, world: Any) -> None:
+    def describe(settings: Any, world: Any) -> None:
         world.gather_objects(["net.0.weight: 8, 6"])
 
-    with mock.patch("lightning_async.strategies.async_strategy.check_settings", describe) if rank() else nullcontext():
+    with mock.patch.object(TrainerSettings, "check", describe) if rank() else nullcontext():
         return _refused({})
 
 

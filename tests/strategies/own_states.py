@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory, Synchronous, Warmup
 from lightning_async.comm.serialization import flatten, unflatten
-from lightning_async.trainer.checkpoint.checkpoint_state import put, take
+from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard
@@ -48,7 +48,7 @@ class Takes(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         (optimizer,) = trainer.optimizers
         if (trainer.current_epoch, batch_idx) == (0, 1):
-            tree, tensors = flatten(take(trainer))
+            tree, tensors = flatten(TrainerState(trainer).capture_own())
             self.own = unflatten(tree, [tensor.clone() for tensor in tensors])
             self.draw = float(torch.rand(()))
             trainer.precision_plugin.scaler.update(8.0)  # as after many overflows
@@ -61,7 +61,7 @@ class Takes(pl.Callback):
         mine["net.2.weight"] = {**of_another_shape, "exp_avg": torch.zeros(3)}
         late = {names[p]: s["exp_avg"].clone() for p, s in optimizer.state.items() if "late" in names[p]}
         kept = optimizer.state[module.net[2].weight]["exp_avg"].clone()
-        done = put(trainer, self.own)
+        done = TrainerState(trainer).restore_own(self.own)
         state = {names[p]: each for p, each in optimizer.state.items()}
         self.told = {
             "done": done,
@@ -101,7 +101,7 @@ def what_is_own() -> Any:
 
     class Looks(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-            told.setdefault(name, []).append(sorted(take(trainer)))
+            told.setdefault(name, []).append(sorted(TrainerState(trainer).capture_own()))
 
     options: dict[str, dict[str, Any]] = {
         "asynchronous": {}, "buffers": {"buffers": "keep"}, "averaged": {"optimizer_state": "average"},

@@ -159,10 +159,10 @@ def test_a_strategy_that_does_not_say_whether_it_accumulates_does_so_as_the_loop
     )
     data = SimpleNamespace(flattened=[[1, 2, 3, 4]])
     fit = SimpleNamespace(epoch_loop=loop, _data_fetcher=None, _combined_loader=data)
-    trainer = SimpleNamespace(fit_loop=fit, current_epoch=0)
     strategy: Any = SimpleNamespace(sync_points=None, step_runner=StepRunner())
+    trainer = SimpleNamespace(fit_loop=fit, current_epoch=0, strategy=strategy)
     rates: Any = SimpleNamespace(stepped={})
     epoch = EpochAssignment(trainer)
     epoch.known = True
-    _, _, is_within, *_ = JoinerData(strategy, trainer, epoch, rates).place("0", comes=False)
+    _, _, is_within, *_ = JoinerData(epoch, rates).place("0", comes=False)
     assert is_within is not accumulates

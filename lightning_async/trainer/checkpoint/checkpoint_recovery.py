@@ -7,7 +7,6 @@ import io
 import logging
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +24,7 @@ from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.errors import CheckpointError
 from lightning_async.trainer.checkpoint.checkpoint_state import whole
 from lightning_async.trainer.checkpoint.resume import Resume
-from lightning_async.trainer.checkpoint.save_timing import Settings, is_last, was_stopped
+from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.data.samplers import resized
 from lightning_async.trainer.environment.environments import NOBODY, names_of
 from lightning_async.trainer.loops.loop_state import among, beside, completed, has_none
@@ -56,10 +55,18 @@ class CheckpointRecovery:
         return self._verified
 
     def find(self, strategy: str) -> CheckpointEntry | None:
-        found = recover(self._store, strategy, self._settings.best, partial(gather, self._trainer))
+        found = recover(self._store, strategy, self._settings.best, self.gather)
         for path, what in (found.damaged | found.unreadable).items():
             log.warning("Rank %d: the checkpoint %s is passed over: %s", self._trainer.global_rank, path, what)
         return found.entry
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return this value of every rank, by rank; all call this together."""
+        strategy = self._trainer.strategy
+        world = view_of(strategy).world
+        if world is not None:
+            return world.gather_objects(value)
+        return [strategy.broadcast(value, src) for src in range(self._trainer.world_size)]
 
     def load(self, store: CheckpointStore, entry: CheckpointEntry) -> dict[str, Any]:
         """Return this rank's Lightning checkpoint out of one of ours; in a fit, it goes on from there."""
@@ -84,8 +91,8 @@ class CheckpointRecovery:
             return False
         limit = self._trainer.max_steps
         goes_on = limit == -1 or checkpoint["global_step"] < limit
-        goes_on &= not was_stopped(self._trainer, entry.manifest.notes)
-        told = gather(self._trainer, [goes_on, bool(resume and resume.get("rest"))])
+        goes_on &= not self._resume.points.limits.are(entry.manifest.notes.get("stopped"))
+        told = self.gather([goes_on, bool(resume and resume.get("rest"))])
         return all(goes for goes, _ in told) and any(rest for _, rest in told)
 
     def _go_on(self, resume: Any, store: CheckpointStore, entry: CheckpointEntry, opened: Callable[[Any], Any]) -> None:
@@ -111,9 +118,10 @@ class CheckpointRecovery:
     def end(self, original: Any) -> None:
         original()
         entry = self.entry
+        limits = self._resume.points.limits
         if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
-            self._trainer.should_stop |= was_stopped(self._trainer, entry.manifest.notes)
-        if entry is not None and is_last(self._trainer):
+            self._trainer.should_stop |= limits.are(entry.manifest.notes.get("stopped"))
+        if entry is not None and limits.are_reached:
             log.warning(
                 "Rank %d: nothing is trained, as the training in %s has ended (%s). To go on with it, raise "
                 "`max_epochs` or `max_steps`; a new training needs a directory of its own, or `recover=None`.",
@@ -149,13 +157,6 @@ def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> di
     ranks = entry.manifest.ranks
     states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", pickles=pickles) for rank in ranks}
     return {rank: state for rank, state in states.items() if state is not None and not has_none(state)}
-
-
-def gather(trainer: Any, value: Any) -> list[Any]:
-    world = view_of(trainer.strategy).world
-    if world is not None:
-        return world.gather_objects(value)
-    return [trainer.strategy.broadcast(value, src) for src in range(trainer.world_size)]
 
 
 _CheckpointIO: Any = fabric("plugins.io.checkpoint_io").CheckpointIO

@@ -1,7 +1,7 @@
 """All that Lightning saves of a training, as two trees: what is equal on all ranks, and what is each rank's own.
 
-A Lightning checkpoint is one dict, written by rank 0. `collect` takes a Trainer's state apart, `joined` and `whole` put
-it together, `put_back` has a Trainer go on from it. `take` and `put` are for one replica's own state alone.
+A Lightning checkpoint is one dict, written by rank 0. `TrainerState` takes it apart and goes on from it; `joined` and
+`whole` put it together.
 """
 
 from __future__ import annotations
@@ -30,31 +30,112 @@ ALIKE = frozenset({"parameters", "optimizer_states"})
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
-def collect(
-    trainer: Any, alike: frozenset[str], callbacks: dict[str, Any] | None = None, pickles: bool = False
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return ``(shared, own)`` of a Trainer's state; tensors by reference.
+class TrainerState:
+    """The state of one rank's Trainer: what Lightning saves of it, and what is this replica's own and not the run's.
 
-    Shared is what ``alike`` names. Buffers never are: a BatchNorm's statistics differ between ranks. Without
-    ``pickles``, hyper-parameters that are objects are left out.
+    Without ``pickles``, hyper-parameters that are objects are left out.
     """
-    own = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-    if callbacks is not None:
-        own["callbacks"] = callbacks
-    for key, type_key in _HPARAMS.items():
-        own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
-        if key in own:
-            own[key] = {name: value for name, value in dict(own[key]).items() if pickles or _travels(value)}
-    shared: dict[str, Any] = {}
-    if "optimizer_states" in alike and "optimizer_states" in own:
-        shared["optimizer_states"] = own.pop("optimizer_states")
-    if "parameters" in alike:
-        key = _model_in(own)
-        state = own[key]
-        names = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
-        shared["parameters"] = {name: value for name, value in state.items() if name in names}
-        own[key] = _like(state, {name: value for name, value in state.items() if name not in names})
-    return shared, own
+
+    def __init__(self, trainer: Any, pickles: bool = False) -> None:
+        self._trainer = trainer
+        self._pickles = pickles
+
+    def capture(
+        self, alike: frozenset[str], callbacks: dict[str, Any] | None = None
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return ``(shared, own)`` of the state that Lightning saves; tensors by reference.
+
+        Shared is what ``alike`` names. Buffers never are: a BatchNorm's statistics differ between ranks.
+        """
+        own = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        if callbacks is not None:
+            own["callbacks"] = callbacks
+        for key, type_key in _HPARAMS.items():
+            own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
+            if key in own:
+                own[key] = {name: value for name, value in dict(own[key]).items() if self._pickles or _travels(value)}
+        shared: dict[str, Any] = {}
+        if "optimizer_states" in alike and "optimizer_states" in own:
+            shared["optimizer_states"] = own.pop("optimizer_states")
+        if "parameters" in alike:
+            key = _model_in(own)
+            state = own[key]
+            names = {name for name, _ in self._trainer.lightning_module.named_parameters(remove_duplicate=False)}
+            shared["parameters"] = {name: value for name, value in state.items() if name in names}
+            own[key] = _like(state, {name: value for name, value in state.items() if name not in names})
+        return shared, own
+
+    def restore(self, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
+        """Put model, optimizers, schedulers and scaler of a checkpoint in place; loops and data go on where they are.
+
+        ``checkpoint`` and ``resume`` are this rank's, of `whole`; the latter says how much averages over time weigh.
+        """
+        trainer = self._trainer
+        connector = trainer._checkpoint_connector
+        connector._loaded_checkpoint = checkpoint
+        try:
+            connector.restore_model()
+            for callback in callbacks_of(trainer, "WeightAveraging"):  # averages stand where the model was
+                callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+            if (averages := averaged_models_of(trainer)) is not None:
+                averages.go_on([] if resume is None else resume["unsaved"]["averaged"])
+            connector.restore_precision_plugin_state()
+            connector.restore_optimizers()
+            connector.restore_lr_schedulers()
+        finally:
+            connector._loaded_checkpoint = {}
+
+    def capture_own(self) -> dict[str, Any]:
+        """Return, after a step, what is a replica's own and not the run's: plain values, and tensors by reference.
+
+        These are random states; for asynchronous replicas also the scale of gradients in fp16, and what the policies
+        ``optimizer_state="keep"`` and ``buffers="keep"`` leave to each. The run's are weights, rule, options of
+        optimizers, schedulers, callbacks and loops. Workers of servers own the optimizers' state where optimizers are
+        not the servers'.
+        """
+        trainer = self._trainer
+        strategy = trainer.strategy
+        own: dict[str, Any] = {"random": self._generators.take()}
+        if strategy.served and strategy.update_on_server:
+            return own
+        if strategy.averager.ledger.synchronous and not strategy.served:
+            return own
+        module = trainer.lightning_module
+        if strategy.optimizer_state_policy == "keep":
+            own["optimizers"] = [_by_name(optimizer, _names(module)) for optimizer in strategy.optimizers]
+        if strategy.buffers == "keep":
+            own["buffers"] = _buffers(module)
+        if scaler := trainer.precision_plugin.state_dict():
+            own["scaler"] = scaler
+        return own
+
+    def restore_own(self, own: dict[str, Any]) -> list[str]:
+        """Put it in the place of another rank's, and tell in words what there was; leave what does not fit."""
+        trainer = self._trainer
+        strategy = trainer.strategy
+        module = trainer.lightning_module
+        done: list[str] = []
+        if "optimizers" in own and strategy.optimizer_state_policy == "keep":
+            count = _put_optimizers(strategy.optimizers, own["optimizers"], _names(module))
+            done.append(f"optimizer state of {count} parameters")
+        if "buffers" in own and strategy.buffers == "keep":
+            mine = _buffers(module)
+            count = 0
+            with torch.no_grad():
+                for name, value in own["buffers"].items():
+                    if name in mine and _alike(mine[name], value):
+                        mine[name].copy_(value)
+                        count += 1
+            done.append(f"{count} buffers")
+        if "scaler" in own:
+            trainer.precision_plugin.load_state_dict(own["scaler"])
+            done.append("the scale of gradients")
+        self._generators.put(own["random"])
+        return [*done, "random states"]
+
+    @property
+    def _generators(self) -> Generators:
+        return Generators(devices=self._trainer.strategy.root_device.type == "cuda")
 
 
 def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -116,26 +197,6 @@ def whole(
     return checkpoint, own["resume"] if took_part else None
 
 
-def put_back(trainer: Any, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
-    """Put model, optimizers, schedulers and scaler of a checkpoint in place; loops and data go on where they are.
-
-    ``checkpoint`` and ``resume`` are this rank's, of `whole`; the latter says how much averages over time weigh.
-    """
-    connector = trainer._checkpoint_connector
-    connector._loaded_checkpoint = checkpoint
-    try:
-        connector.restore_model()
-        for callback in callbacks_of(trainer, "WeightAveraging"):  # whose averages stand where the model's values do
-            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
-        if (averages := averaged_models_of(trainer)) is not None:
-            averages.go_on([] if resume is None else resume["unsaved"]["averaged"])
-        connector.restore_precision_plugin_state()
-        connector.restore_optimizers()
-        connector.restore_lr_schedulers()
-    finally:
-        connector._loaded_checkpoint = {}
-
-
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the state of averaging and the agreed parameters, of every rank's `RuleState.share`."""
     first = shares[0]
@@ -173,57 +234,6 @@ def _travels(value: object) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def take(trainer: Any) -> dict[str, Any]:
-    """Return, behind a step, what is a replica's own and not the run's: plain values, and tensors by reference.
-
-    These are random states; for asynchronous replicas also the scale of gradients in fp16, and what the policies
-    ``optimizer_state="keep"`` and ``buffers="keep"`` leave to each. The run's are weights, rule, options of optimizers,
-    schedulers, callbacks and loops. Workers of servers own the optimizers' state where optimizers are not the servers'.
-    """
-    strategy = trainer.strategy
-    own: dict[str, Any] = {"random": _generators(trainer).take()}
-    if strategy.served and strategy.update_on_server:
-        return own
-    if strategy.averager.ledger.synchronous and not strategy.served:
-        return own
-    module = trainer.lightning_module
-    if strategy.optimizer_state_policy == "keep":
-        own["optimizers"] = [_by_name(optimizer, _names(module)) for optimizer in strategy.optimizers]
-    if strategy.buffers == "keep":
-        own["buffers"] = _buffers(module)
-    if scaler := trainer.precision_plugin.state_dict():
-        own["scaler"] = scaler
-    return own
-
-
-def put(trainer: Any, own: dict[str, Any]) -> list[str]:
-    """Put it in the place of another rank's, and tell in words what there was; leave what does not fit."""
-    strategy = trainer.strategy
-    module = trainer.lightning_module
-    done: list[str] = []
-    if "optimizers" in own and strategy.optimizer_state_policy == "keep":
-        count = _put_optimizers(strategy.optimizers, own["optimizers"], _names(module))
-        done.append(f"optimizer state of {count} parameters")
-    if "buffers" in own and strategy.buffers == "keep":
-        mine = _buffers(module)
-        count = 0
-        with torch.no_grad():
-            for name, value in own["buffers"].items():
-                if name in mine and _alike(mine[name], value):
-                    mine[name].copy_(value)
-                    count += 1
-        done.append(f"{count} buffers")
-    if "scaler" in own:
-        trainer.precision_plugin.load_state_dict(own["scaler"])
-        done.append("the scale of gradients")
-    _generators(trainer).put(own["random"])
-    return [*done, "random states"]
-
-
-def _generators(trainer: Any) -> Generators:
-    return Generators(devices=trainer.strategy.root_device.type == "cuda")
 
 
 def _names(module: Any) -> dict[int, str]:

@@ -22,12 +22,19 @@ from lightning_async.errors import (
     PeerLost,
     SettingsMismatch,
 )
-from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointRecovery, DirectoryIO, gather
-from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, collect, left_out, put_back, whole
+from lightning_async.trainer.checkpoint.checkpoint_recovery import CheckpointRecovery, DirectoryIO
+from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, TrainerState, left_out, whole
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import StepPhase
 from lightning_async.trainer.checkpoint.save_timing import Settings
-from lightning_async.trainer.checkpoint.saves import FAILED_S, AsyncSaves, LockstepSaves, SaveCoordinator, ServerSaves
+from lightning_async.trainer.checkpoint.saves import (
+    FAILED_S,
+    AsyncSaves,
+    LockstepSaves,
+    SaveCoordinator,
+    SavedFit,
+    ServerSaves,
+)
 from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, Preemption
@@ -52,6 +59,7 @@ class Checkpointing:
         self._call = call
         self.store = CheckpointStore(settings.dirpath)
         self.resume = Resume(trainer)
+        self._state = TrainerState(trainer, pickles=settings.objects == "pickle")
         self._recovery = CheckpointRecovery(trainer, settings, self.store, self.resume)
         self.saver: Saver | None = None
         self._pace: SaveCoordinator | None = None
@@ -63,7 +71,7 @@ class Checkpointing:
         self._number = 0
         self._first_step = 0
         self._expected = False
-        self._directory = CheckpointDirectory(trainer, self.store, settings.compared())
+        self._directory = CheckpointDirectory(trainer, self.store, settings.compared(), self._recovery.gather)
         self._patience_s = PATIENCE_S
         self._watcher: Any = None
 
@@ -101,7 +109,7 @@ class Checkpointing:
         trainer = self._trainer
         if trainer.fast_dev_run or searches_lr(trainer) or self._directory.joining:
             return
-        self._number = max(gather(trainer, self.store.next_number())) - 1
+        self._number = max(self._recovery.gather(self.store.next_number())) - 1
         self._directory.meet()
         self._start_saver()
 
@@ -142,14 +150,17 @@ class Checkpointing:
         if self.saver is not None:
             apart = view_of(trainer.strategy).averager is not None
             # What cannot be saved is named now, and memory is there.
-            shared, own = collect(trainer, ALIKE, pickles=self.saver.pickles)
+            shared, own = self._state.capture(ALIKE)
             self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
             self._first_step = trainer.global_step
-            common = trainer, self.saver, self._settings, self._number, self._directory.group, self.resume
+            fit = SavedFit(
+                trainer, self.saver, self._settings, self._number, self._directory.group, self.resume, self._state,
+                self._call,
+            )  # fmt: skip
             if apart and trainer.strategy.served:
-                self._pace = ServerSaves(*common, call=self._call)
+                self._pace = ServerSaves(fit)
             else:
-                self._pace = AsyncSaves(*common) if apart else LockstepSaves(*common)
+                self._pace = AsyncSaves(fit) if apart else LockstepSaves(fit)
             self._undo.append(self.resume.points.follow())
             self.resume.points.keeps = apart or self._settings.on_exception
 
@@ -187,7 +198,7 @@ class Checkpointing:
         if entry is None:
             return None
         checkpoint, resume = whole(self.store, entry, self._names, pickles=self._settings.objects == "pickle")
-        put_back(self._trainer, checkpoint, resume)
+        self._state.restore(checkpoint, resume)
         return entry.step
 
     def end(self) -> None:
@@ -303,11 +314,11 @@ _MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 class CheckpointDirectory:
     """The directory that the ranks of one fit save into: theirs alone, until `close`; and the ranks that see it."""
 
-    def __init__(self, trainer: Any, store: CheckpointStore, settings: str) -> None:
+    def __init__(self, trainer: Any, store: CheckpointStore, settings: str, gather: Callable[[Any], list[Any]]) -> None:
         self._trainer = trainer
         self._store = store
         self._settings = settings
-        self._gather = partial(gather, trainer)
+        self._gather = gather
         self.joining = view_of(trainer.strategy).joining
         self.program = ""
         self.group: list[int] = []

@@ -2,7 +2,7 @@
 
 in training                                   a rank that comes back
 at each batch's end: is a copy due?           before it waits beside the run: asks all who keeps what was its own
-`take` makes its own state, which is sent     in `join.take_over`, over rank 0's: `put` puts it in place
+`TrainerState` makes its own state, to send  in `JoinState.restore`, over rank 0's, puts it in place
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_async.events import tell
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.launcher_channel import came_back
 from lightning_async.membership.signing import Seal
-from lightning_async.trainer.checkpoint.checkpoint_state import put, take
+from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
 from lightning_async.trainer.checkpoint.save_timing import SaveClock
 from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.namespace import in_words, rank_zero_info
@@ -36,6 +36,7 @@ class Peers:
 
     def __init__(self, trainer: Any, policy: SavePolicy) -> None:
         self._trainer = trainer
+        self._state = TrainerState(trainer)
         self._policy = policy
         self._seal = Seal.of_job()
         self._door: JoinBoard | None = None
@@ -101,7 +102,7 @@ class Peers:
         step = found.label.get("step")
         now = self._trainer.global_step
         try:
-            done = put(self._trainer, found.own)
+            done = self._state.restore_own(found.own)
         except Exception as error:  # of optimizers of the user's, too
             words = (
                 f"Rank {mine}: what was kept of its own does not fit, and it begins with rank 0's: {in_words(error)}"
@@ -136,7 +137,7 @@ class Peers:
             return
         label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
         try:
-            begun = sender.send(self._to, label, take(self._trainer))
+            begun = sender.send(self._to, label, self._state.capture_own())
         except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
             log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
             self._cannot = True

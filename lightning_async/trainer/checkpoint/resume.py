@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from lightning_async.data.random_states import reseed
 from lightning_async.data.stateful_loader import begin_at, recounted, sources_of
-from lightning_async.trainer.checkpoint.safe_points import LastSafeState, SafePoints, keep_weight, put_unsaved
-from lightning_async.trainer.data.epoch_data import lost_rank_data_of
+from lightning_async.trainer.checkpoint.safe_points import LastSafeState, SafePoints
 from lightning_async.trainer.data.samplers import batches_left
-from lightning_async.trainer.loops.loop_state import LoggedValues
 from lightning_async.trainer.namespace import (
     Undo,
     callbacks_of,
@@ -27,6 +24,7 @@ from lightning_async.trainer.namespace import (
     take_back,
     validation_interval,
 )
+from lightning_async.trainer.strategy_view import view_of
 
 
 class Resume:
@@ -48,12 +46,12 @@ class Resume:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._limits = Limits(trainer)
         self.on_boundary: Callable[[], None] = lambda: None
         self.where: str | None = None
         """The safe point at which the fit is; None elsewhere."""
         self.told: Callable[[], bool] = lambda: False
         self.points = SafePoints(trainer)
+        self._limits = self.points.limits
         self._pending: dict[str, Any] | None = None
         self._longer: list[Undo] = []
         """Takes back that the epoch under way has more batches than its loader has now."""
@@ -152,6 +150,7 @@ class Resume:
         self._boundary("batch")
 
     def _end_epoch(self, original: Any) -> None:
+        self.points.step_position.end_epoch()
         original()
         take_back(self._longer)
         self._boundary("epoch")
@@ -204,7 +203,7 @@ class Resume:
             original()
             return
         self._trainer.fit_loop._combined_loader_states_to_load = []
-        if (lost_rank_data := lost_rank_data_of(self._trainer)) is not None:
+        if (lost_rank_data := view_of(self._trainer.strategy).lost_rank_data) is not None:
             lost_rank_data.taken_up = self._pending["unsaved"].get("left", [])
         epoch = self._trainer.fit_loop.epoch_progress.current.processed
         for source in sources:
@@ -288,7 +287,7 @@ class Resume:
             vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
         self._start_epoch_again()
         if not self._pending.get("resized") or self._pending.get("recounted"):
-            keep_weight(self._trainer, self._pending["unsaved"])
+            self.points.keep_weight(self._pending["unsaved"])
         self._go_on()
         if where in ("validation", "batch end"):
             self._validation_is_due = where == "validation"
@@ -335,72 +334,4 @@ class Resume:
         state = self._pending
         self._pending = None
         assert state is not None
-        self.points.modes.put(state["modes"])
-        put_unsaved(self._trainer, state["unsaved"])
-        LoggedValues(self._trainer).put(state["logged"])
-        if "seed" in state["random"]:  # a rank that was not there
-            reseed(state["random"]["seed"])
-        else:
-            self.points.generators().put(state["random"])
-
-
-class Limits:
-    """The limits of a fit that had taken its last step, but had not come to its end.
-
-    Lightning would take it for one that has ended. Here ``max_steps`` and ``max_epochs`` are raised for a moment, so
-    that its loop begins and finds nothing to train but the ends of the epoch and of training. Other replicas may still
-    have steps to take, and this rank takes part in what they do together.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._given: tuple[int, int] | None = None
-        self._expected = False
-
-    def expect(self) -> None:
-        self._expected = True
-
-    def lift(self, epoch_is_open: bool) -> None:
-        """Raise them, if this rank has no step to take, but others, or the end of its epoch; all ranks call this."""
-        expected = self._expected
-        self._expected = False
-        fit = self._trainer.fit_loop
-        if not expected:
-            return
-        step = fit.epoch_loop.global_step
-        epoch = fit.epoch_progress.current.processed
-        done = _reached(step, fit.max_steps) or _reached(epoch, fit.max_epochs)
-        others = self._trainer.strategy.reduce_boolean_decision(not done, all=False)
-        if done and (others or (epoch_is_open and step == fit.max_steps)):
-            self._given = fit.max_steps, fit.max_epochs
-            self._raise()
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        given = self._given
-        self.put_back()
-        yield
-        if given is not None:
-            self._given = given
-            self._raise()
-
-    def put_back(self) -> None:
-        if self._given is not None:
-            fit = self._trainer.fit_loop
-            (steps, epochs) = self._given
-            fit.epoch_loop.max_steps = steps
-            fit.max_epochs = epochs
-            self._given = None
-
-    def _raise(self) -> None:
-        assert self._given is not None
-        fit = self._trainer.fit_loop
-        (steps, epochs) = self._given
-        if steps != -1:  # with another -1, Lightning's loops would take the epoch's number for another one
-            fit.epoch_loop.max_steps = max(steps, fit.epoch_loop.global_step + 1)
-        if epochs != -1:
-            fit.max_epochs = max(epochs, fit.epoch_progress.current.processed + 1)
-
-
-def _reached(now: int, limit: int) -> bool:
-    return limit != -1 and now >= limit
+        self.points.restore(state)

@@ -22,7 +22,7 @@ import copy
 import enum
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_async.data.random_states import Generators, States
+from lightning_async.data.random_states import Generators, States, reseed
 from lightning_async.data.stateful_loader import Source, generators_of
-from lightning_async.trainer.data.epoch_data import lost_rank_data_of
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
 from lightning_async.trainer.loops.loop_state import LoggedValues, Modes
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, pytorch, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +69,7 @@ class SafePoints:
         self.keeps = True
         self.step_position = StepPosition(trainer)
         self.modes = Modes(trainer)
+        self.limits = Limits(trainer)
         self.began: dict[str, Any] | None = None
         self._kept: _Kept | None = None
         self._buffers: KeptBuffers | None = None
@@ -101,12 +102,12 @@ class SafePoints:
             "rest": self._rest(where, held),
             "combined": self._combined(),
             "dealt": self._parts(where),
-            "unsaved": take_unsaved(self._trainer),
+            "unsaved": self._unsaved(),
         }
 
     def _parts(self, where: str) -> list[int]:
         """Return which part of the epoch this rank has, of how many; none where it joined within it and has none."""
-        lost_rank_data = lost_rank_data_of(self._trainer)
+        lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         if lost_rank_data is None:
             return self.dealt
         return [] if lost_rank_data.epoch.has_none and where != "epoch" else lost_rank_data.epoch.dealt or self.dealt
@@ -161,7 +162,7 @@ class SafePoints:
             state["modes"] = self.modes.take()
         callbacks = self._callbacks() if ended else None
         counters = [dict(vars(each)) for each in self._counters()]
-        self._kept = _Kept(state, random, loaders, take_plain(trainer), callbacks, counters)
+        self._kept = _Kept(state, random, loaders, self._plain(), callbacks, counters)
         self.began = None
         self._reached = trainer.fit_loop.epoch_loop.batch_progress.total.completed
         self.step_position.begin_batch()
@@ -215,7 +216,7 @@ class SafePoints:
                 "random": kept.random(),
                 "loaders": [position() for position in kept.loaders],
                 "dealt": self._parts(kept.state["where"]),
-                "unsaved": {**take_unsaved(self._trainer), **kept.plain},
+                "unsaved": {**self._unsaved(), **kept.plain},
             }
 
     def _complete_step(self) -> None:
@@ -250,11 +251,199 @@ class SafePoints:
         ]  # fmt: skip
         return [part for each in progress for part in (each, each.total, each.current)]
 
+    def _unsaved(self) -> dict[str, Any]:
+        """Return what Lightning's checkpoint leaves out of module and loops; gradients and buffers by reference."""
+        trainer = self._trainer
+        module = trainer.lightning_module
+        # Those that the next backward pass adds to: in automatic optimization others are zeroed before it.
+        accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
+        adds = accumulates or not module.automatic_optimization
+        gradients = {name: p.grad for name, p in module.named_parameters() if adds and p.grad is not None}
+        # Those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's.
+        saved = set() if trainer.world_size > 1 else module.state_dict().keys()
+        buffers = {name: buffer for name, buffer in module.named_buffers() if name not in saved}
+        return {**self._plain(), "gradients": gradients, "buffers": buffers}
+
+    def _plain(self) -> dict[str, Any]:
+        trainer = self._trainer
+        epoch = trainer.fit_loop.epoch_loop
+        lost_rank_data = view_of(trainer.strategy).lost_rank_data
+        averages = averaged_models_of(trainer)
+        return {
+            "averaged": averages.updates() if averages is not None else [],
+            "left": lost_rank_data.left() if lost_rank_data is not None else [],  # by ranks that were lost
+            # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever its metric is by then
+            "stopped": self.limits.now() if trainer.should_stop else None,
+            "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
+            "stepped": epoch._batches_that_stepped,
+            "window": self._window(),
+            "is_last_batch": epoch.batch_progress.is_last_batch,
+            "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
+            "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
+            "since_validation_s": time.monotonic() - (getattr(trainer, "_last_val_time", None) or time.monotonic()),
+            # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
+            "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from a state that `capture` gave, once Lightning has restored its own checkpoint."""
+        self.modes.put(state["modes"])
+        self._put_unsaved(state["unsaved"])
+        LoggedValues(self._trainer).put(state["logged"])
+        if "seed" in state["random"]:  # a rank that was not there
+            reseed(state["random"]["seed"])
+        else:
+            self.generators().put(state["random"])
+
+    @torch.no_grad()
+    def _put_unsaved(self, state: dict[str, Any]) -> None:
+        """Put ``state`` in place, after the gradients were zeroed, and DDP has made all ranks alike."""
+        trainer = self._trainer
+        epoch = trainer.fit_loop.epoch_loop
+        module = trainer.lightning_module
+        trainer.should_stop |= self.limits.are(state.get("stopped"))  # older checkpoints do not say
+        epoch._batches_that_stepped = state["stepped"]
+        if epoch.val_loop._combined_loader is not None:
+            epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
+            epoch.val_loop._seen_batches_per_dataloader.update(state["val_batches"])
+        if getattr(trainer, "_last_val_time", None) is not None:
+            trainer._last_val_time = time.monotonic() - state["since_validation_s"]
+        if state["syncs_buffers"] is not None and hasattr(trainer.model, "require_forward_param_sync"):
+            trainer.model.require_forward_param_sync = state["syncs_buffers"]
+        if (averages := averaged_models_of(trainer)) is not None:
+            averages.go_on(state["averaged"])
+        parameters = dict(module.named_parameters())
+        for name, gradient in state["gradients"].items():
+            parameters[name].grad = gradient.to(parameters[name].device, copy=True)
+        for name, value in state["buffers"].items():
+            _put_buffer(module, name, value, trainer.strategy.root_device)
+
+    def keep_weight(self, state: dict[str, Any]) -> None:
+        r"""Have gradients in accumulation count as the batches in whose place they stand, and tell what they lose.
+
+        A resume may have put the next batch elsewhere in a window of ``accumulate_grad_batches``.
+
+        .. math:: g \leftarrow \frac{p / k'}{m / k} g
+
+        They are of :math:`m` batches of :math:`k`, and the next batch is number :math:`p` of :math:`k'`, from 0 on.
+        """
+        gradients = state["gradients"]
+        then = state.get("window")
+        now = self._window()
+        if then is None or now is None or list(then) == now or state["is_last_batch"]:
+            return
+        (made, size) = then
+        (place, length) = now
+        if made and place and gradients:
+            factor = (place / length) / (made / size)
+            state["gradients"] = {name: gradient * factor for name, gradient in gradients.items()}
+            outcome = f"count as {place} of the {length} batches of the window that goes on"
+        elif made and gradients:
+            outcome = "are lost, as the next batch begins a window"
+        elif place:
+            outcome = f"are none: the first optimizer step has those of {length - place} batches, divided by {length}"
+        else:
+            return
+        log.warning(
+            "Rank %d: with other batches, or another `accumulate_grad_batches`, than when the checkpoint was made, the "
+            "gradients of %d batches that were in accumulation %s.", self._trainer.global_rank, made, outcome,
+        )  # fmt: skip
+
+    def _window(self) -> list[int] | None:
+        """Return how many batches of a window are done, and how many it has; None if Lightning does not accumulate."""
+        trainer = self._trainer
+        loop = trainer.fit_loop.epoch_loop
+        is_led = "_accumulated_batches_reached" in vars(loop)  # by `AccumulationWindows`, with a state of its own
+        if is_led or updates_of(trainer) is not None or not trainer.lightning_module.automatic_optimization:
+            return None
+        size = trainer.accumulate_grad_batches
+        return [loop.batch_progress.current.ready % size, size]
+
 
 def _containers(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _containers(entry) for name, entry in value.items()}
     return [_containers(entry) for entry in value] if isinstance(value, list) else value
+
+
+class Limits:
+    """The limits of a fit: whether they are reached, and are those of an earlier fit.
+
+    Lightning would take a fit that had taken its last step, but had not come to its end, for one that has ended. Here
+    ``max_steps`` and ``max_epochs`` are raised for a moment, so that its loop begins and finds nothing to train but the
+    ends of the epoch and of training. Other replicas may still have steps to take, and this rank takes part in what
+    they do together.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._given: tuple[int, int] | None = None
+        self._expected = False
+
+    def now(self) -> list[float | None]:
+        """Return what ends training: where it is another one at a resume, training goes on although it was stopped."""
+        timers = [getattr(timer, "_duration", None) for timer in callbacks_of(self._trainer, "Timer")]
+        return [self._trainer.max_epochs, self._trainer.max_steps, *timers]
+
+    def are(self, limits: Sequence[float | None] | None) -> bool:
+        """Return whether the limits are these, with which training was stopped; None: it was not."""
+        return limits == self.now()
+
+    @property
+    def are_reached(self) -> bool:
+        """Whether training ends with this epoch."""
+        fit = self._trainer.fit_loop
+        epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
+        steps = 0 <= fit.max_steps <= self._trainer.global_step
+        return epochs or steps or (self._trainer.should_stop and fit._can_stop_early)  # else `min_epochs` are to come
+
+    def expect(self) -> None:
+        self._expected = True
+
+    def lift(self, epoch_is_open: bool) -> None:
+        """Raise them, if this rank has no step to take, but others, or the end of its epoch; all ranks call this."""
+        expected = self._expected
+        self._expected = False
+        fit = self._trainer.fit_loop
+        if not expected:
+            return
+        step = fit.epoch_loop.global_step
+        epoch = fit.epoch_progress.current.processed
+        done = _reached(step, fit.max_steps) or _reached(epoch, fit.max_epochs)
+        others = self._trainer.strategy.reduce_boolean_decision(not done, all=False)
+        if done and (others or (epoch_is_open and step == fit.max_steps)):
+            self._given = fit.max_steps, fit.max_epochs
+            self._raise()
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        given = self._given
+        self.put_back()
+        yield
+        if given is not None:
+            self._given = given
+            self._raise()
+
+    def put_back(self) -> None:
+        if self._given is not None:
+            fit = self._trainer.fit_loop
+            (steps, epochs) = self._given
+            fit.epoch_loop.max_steps = steps
+            fit.max_epochs = epochs
+            self._given = None
+
+    def _raise(self) -> None:
+        assert self._given is not None
+        fit = self._trainer.fit_loop
+        (steps, epochs) = self._given
+        if steps != -1:  # with another -1, Lightning's loops would take the epoch's number for another one
+            fit.epoch_loop.max_steps = max(steps, fit.epoch_loop.global_step + 1)
+        if epochs != -1:
+            fit.max_epochs = max(epochs, fit.epoch_progress.current.processed + 1)
+
+
+def _reached(now: int, limit: int) -> bool:
+    return limit != -1 and now >= limit
 
 
 class StepPhase(enum.Enum):
@@ -288,7 +477,6 @@ class StepPosition:
             override(epoch.manual_optimization, "run", self._step_manually),
             override(epoch, "update_lr_schedulers", self._update_lr_schedulers),
             override(epoch, "_save_loggers_on_train_batch_end", self._save_loggers),
-            override(self._trainer.fit_loop, "on_advance_end", self._end_epoch),
         ]
 
     def follow(self) -> Undo:
@@ -342,10 +530,9 @@ class StepPosition:
         self.within = StepPhase.LOGGERS
         original()
 
-    def _end_epoch(self, original: Any) -> None:
+    def end_epoch(self) -> None:
         if self.within is StepPhase.BATCH_END:  # the rest was left out: the safe point before lies far behind
             self.within = StepPhase.STEP
-        original()
 
 
 SMALL = 1 << 16
@@ -412,110 +599,6 @@ class KeptBuffers:
             for name, buffer in buffers.items()
             if buffer is not None
         ]
-
-
-def take_unsaved(trainer: Any) -> dict[str, Any]:
-    """Return what Lightning's checkpoint leaves out of module and loops; gradients and buffers by reference."""
-    module = trainer.lightning_module
-    # Those that the next backward pass adds to: in automatic optimization others are zeroed before it.
-    accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
-    adds = accumulates or not module.automatic_optimization
-    gradients = {name: p.grad for name, p in module.named_parameters() if adds and p.grad is not None}
-    # Those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's.
-    saved = set() if trainer.world_size > 1 else module.state_dict().keys()
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name not in saved}
-    return {**take_plain(trainer), "gradients": gradients, "buffers": buffers}
-
-
-def take_plain(trainer: Any) -> dict[str, Any]:
-    epoch = trainer.fit_loop.epoch_loop
-    lost_rank_data = lost_rank_data_of(trainer)
-    averages = averaged_models_of(trainer)
-    return {
-        "averaged": averages.updates() if averages is not None else [],
-        "left": lost_rank_data.left() if lost_rank_data is not None else [],  # by ranks that were lost
-        # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever has become of its metric
-        "stopped": limits_of(trainer) if trainer.should_stop else None,
-        "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
-        "stepped": epoch._batches_that_stepped,
-        "window": _window(trainer),
-        "is_last_batch": epoch.batch_progress.is_last_batch,
-        "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
-        "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
-        "since_validation_s": time.monotonic() - (getattr(trainer, "_last_val_time", None) or time.monotonic()),
-        # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
-        "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
-    }
-
-
-@torch.no_grad()
-def put_unsaved(trainer: Any, state: dict[str, Any]) -> None:
-    """Put ``state`` in place, after the gradients were zeroed, and DDP has made all ranks alike."""
-    epoch = trainer.fit_loop.epoch_loop
-    module = trainer.lightning_module
-    trainer.should_stop |= state.get("stopped") == limits_of(trainer)  # older checkpoints do not say
-    epoch._batches_that_stepped = state["stepped"]
-    if epoch.val_loop._combined_loader is not None:
-        epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
-        epoch.val_loop._seen_batches_per_dataloader.update(state["val_batches"])
-    if getattr(trainer, "_last_val_time", None) is not None:
-        trainer._last_val_time = time.monotonic() - state["since_validation_s"]
-    if state["syncs_buffers"] is not None and hasattr(trainer.model, "require_forward_param_sync"):
-        trainer.model.require_forward_param_sync = state["syncs_buffers"]
-    if (averages := averaged_models_of(trainer)) is not None:
-        averages.go_on(state["averaged"])
-    parameters = dict(module.named_parameters())
-    for name, gradient in state["gradients"].items():
-        parameters[name].grad = gradient.to(parameters[name].device, copy=True)
-    for name, value in state["buffers"].items():
-        _put_buffer(module, name, value, trainer.strategy.root_device)
-
-
-def keep_weight(trainer: Any, state: dict[str, Any]) -> None:
-    r"""Have gradients in accumulation count as the batches in whose place they stand, where a resume has put the next
-    batch elsewhere in a window of ``accumulate_grad_batches``; what they lose is told.
-
-    .. math:: g \leftarrow \frac{p / k'}{m / k} g
-
-    They are of :math:`m` batches of :math:`k`, and the next batch is number :math:`p` of :math:`k'`, from 0 on.
-    """
-    gradients = state["gradients"]
-    then = state.get("window")
-    now = _window(trainer)
-    if then is None or now is None or list(then) == now or state["is_last_batch"]:
-        return
-    (made, size) = then
-    (place, length) = now
-    if made and place and gradients:
-        factor = (place / length) / (made / size)
-        state["gradients"] = {name: gradient * factor for name, gradient in gradients.items()}
-        outcome = f"count as {place} of the {length} batches of the window that goes on"
-    elif made and gradients:
-        outcome = "are lost, as the next batch begins a window"
-    elif place:
-        outcome = f"are none: the first optimizer step has those of {length - place} batches, divided by {length}"
-    else:
-        return
-    log.warning(
-        "Rank %d: with other batches, or another `accumulate_grad_batches`, than when the checkpoint was made, the "
-        "gradients of %d batches that were in accumulation %s.", trainer.global_rank, made, outcome,
-    )  # fmt: skip
-
-
-def _window(trainer: Any) -> list[int] | None:
-    """Return how many batches of a window are behind, and how many it has; None where Lightning does not accumulate."""
-    loop = trainer.fit_loop.epoch_loop
-    is_led = "_accumulated_batches_reached" in vars(loop)  # by `AccumulationWindows`, with a state of its own
-    if is_led or updates_of(trainer) is not None or not trainer.lightning_module.automatic_optimization:
-        return None
-    size = trainer.accumulate_grad_batches
-    return [loop.batch_progress.current.ready % size, size]
-
-
-def limits_of(trainer: Any) -> list[float | None]:
-    """Return what ends training: where it is another one at a resume, training goes on although it was stopped."""
-    timers = [getattr(timer, "_duration", None) for timer in callbacks_of(trainer, "Timer")]
-    return [trainer.max_epochs, trainer.max_steps, *timers]
 
 
 def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:

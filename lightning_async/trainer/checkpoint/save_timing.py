@@ -7,7 +7,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from datetime import timedelta
 from typing import Any
@@ -24,13 +24,7 @@ from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.comm.torch_rendezvous import MeetingOptions
 from lightning_async.errors import CollectiveError
 from lightning_async.membership.startup import is_loopback
-from lightning_async.trainer.checkpoint.safe_points import limits_of
-from lightning_async.trainer.environment.environments import names_of
-from lightning_async.trainer.environment.settings import version
-from lightning_async.trainer.namespace import in_words
 from lightning_async.trainer.strategy_view import view_of
-
-_LONGEST = 1000  # characters of an exception
 
 
 @dataclass(frozen=True)
@@ -94,35 +88,6 @@ class SaveClock:
         self.saved_step = step
         self._saved_at = time.monotonic()
         self._put_off = False
-
-
-def manifest_of(trainer: Any, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
-    """Return what a save's manifest tells; after an ``exception`` compute no metric, which may wait for others."""
-    metrics = {}
-    known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
-    for name, value in known.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            metrics[name] = float(value)
-    notes: dict[str, Any] = {"stopped": limits_of(trainer)} if trainer.should_stop else {}
-    return {
-        "epoch": trainer.current_epoch,
-        "world_size": names_of(trainer).started,
-        "reason": reason,
-        "metrics": metrics,
-        "notes": notes if exception is None else {"exception": in_words(exception)[:_LONGEST]},
-        "versions": {"torch": str(torch.__version__), "lightning-async": version()},
-    }
-
-
-def was_stopped(trainer: Any, notes: Mapping[str, Any]) -> bool:
-    return notes.get("stopped") == limits_of(trainer)
-
-
-def is_last(trainer: Any) -> bool:
-    fit = trainer.fit_loop
-    epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
-    steps = 0 <= fit.max_steps <= trainer.global_step
-    return epochs or steps or (trainer.should_stop and fit._can_stop_early)  # else `min_epochs` have yet to come
 
 
 _DEADLINE = timedelta(minutes=30)

@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -16,12 +17,14 @@ from lightning_async.checkpoint.writer import SaveBusy
 from lightning_async.engine.shared_state import Mark, SyncPointKind
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import CollectiveError
-from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS, collect
+from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS, TrainerState
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState
-from lightning_async.trainer.checkpoint.save_timing import SaveClock, Settings, is_last, lagged_of, manifest_of
+from lightning_async.trainer.checkpoint.save_timing import SaveClock, Settings, lagged_of
 from lightning_async.trainer.environment.environments import names_of
+from lightning_async.trainer.environment.settings import version
 from lightning_async.trainer.loops.preemption import Preemption
+from lightning_async.trainer.namespace import in_words
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +36,28 @@ _PLACES = 2.0
 """The first number that says where a rank has failed; less says whether one was told to stop."""
 _WHERE = ("batch", "batch end", "validation", "epoch")
 """The safe points, as `Resume.where` names them."""
+_LONGEST = 1000  # characters of an exception
+
+
+@dataclass(frozen=True)
+class SavedFit:
+    """One fit, as its saves see it.
+
+    Args:
+        number: of the last save in the directory.
+        group: the ranks that see this rank's directory, which holds a checkpoint of theirs.
+        resume: knows this rank's place, from its first batch on: it may wait at a sync point before its first boundary.
+        call: has all ranks come together at their next batch boundary, see `CollectiveActions`.
+    """
+
+    trainer: Any
+    saver: Saver
+    settings: Settings
+    number: int
+    group: Sequence[int]
+    resume: Resume
+    state: TrainerState
+    call: Callable[[], None]
 
 
 class SaveCoordinator(ABC):
@@ -40,22 +65,17 @@ class SaveCoordinator(ABC):
 
     One of three: `LockstepSaves`, where ranks take every step together; `AsyncSaves`, where replicas go at their own
     pace between sync points; `ServerSaves`, where weights are on servers.
-
-    Args:
-        number: of the last save in the directory.
-        group: the ranks that see this rank's directory, which holds a checkpoint of theirs.
-        resume: knows this rank's place, from its first batch on: it may wait at a sync point before its first boundary.
     """
 
-    def __init__(
-        self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int], resume: Resume
-    ) -> None:
-        self._trainer = trainer
-        self._saver = saver
-        self._settings = settings
-        self._known = number
-        self._group = group
-        self._resume = resume
+    def __init__(self, fit: SavedFit) -> None:
+        self._trainer = fit.trainer
+        self._saver = fit.saver
+        self._settings = fit.settings
+        self._known = fit.number
+        self._group = fit.group
+        self._resume = fit.resume
+        self._state = fit.state
+        self._call = fit.call
         self._batches = self._trained()
 
     @property
@@ -92,8 +112,23 @@ class SaveCoordinator(ABC):
 
     def _capture(self, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what is equal on all ranks, and what is this rank's own, at this safe point."""
-        shared, checkpoint = collect(self._trainer, alike, pickles=self._saver.pickles)
+        shared, checkpoint = self._state.capture(alike)
         return shared, {"checkpoint": checkpoint, "resume": self._resume.capture()}
+
+    def _manifest(self, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
+        """Return what a save's manifest tells; after an ``exception`` compute no metric, which may wait for others."""
+        trainer = self._trainer
+        known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
+        tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
+        notes: dict[str, Any] = {"stopped": self._resume.points.limits.now()} if trainer.should_stop else {}
+        return {
+            "epoch": trainer.current_epoch,
+            "world_size": names_of(trainer).started,
+            "reason": reason,
+            "metrics": {name: float(value) for name, value in tensors.items() if value.numel() == 1},
+            "notes": notes if exception is None else {"exception": in_words(exception)[:_LONGEST]},
+            "versions": {"torch": str(torch.__version__), "lightning-async": version()},
+        }
 
     def _trained(self) -> int:
         """Return how many batches were trained on, the one included whose hooks may still run."""
@@ -117,12 +152,10 @@ class LockstepSaves(SaveCoordinator):
     the number of steps, as every rank knows it, is saved at once.
     """
 
-    def __init__(
-        self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int], resume: Resume
-    ) -> None:
-        super().__init__(trainer, saver, settings, number, group, resume)
-        self._clock = SaveClock(settings.save, saver.costs, trainer.global_step)
-        self._lagged = lagged_of("FaultTolerantCheckpoint", trainer)
+    def __init__(self, fit: SavedFit) -> None:
+        super().__init__(fit)
+        self._clock = SaveClock(fit.settings.save, fit.saver.costs, fit.trainer.global_step)
+        self._lagged = lagged_of("FaultTolerantCheckpoint", fit.trainer)
         self._failed = False
         """A rank was told to stop, and has failed."""
         self._stale = False
@@ -147,7 +180,7 @@ class LockstepSaves(SaveCoordinator):
         due, busy, told = self._asked([mine, self._saver.busy, preempted.told])
         if told:
             self._stop(preempted)
-        last = epoch_end and is_last(trainer)
+        last = epoch_end and self._resume.points.limits.are_reached
         by_steps = clock.due_by_steps(step, epoch_end)
         if last or by_steps:
             due = True
@@ -199,7 +232,7 @@ class LockstepSaves(SaveCoordinator):
         self._known += 1
         step = trainer.global_step
         shared, own = self._capture(ALIKE)
-        manifest = manifest_of(trainer, reason)
+        manifest = self._manifest(reason)
         if alone:
             self._saver.save_alone(self._known, step, shared, own, manifest, FAILED_S)
         else:
@@ -220,9 +253,9 @@ class LockstepSaves(SaveCoordinator):
         with self._resume.points.as_it_was(ending=True) as state:
             if state is None:
                 return self._refuse()
-            shared, checkpoint = collect(trainer, ALIKE, state.callbacks, self._saver.pickles)
+            shared, checkpoint = self._state.capture(ALIKE, state.callbacks)
             own = {"checkpoint": checkpoint, "resume": state.resume}
-            manifest = manifest_of(trainer, reason, exception)
+            manifest = self._manifest(reason, exception)
             number = self._known + 1
             step = trainer.global_step
             if reason == "preemption" and self._all_are_here(own["resume"]):
@@ -261,22 +294,21 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     weights are on servers: then each directory has all that is needed.
     """
 
-    def __init__(
-        self, trainer: Any, saver: Saver, settings: Settings, number: int, group: Sequence[int], resume: Resume
-    ) -> None:
-        super().__init__(trainer, saver, settings, number, group, resume)
-        self._left = names_of(trainer).left
-        served = trainer.strategy.served
-        if not set(self._left) <= set(group) and (served or not trainer.strategy.averages_gradients):
-            why = "each worker writes a part of what is on the servers" if served else "replicas are asynchronous"
+    def __init__(self, fit: SavedFit) -> None:
+        super().__init__(fit)
+        self._left = names_of(fit.trainer).left
+        strategy = fit.trainer.strategy
+        if not set(self._left) <= set(fit.group) and (strategy.served or not strategy.averages_gradients):
+            of_servers = "each worker writes a part of what is on the servers"
+            why = of_servers if strategy.served else "replicas are asynchronous"
             raise ValueError(
-                f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "
-                f"another one elsewhere: {why}, so all ranks must see the same."
+                f"`FaultTolerantCheckpoint(dirpath={fit.settings.dirpath!r})` is one directory of ranks "
+                f"{list(fit.group)}, and another one elsewhere: {why}, so all ranks must see the same."
             )
         self._asked = False
         self._averager: Any = None
         self._attach()
-        self._clock = SaveClock(settings.save, saver.costs, self._step)
+        self._clock = SaveClock(fit.settings.save, fit.saver.costs, self._step)
 
     @property
     def known(self) -> int:
@@ -339,7 +371,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     def _agreed(self, averager: Any, state: LastSafeState) -> tuple[dict[str, Any], dict[str, Any]]:
         strategy = self._trainer.strategy
         alike = strategy.alike if strategy.served else REPLICAS
-        shared, checkpoint = collect(self._trainer, alike, state.callbacks, self._saver.pickles)
+        shared, checkpoint = self._state.capture(alike, state.callbacks)
         shared["averaging"] = averager.state_dict()
         return shared, {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
 
@@ -354,7 +386,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             with trainer.strategy.states_here(alone_s=FAILED_S) if trainer.strategy.served else nullcontext():
                 shared, own = self._agreed(self._averager, state)
                 step = self._averager.global_step()
-                manifest = manifest_of(trainer, reason, exception)
+                manifest = self._manifest(reason, exception)
                 return self._saver.save_alone(self.known + 1, step, shared, own, manifest, FAILED_S)
 
     def _save_together(
@@ -382,7 +414,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             states = strategy.states_here() if strategy.served else nullcontext()
             with self._resume.as_it_was() as state, states:
                 shared, own = self._agreed(averager, state)
-                self._saver.save(number, step, ranks, shared, own, manifest_of(self._trainer, reason), queue)
+                self._saver.save(number, step, ranks, shared, own, self._manifest(reason), queue)
         except SaveBusy as error:
             log.warning("Rank %d leaves out its part of save %d: %s", names.mine, number, error)
         finally:
@@ -473,7 +505,7 @@ class AsyncSaves(_SyncPointSaves):
         ranks = self._ranks(members)
         self._saved(number)
         with self._resume.as_it_was() as state:
-            _, checkpoint = collect(self._trainer, frozenset(), state.callbacks, self._saver.pickles)
+            _, checkpoint = self._state.capture(frozenset(), state.callbacks)
             own = {
                 "checkpoint": checkpoint,
                 "resume": state.resume,
@@ -483,7 +515,7 @@ class AsyncSaves(_SyncPointSaves):
                 "replica": self._averager.marks.replica(),
             }
             try:
-                self._saver.save(number, step, ranks, {}, own, manifest_of(self._trainer, "due"), queue)
+                self._saver.save(number, step, ranks, {}, own, self._manifest("due"), queue)
             except SaveBusy as error:
                 log.warning("Rank %d leaves out its part of save %d: %s", names_of(self._trainer).mine, number, error)
 
@@ -500,16 +532,12 @@ class AsyncSaves(_SyncPointSaves):
 class ServerSaves(_SyncPointSaves):
     """Saves of workers of a parameter server.
 
-    The rank on which a save is due has all come together at their next batch boundary by ``call``, see
-    `CollectiveActions`. Where they meet no push is under way, and all have the servers' weights of one version: each
-    writes its part of these and of the optimizer's state, and what is its own. In synchronous mode the call goes with a
-    step, and all meet behind it.
+    The rank on which a save is due has all come together at their next batch boundary (`SavedFit.call`). Where they
+    meet no push is under way, and all have the servers' weights of one version: each writes its part of these and of
+    the optimizer's state, and what is its own. In synchronous mode the call goes with a step, and all meet behind it.
     """
 
-    def __init__(self, *common: Any, call: Callable[[], None]) -> None:
-        self._call = call
-        self._waited_s = 0.0
-        super().__init__(*common)
+    _waited_s = 0.0
 
     @property
     def _step(self) -> int:

@@ -15,8 +15,9 @@ from lightning_async.algorithms.schedules import Pace
 from lightning_async.data.redistribution import DataShard, by_steps
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.events import tell
-from lightning_async.trainer.data.epoch_data import EpochAssignment, end_at, go_on_with, is_in_step, lost_rank_data_of
-from lightning_async.trainer.namespace import Undo, override, take_back
+from lightning_async.trainer.data.epoch_data import EpochAssignment
+from lightning_async.trainer.namespace import Undo, override
+from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
 
@@ -88,12 +89,11 @@ class Balancing:
         self._phase = 0
         """Phase of the epoch, as this has seen it last, see `EpochAssignment`."""
         self._alone = EpochAssignment(trainer)
-        self._until_end: list[Undo] = []
 
     def install(self) -> list[Undo]:
         """Patch, on top of all else that begins an epoch; return what takes it back."""
         loop = self._trainer.fit_loop.epoch_loop
-        return [override(loop, "on_run_start", self._begin), override(loop, "run", self._run)]
+        return [override(loop, "on_run_start", self._begin), override(loop, "run", self._alone.run)]
 
     @property
     def name(self) -> str:
@@ -114,7 +114,7 @@ class Balancing:
     def _begin(self, original: Any, data_fetcher: Any) -> None:
         epoch = self._epoch
         share = epoch.mine()
-        comes = epoch.first is not None or epoch.begins  # within the epoch of others
+        comes = epoch.has_part  # within the epoch of others
         original(data_fetcher)
         world = self._trainer.strategy.world
         if comes or world is None or world.asynchronous or self._trainer.strategy.sync_points is None:
@@ -152,15 +152,9 @@ class Balancing:
 
     def _end_at(self, share: DataShard) -> None:
         end = share.first + share.loaders[0][1] - share.skipped
-        self._until_end += end_at(self._trainer, end)
+        self._epoch.end_at(end)
         fetcher = self._trainer.fit_loop._data_fetcher
         fetcher.length = fetcher.fetched + end - share.first
-
-    def _run(self, original: Any, data_fetcher: Any) -> None:
-        try:
-            original(data_fetcher)
-        finally:
-            take_back(self._until_end)
 
     def decide(self, world: LightningCollectives) -> bool | None:
         """Deal out the rest of the epoch, if a rank has asked for it; all are at a sync point. Return whether it pays.
@@ -195,18 +189,15 @@ class Balancing:
 
     @property
     def _ready(self) -> int:
-        loop = self._trainer.fit_loop.epoch_loop
         epoch = self._epoch
-        count = loop.batch_progress.current
-        ends = epoch.at_end or loop.done
-        in_step = is_in_step(self._trainer.strategy, self._trainer.fit_loop)
         knows = epoch.known if epoch is not self._alone else bool(self._shares)
-        return count.ready if knows and not in_step and not ends else -1
+        is_between = knows and not epoch.is_in_step and not epoch.is_ending
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current.ready if is_between else -1
 
     @property
     def _epoch(self) -> EpochAssignment:
         """Parts of the epoch, as all know who can lose one another, or as this rank has been told."""
-        lost_rank_data = lost_rank_data_of(self._trainer)
+        lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         return self._alone if lost_rank_data is None else lost_rank_data.epoch
 
     def _say(self, ready: int) -> _Said:
@@ -251,7 +242,7 @@ class Balancing:
             self._tell(sizes)
         self.sizes = sizes
         steps = int(max(each.end for each in dealt.values()))
-        self._until_end += go_on_with(self._trainer, dealt[self.name], steps)
+        epoch.go_on_with(dealt[self.name], steps)
         return True
 
     def _tell(self, sizes: Mapping[str, int]) -> None:

@@ -29,7 +29,6 @@ from lightning_async.data.stateful_loader import Source, sources_of
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
-from lightning_async.trainer.data.join import end_as_others, how_it_ended
 from lightning_async.trainer.loops.loop_state import LoggedValues
 from lightning_async.trainer.loops.lr_schedules import LearningRates
 from lightning_async.trainer.namespace import (
@@ -53,16 +52,26 @@ class EpochAssignment:
     """The part that each rank has of the epoch under way, and how far it is, as this rank knows; by stable ids."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self.phase = 0
         self.first: DataShard | None = None
         """Part that this rank begins with, if it joins within an epoch."""
         self.begins = False
         """This rank comes within an epoch of streams, and begins its own."""
+        self.follows = False
+        """This rank has joined within an epoch of streams, and ends it with the others."""
         self.at_end = False
         self.called: Callable[[str], str] = str
         """Returns the stable id of a rank, by the name that headers have for it."""
+        self.logged: dict[str, Any] | None = None
+        """Values that the others had logged when this rank joined within the epoch, as long as it has not begun."""
+        self._until_end: list[Undo] = []
+        self._without_part: list[Undo] = []
         self.forget()
+
+    @property
+    def strategy(self) -> StrategyView:
+        return self.trainer.strategy
 
     def forget(self) -> None:
         self.known = False
@@ -93,7 +102,7 @@ class EpochAssignment:
 
     def gone(self) -> list[str]:
         """Return those that were lost since it was dealt out, whoever has come back by their names."""
-        self._gone |= self.shares.keys() - set(self._trainer.strategy.live_ranks.names)
+        self._gone |= self.shares.keys() - set(self.strategy.live_ranks.names)
         return sorted(self._gone & self.shares.keys())
 
     def place(self, batch: int) -> float:
@@ -106,7 +115,7 @@ class EpochAssignment:
         return number if now == self._now() else 0
 
     def _now(self) -> int:
-        return self._trainer.current_epoch * _PHASES + min(self.phase, _PHASES - 1)
+        return self.trainer.current_epoch * _PHASES + min(self.phase, _PHASES - 1)
 
     def learn_from(self, sync_points: SyncPoints) -> None:
         """Learn the places that headers tell; where averaging goes on with joining ranks, other sync points do."""
@@ -114,7 +123,7 @@ class EpochAssignment:
             self.learn({self.called(name): place for name, place in self._sync_points.places.items()})
         if sync_points is not self._sync_points:
             self._sync_points = sync_points
-            self.called = self._trainer.strategy.live_ranks.called
+            self.called = self.strategy.live_ranks.called
             self.learn({self.called(name): place for name, place in sync_points.places.items()})
 
     def learn(self, places: Mapping[str, float]) -> None:
@@ -124,15 +133,15 @@ class EpochAssignment:
     @property
     def streams(self) -> bool:
         """Whether this rank's loaders have streams, of which nobody can tell what is left."""
-        loaders = self._trainer.fit_loop._combined_loader.flattened
+        loaders = self.trainer.fit_loop._combined_loader.flattened
         return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
 
     def whole(self) -> DataShard:
-        loaders = self._trainer.fit_loop._combined_loader.flattened
+        loaders = self.trainer.fit_loop._combined_loader.flattened
         return DataShard(0, 0, 0, False, [told_of(loader) for loader in loaders])
 
     def mine(self) -> DataShard:
-        trainer = self._trainer
+        trainer = self.trainer
         fit = trainer.fit_loop
         first = fit.epoch_loop.batch_progress.current.ready
         anew = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting  # as in Lightning
@@ -161,9 +170,128 @@ class EpochAssignment:
             end = max(end, first + own - skipped)
         return DataShard(first, max(first, end), skipped, fit._combined_loader._mode == "max_size_cycle", loaders)
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether there are gradients of batches that are in no step, and not on their way to one."""
+        told = self.strategy.step_runner.accumulates
+        return self.trainer.fit_loop.epoch_loop._should_accumulate() if told is None else told
 
-def lost_rank_data_of(trainer: Any) -> LostRankData | None:
-    return vars(trainer.strategy).get("lost_rank_data")
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a batch is under way, or gradients of batches before are in no step yet."""
+        count = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return count.ready != count.completed or (count.ready > 0 and self.accumulates)
+
+    @property
+    def is_ending(self) -> bool:
+        return self.at_end or self.trainer.fit_loop.epoch_loop.done
+
+    @property
+    def has_part(self) -> bool:
+        """Whether this rank, which has joined within the epoch, takes part in the rest of it."""
+        return self.first is not None or self.begins
+
+    def end(self) -> None:
+        take_back(self._without_part)
+
+    def begin_joined(self) -> None:
+        """Begin with the part that this rank has joined with, if it has joined within this epoch."""
+        if self.first is not None:
+            self.go_on_with(self.first)
+            self.first = None
+        self.follows = self.begins
+        self.begins = False
+
+    def run(self, original: Any, data_fetcher: Any) -> None:
+        """Run the loop of the epoch; at its end the loop is again as it was.
+
+        A rank that has joined within it, and has no part of its rest, goes to its end: its data is the others'.
+        """
+        logged = self.logged
+        self.logged = None
+        if logged is not None:
+            LoggedValues(self.trainer).put_blank(logged)
+            if not self.has_part:
+                # So that the end of the epoch is one to the schedulers of learning rates.
+                self._without_part.append(set_for_now(self.trainer.fit_loop, "max_batches", 0))
+                return
+        try:
+            original(data_fetcher)
+        finally:
+            take_back(self._until_end)
+
+    def go_on_with(self, share: DataShard, steps: int | None = None) -> None:
+        """Give Lightning's loop these batches from here on, until the end of the epoch.
+
+        ``steps`` is the number behind the last batch of all ranks, which have begun the epoch together; None where this
+        one has joined within it.
+        """
+        fit = self.trainer.fit_loop
+        fetcher = fit._data_fetcher
+        undo = self._until_end
+        self.end_at(share.end)
+        interval = validation_interval(self.trainer)
+        is_sized = not math.isinf(share.end)
+        if is_sized and isinstance(
+            interval, float
+        ):  # of an epoch; who comes within it leaves those on the way to others
+            at_end = interval == 1.0 if steps is not None else share.first == 0
+            every = share.end if at_end else max(1, int((steps or share.end) * interval))
+            undo.append(set_for_now(self.trainer, "val_check_batch", every))
+        for loader, (told, _) in zip(fit._combined_loader.flattened, share.loaders, strict=True):
+            if (source := follower(loader)) is None:
+                source = sources_of([loader])[0]
+                undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
+            loader._iterator = None  # of workers that persist
+            if not is_sized:  # they have a copy of a stream, as it is for now
+                undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
+            source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
+        iter(fetcher)
+        fetcher.length = share.end - share.first if is_sized else None
+        fetcher.done = False
+        fit.epoch_loop.batch_progress.is_last_batch = False
+
+    def end_at(self, end: float) -> None:
+        """Have the epoch end after this number of batches."""
+        total = None if math.isinf(end) else end
+        for bar in callbacks_of(self.trainer, "TQDMProgressBar"):
+            bar.train_progress_bar.total = total
+        for bar in callbacks_of(self.trainer, "RichProgressBar"):
+            if bar.progress is not None and bar.train_progress_bar_id is not None:
+                bar.progress.update(bar.train_progress_bar_id, total=total)
+        self._until_end.append(set_for_now(self.trainer.fit_loop, "max_batches", end))
+
+    def train_on(self, share: DataShard) -> None:
+        """Train on a part of the epoch, of which this rank has ended its own."""
+        epoch = self.trainer.fit_loop.epoch_loop
+        fetcher = self.trainer.fit_loop._data_fetcher
+        self.at_end = True
+        self._until_end.append(override(epoch, "update_lr_schedulers", _within_epoch))
+        try:
+            self.go_on_with(share)
+            while not epoch.done:
+                try:
+                    epoch.advance(fetcher)
+                    epoch.on_advance_end(fetcher)
+                except StopIteration:
+                    break
+                finally:
+                    epoch.on_iteration_done()
+        finally:
+            take_back(self._until_end)
+            self.at_end = False
+        epoch.batch_progress.is_last_batch = True
+
+
+def _within_epoch(original: Any, interval: str, update_plateau_schedulers: bool) -> None:
+    """Leave out schedulers of epochs, which have stepped with the last batch of this rank's own."""
+    if interval != "epoch" or update_plateau_schedulers:
+        original(interval, update_plateau_schedulers)
+
+
+def follower(loader: Any) -> Source | None:
+    owner = getattr(vars(loader).get("_get_iterator"), "source", None)
+    return owner if isinstance(owner, Source) else None
 
 
 class LostRankData:
@@ -174,22 +302,22 @@ class LostRankData:
     joining ranks that have had nothing of it, too.
     """
 
-    def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
+    def __init__(self, epoch: EpochAssignment, rates: LearningRates) -> None:
+        self.epoch = epoch
+        self._strategy = epoch.strategy
+        self._trainer = epoch.trainer
         self._rates = rates
-        self.epoch = EpochAssignment(trainer)
         self.taken_up: list[Any] = []
         """The value of `left` for the epoch that begins next, where this fit goes on from a checkpoint."""
 
     def install(self) -> list[Undo]:
         if not self._strategy.shrinks:
             return []
-        vars(self._trainer.strategy)["lost_rank_data"] = self  # for checkpoints
+        loop = self._trainer.fit_loop.epoch_loop
         return [
-            override(self._trainer.fit_loop.epoch_loop, "on_run_start", self._begin),
-            override(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
-            lambda: vars(self._trainer.strategy).pop("lost_rank_data", None),
+            set_for_now(self._strategy, "lost_rank_data", self),
+            override(loop, "on_run_start", self._begin),
+            override(loop, "run", self.epoch.run),
         ]
 
     def start_over(self) -> None:
@@ -240,11 +368,7 @@ class LostRankData:
             ),
         )  # fmt: skip
         if self.epoch.known and name in self.epoch.shares:
-            self.epoch.at_end = True
-            try:
-                train_on(self._trainer, self.epoch.shares[name])
-            finally:
-                self.epoch.at_end = False
+            self.epoch.train_on(self.epoch.shares[name])
         return True
 
     def _log_alike(self, world: LightningCollectives, came: list[bool]) -> None:
@@ -263,25 +387,59 @@ class LostRankData:
         told = next((each for each in everyones if each), None)
         if told is None:
             return False
-        own_end = how_it_ended(self._trainer, self._rates.stepped) if mine else None
+        own_end = self._how_it_ended() if mine else None
         ended = world.broadcast(own_end, everyones.index(told))
         if not self.epoch.known:
             self.epoch.phase = told[0]
             self.epoch.known = True
             self.epoch.shares = {each: DataShard(*share) for each, share in told[1].items()}
             if ended is not None:
-                end_as_others(self._trainer, ended)
-                self._rates.stepped.update(ended["stepped"])
+                self._end_as_others(ended)
         return True
+
+    def _how_it_ended(self) -> dict[str, Any]:
+        """Return what a joining rank lacks at an epoch's end, having had no such part: steps, learning rates."""
+        trainer = self._trainer
+        return {
+            "steps": [(count.ready, count.completed) for count in self._steps()],
+            "logged": trainer.fit_loop.epoch_loop._batches_that_stepped,
+            "schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+            "groups": [
+                [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+                for optimizer in trainer.optimizers
+            ],
+            "stepped": self._rates.stepped,
+            "metrics": LoggedValues(trainer).take(),
+        }
+
+    def _end_as_others(self, ended: dict[str, Any]) -> None:
+        trainer = self._trainer
+        LoggedValues(trainer).put_blank(ended["metrics"])
+        for count, (ready, completed) in zip(self._steps(), ended["steps"], strict=True):
+            count.ready = ready
+            count.completed = completed
+        trainer.fit_loop.epoch_loop._batches_that_stepped = ended["logged"]
+        for config, state in zip(trainer.lr_scheduler_configs, ended["schedulers"], strict=False):
+            config.scheduler.load_state_dict(state)
+        for optimizer, groups in zip(trainer.optimizers, ended["groups"], strict=True):
+            for group, values in zip(optimizer.param_groups, groups, strict=True):
+                group.update(values)
+        self._rates.stepped.update(ended["stepped"])
+
+    def _steps(self) -> list[Any]:
+        epoch = self._trainer.fit_loop.epoch_loop
+        automatic = epoch.automatic_optimization.optim_progress.optimizer.step
+        return [automatic.total, epoch.manual_optimization.optim_step_progress.total]
 
     def _begin(self, original: Any, data_fetcher: Any) -> None:
         world = self._strategy.world
         sync_points = self._strategy.sync_points
-        if self.epoch.first is None and not self.epoch.begins:  # else it is under way, and this rank has been told
+        if not self.epoch.has_part:  # else it is under way, and this rank has been told
             self.epoch.forget()
             if world is not None and sync_points is not None and not world.asynchronous:
                 self._tell_all(world, sync_points)
         original(data_fetcher)
+        self.epoch.begin_joined()
 
     def _tell_all(self, world: LightningCollectives, sync_points: SyncPoints) -> None:
         epoch = self.epoch
@@ -302,13 +460,6 @@ class LostRankData:
         epoch.phase = 0
         epoch.shares = shares  # whole at once: other threads read it
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
-
-    def _begin_batch(self, original: Any, batch: Any, batch_idx: int) -> None:
-        original(batch, batch_idx)
-        sync_points = self._strategy.sync_points
-        # Where it accumulates, its gradients are yet to be stepped with.
-        if sync_points is not None and not self._trainer.fit_loop.epoch_loop._should_accumulate():
-            self.tell_place(sync_points)
 
     def tell_place(self, sync_points: SyncPoints) -> None:
         """Tell that what is sent next holds all that this rank has done, the batch under way included."""
@@ -352,25 +503,20 @@ class _Place(NamedTuple):
 class JoinerData:
     """Deals out the rest of an epoch among all ranks when one joins within it."""
 
-    def __init__(self, strategy: StrategyView, trainer: Any, epoch: EpochAssignment, rates: LearningRates) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
+    def __init__(self, epoch: EpochAssignment, rates: LearningRates) -> None:
         self._epoch = epoch
+        self._strategy = epoch.strategy
         self._rates = rates
-        self._until_end: list[Undo] = []
         self._joined: Joined = {}
-        self._follows = False
-        """This rank has joined within an epoch of streams, and ends it with the others."""
 
     def install(self) -> list[Undo]:
         if not self._strategy.shrinks:
             return []
-        loop = self._trainer.fit_loop.epoch_loop
-        return [
-            override(loop, "on_run_start", self._begin),
-            override(loop, "on_advance_end", self._after_batch),
-            override(loop, "run", self._run),
-        ]
+        return [override(self._epoch.trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
+
+    def begin_within_epoch(self, logged: dict[str, Any]) -> None:
+        """Begin as a joining rank: within the epoch of others, of which they had ``logged`` this."""
+        self._epoch.logged = logged
 
     def prepare_for(self) -> None:
         self._joined = joined(list(self._epoch.shares.values()))
@@ -432,139 +578,37 @@ class JoinerData:
             epoch.came = True
             self._rates.stepped.update(there[0].stepped)
         else:
-            self._until_end += go_on_with(self._trainer, epoch.shares[name])
+            epoch.go_on_with(epoch.shares[name])
 
     def _place(self, name: str, comes: bool) -> _Place:
-        number = self._trainer.current_epoch
         epoch = self._epoch
+        number = epoch.trainer.current_epoch
         if comes:
             own = epoch.whole()
             return _Place(name, True, own.is_known, number, 0, own.lengths, epoch.streams, {}, {})
-        fit = self._trainer.fit_loop
-        count = fit.epoch_loop.batch_progress.current
-        ends = epoch.at_end or fit.epoch_loop.done
+        fit = epoch.trainer.fit_loop
+        ready = fit.epoch_loop.batch_progress.current.ready
         by_batch = type(fit._data_fetcher).__name__ != "_DataLoaderIterDataFetcher"
-        is_within = epoch.known and by_batch and not is_in_step(self._strategy, fit) and not ends
-        lengths: list[int] = []
-        return _Place(
-            name, False, is_within, number, count.ready, lengths, epoch.streams, epoch.places, self._rates.stepped
-        )
-
-    def _begin(self, original: Any, data_fetcher: Any) -> None:
-        original(data_fetcher)
-        if self._epoch.first is not None:
-            self._until_end += go_on_with(self._trainer, self._epoch.first)
-            self._epoch.first = None
-        self._follows = self._epoch.begins
-        self._epoch.begins = False
+        is_within = epoch.known and by_batch and not epoch.is_in_step and not epoch.is_ending
+        return _Place(name, False, is_within, number, ready, [], epoch.streams, epoch.places, self._rates.stepped)
 
     def _after_batch(self, original: Any, data_fetcher: Any) -> None:
         original(data_fetcher)
         sync_points = self._strategy.sync_points
-        ended = self._follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
+        ended = self._epoch.follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
         # Its stream goes on, and the others' have come to an end.
-        if ended and not accumulates(self._strategy, self._trainer.fit_loop):
-            self._trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
-
-    def _run(self, original: Any, data_fetcher: Any) -> None:
-        try:
-            original(data_fetcher)
-        finally:
-            take_back(self._until_end)
+        if ended and not self._epoch.accumulates:
+            self._epoch.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
 
 def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:
     return {name: DataShard(*share) for name, share in plain.items()}
 
 
-def accumulates(strategy: StrategyView, fit: Any) -> bool:
-    """Return whether there are gradients of batches that are in no step, and not on their way to one."""
-    told = strategy.step_runner.accumulates
-    return fit.epoch_loop._should_accumulate() if told is None else told
-
-
-def is_in_step(strategy: StrategyView, fit: Any) -> bool:
-    """Return whether a batch is under way, or gradients of batches before are in no step yet."""
-    count = fit.epoch_loop.batch_progress.current
-    return count.ready != count.completed or (count.ready > 0 and accumulates(strategy, fit))
-
-
-def follower(loader: Any) -> Source | None:
-    owner = getattr(vars(loader).get("_get_iterator"), "source", None)
-    return owner if isinstance(owner, Source) else None
-
-
-def go_on_with(trainer: Any, share: DataShard, steps: int | None = None) -> list[Undo]:
-    """Give Lightning's loop these batches from here on; return what undoes it, last first, at the epoch's end.
-
-    ``steps`` is the number behind the last batch of all ranks, which have begun the epoch together; None where this
-    one has joined within it.
-    """
-    fit = trainer.fit_loop
-    epoch = fit.epoch_loop
-    fetcher = fit._data_fetcher
-    combined = fit._combined_loader
-    undo = end_at(trainer, share.end)
-    interval = validation_interval(trainer)
-    is_sized = not math.isinf(share.end)
-    if is_sized and isinstance(interval, float):  # of an epoch; who comes within it leaves those on the way to others
-        at_end = interval == 1.0 if steps is not None else share.first == 0
-        every = share.end if at_end else max(1, int((steps or share.end) * interval))
-        undo.append(set_for_now(trainer, "val_check_batch", every))
-    for loader, (told, _) in zip(combined.flattened, share.loaders, strict=True):
-        if (source := follower(loader)) is None:
-            source = sources_of([loader])[0]
-            undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
-        loader._iterator = None  # of workers that persist
-        if not is_sized:  # they have a copy of a stream, as it is for now
-            undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
-        source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
-    iter(fetcher)
-    fetcher.length = share.end - share.first if is_sized else None
-    fetcher.done = False
-    epoch.batch_progress.is_last_batch = False
-    return undo
-
-
-def end_at(trainer: Any, end: float) -> list[Undo]:
-    total = None if math.isinf(end) else end
-    for bar in callbacks_of(trainer, "TQDMProgressBar"):
-        bar.train_progress_bar.total = total
-    for bar in callbacks_of(trainer, "RichProgressBar"):
-        if bar.progress is not None and bar.train_progress_bar_id is not None:
-            bar.progress.update(bar.train_progress_bar_id, total=total)
-    return [set_for_now(trainer.fit_loop, "max_batches", end)]
-
-
-def train_on(trainer: Any, share: DataShard) -> None:
-    epoch = trainer.fit_loop.epoch_loop
-    fetcher = trainer.fit_loop._data_fetcher
-    undo = [override(epoch, "update_lr_schedulers", _within_epoch), *go_on_with(trainer, share)]
-    try:
-        while not epoch.done:
-            try:
-                epoch.advance(fetcher)
-                epoch.on_advance_end(fetcher)
-            except StopIteration:
-                break
-            finally:
-                epoch.on_iteration_done()
-    finally:
-        take_back(undo)
-    epoch.batch_progress.is_last_batch = True
-
-
-def _within_epoch(original: Any, interval: str, update_plateau_schedulers: bool) -> None:
-    """Leave out schedulers of epochs, which have stepped with the last batch of this rank's own."""
-    if interval != "epoch" or update_plateau_schedulers:
-        original(interval, update_plateau_schedulers)
-
-
 class EmptyShards:
     """Patches that have a rank without data go through every epoch, and its callbacks take part in sync points."""
 
-    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._seen_loader: Any = None
 
@@ -578,7 +622,7 @@ class EmptyShards:
         original()
         trainer = self._trainer
         fit = trainer.fit_loop
-        world = self._strategy.world
+        world = trainer.strategy.world
         loader = fit._combined_loader
         if loader is None or loader is self._seen_loader or world is None:
             return

@@ -203,10 +203,11 @@ NOBODY = StableIds(-1, (0,), 1)
 
 def names_of(trainer: Any) -> StableIds:
     """Return the stable ids of the Trainer's ranks; their current ranks, if none can be lost."""
-    live_ranks = view_of(trainer.strategy).live_ranks
-    if view_of(trainer.strategy).joining:
+    strategy = view_of(trainer.strategy)
+    live_ranks = strategy.live_ranks
+    if strategy.joining:
         others = frozenset(range(trainer.world_size))
-        return StableIds(trainer.strategy.cluster_environment.started_as, (), trainer.world_size, others)
+        return StableIds(strategy.cluster_environment.started_as, (), trainer.world_size, others)
     if live_ranks is None:
         return StableIds(trainer.global_rank, tuple(range(trainer.world_size)), trainer.world_size)
     generation = live_ranks.generation

@@ -39,34 +39,73 @@ _WHOSE = ("params", "param_names")
 Settings = dict[str, str]
 
 
-def check_settings(strategy: Any, trainer: Any, world: LightningCollectives) -> None:
-    """Compare the settings of all ranks, which call this together, before anything else of a run."""
-    stage = trainer.state.fn.value
-    same = settings_of(strategy, trainer) if stage == "fit" else _everywhere(trainer)
-    usual = _usual(strategy, trainer) if stage == "fit" else {}
-    told = world.gather_objects({"stage": stage, "same": same, "usual": usual})
-    others = [rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings]
-    if others:
-        raise SettingsMismatch(
-            f"Rank {world.rank}: ranks {others} run a version of lightning_async that does not compare settings; "
-            f"this is version {version()}. Install the same version on every host."
+class TrainerSettings:
+    """The settings of this rank's Trainer and strategy, as texts."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def check(self, world: LightningCollectives) -> None:
+        """Compare the settings of all ranks, which call this together, ahead of anything else."""
+        stage = self._trainer.state.fn.value
+        same = self.of_fit() if stage == "fit" else self._everywhere()
+        usual = self._usual() if stage == "fit" else {}
+        told = world.gather_objects({"stage": stage, "same": same, "usual": usual})
+        others = [
+            rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings
+        ]
+        if others:
+            raise SettingsMismatch(
+                f"Rank {world.rank}: ranks {others} run a version of lightning_async that does not compare settings; "
+                f"this is version {version()}. Install the same version on every host."
+            )
+        stages = [settings["stage"] for settings in told]
+        if len(set(stages)) > 1:
+            calls = ", ".join(f"rank {rank} calls `trainer.{stage}`" for rank, stage in enumerate(stages))
+            raise SettingsMismatch(f"Rank {world.rank}: {calls}. All ranks must call the same, in the same order.")
+        _refuse(world, [settings["same"] for settings in told])
+        _warn(world, [settings["usual"] for settings in told])
+
+    def of_fit(self) -> Settings:
+        """Return the settings that must be equal on all ranks in a fit, as texts."""
+        trainer = self._trainer
+        same = self._everywhere() | self._texts(trainer.strategy.settings(), _PRECISION)
+        if callbacks_of(trainer, "GradientAccumulationScheduler") or any(
+            hasattr(each, "accumulation_steps") for each in trainer.callbacks
+        ):
+            same.pop("accumulate_grad_batches")  # which such callbacks change while others train
+        return same
+
+    def _everywhere(self) -> Settings:
+        """Return what must be equal in evaluation, too: callbacks of all ranks would wait for one another."""
+        kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
+        together = sorted(
+            getattr(callback, "compared", type(callback).__name__)
+            for callback in self._trainer.callbacks
+            if isinstance(callback, kinds) or getattr(callback, "of_all_ranks", False)
         )
-    stages = [settings["stage"] for settings in told]
-    if len(set(stages)) > 1:
-        calls = ", ".join(f"rank {rank} calls `trainer.{stage}`" for rank, stage in enumerate(stages))
-        raise SettingsMismatch(f"Rank {world.rank}: {calls}. All ranks must call the same, in the same order.")
-    _refuse(world, [settings["same"] for settings in told])
-    _warn(world, [settings["usual"] for settings in told])
+        values: dict[str, object] = {
+            "version of lightning_async": version(),
+            "version of torch": ".".join(torch.__version__.split(".")[:2]),
+            "namespace of Lightning": namespace,
+            "callbacks of all ranks": together,
+        }
+        return self._texts(values, ())
 
+    def _usual(self) -> Settings:
+        """Return what need not be equal, but usually is."""
+        trainer = self._trainer
+        values: dict[str, object] = {
+            "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
+            "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
+            "val_check_interval": validation_interval(trainer),
+            **trainer.strategy.usual_settings(),
+        }
+        return self._texts(values, _LIMITS)
 
-def settings_of(strategy: Any, trainer: Any) -> Settings:
-    """Return the settings that must be equal on all ranks in a fit, as texts."""
-    same = _everywhere(trainer) | _texts(strategy.settings(), trainer, _PRECISION)
-    if callbacks_of(trainer, "GradientAccumulationScheduler") or any(
-        hasattr(each, "accumulation_steps") for each in trainer.callbacks
-    ):
-        same.pop("accumulate_grad_batches")  # which such callbacks change while others train
-    return same
+    def _texts(self, values: dict[str, object], arguments: tuple[str, ...]) -> Settings:
+        values = values | {name: getattr(self._trainer, name) for name in arguments}
+        return {name: _text(value) for name, value in values.items()}
 
 
 def check_joining(theirs: Settings, mine: Settings) -> None:
@@ -139,39 +178,6 @@ def _refuse(world: LightningCollectives, told: list[Settings]) -> None:
             "model must agree on these: start every rank with the same versions and arguments, and to go on, with the "
             "same checkpoint."
         )
-
-
-def _everywhere(trainer: Any) -> Settings:
-    """Return what must be equal in evaluation, too: callbacks of all ranks would wait for one another."""
-    kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
-    together = sorted(
-        getattr(callback, "compared", type(callback).__name__)
-        for callback in trainer.callbacks
-        if isinstance(callback, kinds) or getattr(callback, "of_all_ranks", False)
-    )
-    values: dict[str, object] = {
-        "version of lightning_async": version(),
-        "version of torch": ".".join(torch.__version__.split(".")[:2]),
-        "namespace of Lightning": namespace,
-        "callbacks of all ranks": together,
-    }
-    return _texts(values, trainer, ())
-
-
-def _usual(strategy: Any, trainer: Any) -> Settings:
-    """Return what need not be equal, but usually is."""
-    values: dict[str, object] = {
-        "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
-        "callbacks": sorted(type(callback).__name__ for callback in trainer.callbacks),
-        "val_check_interval": validation_interval(trainer),
-        **strategy.usual_settings(),
-    }
-    return _texts(values, trainer, _LIMITS)
-
-
-def _texts(values: dict[str, object], trainer: Any, arguments: tuple[str, ...]) -> Settings:
-    values = values | {name: getattr(trainer, name) for name in arguments}
-    return {name: _text(value) for name, value in values.items()}
 
 
 def _text(value: object) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 from lightning_async.errors import AsyncTrainingError, PeerLost, StoreLost
 from lightning_async.membership.process_liveness import STARTER
@@ -64,14 +64,6 @@ class _Codes:
         # A hook that came later, and calls this one, may have more to show; and a prompt is no script.
         if isinstance(value, StoreLost) and sys.excepthook is self and not hasattr(sys, "ps1"):
             raise SystemExit(STORE_LOST)
-
-
-def leave(trainer: Any) -> NoReturn:
-    """Raise SystemExit with status 0; callbacks, loggers and data do not see it, as they have not begun."""
-    trainer.callbacks = []
-    trainer.loggers = []
-    trainer.datamodule = None
-    raise SystemExit(0)
 
 
 _ChildProcessObserver: Any = fabric("strategies.launchers.subprocess_script")._ChildProcessObserver
