@@ -38,7 +38,7 @@ _HIGH = 512
 _ANSWER_S = 60.0
 _ISOLATED = ("-I", "-S")
 _OPTIONS = ("-u", "-B", *_ISOLATED)
-"""The first two are as the process has them that forks programs: it writes at once, and byte code where the tests do."""
+"""The first two are as the process has them that forks programs: it writes at once, byte code where the tests do."""
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 _fork_exec: Any = importlib.import_module("_posixsubprocess").fork_exec
 _lock = threading.Lock()
@@ -85,7 +85,9 @@ def open_nursery(can_fork: CanFork) -> Program | None:
     rank = os.getpid()
     if os.fork() == 0:
         mine.close()
-        return _serve(control, rank)
+        group = os.getpgrp()
+        os.setpgid(0, 0)  # signals to the rank's group are for the rank, and for what it has started
+        return _serve(control, rank, group)
     control.close()
     mine = socket.socket(fileno=_move(mine.detach()))
     _start_programs_by(can_fork, lambda places, program: _ask(mine, program, places))
@@ -125,10 +127,12 @@ def fork_from_here(can_fork: CanFork, become: Callable[[Program], None]) -> None
 
 def _start_programs_by(can_fork: CanFork, start: ForkExec) -> None:
     before = dict(os.environ)
+    here = os.getpid()
 
     def fork_exec(*given: Any) -> int:
         program, places = _read(given)
-        if program is None or not can_fork(program.environment, before):
+        of_a_fork = os.getpid() != here  # whose children the nursery's are not
+        if program is None or of_a_fork or not can_fork(program.environment, before):
             return _fork_exec(*given)
         return start(places, program)
 
@@ -203,7 +207,7 @@ def _ask(nursery: socket.socket, program: Program, places: Sequence[int]) -> int
     return int(pid)
 
 
-def _serve(control: socket.socket, rank: int) -> Program:
+def _serve(control: socket.socket, rank: int, group: int) -> Program:
     """Fork a program for each request. Returns in a program."""
     while True:
         message, descriptors, *_ = socket.recv_fds(control, 1 << 20, 64)
@@ -214,14 +218,14 @@ def _serve(control: socket.socket, rank: int) -> Program:
             if os.fork():
                 os._exit(0)
             program = Program(*json.loads(message))
-            _begin(program, control, descriptors, rank)
+            _begin(program, control, descriptors, rank, group)
             return program
         os.waitpid(between, 0)
         for descriptor in descriptors:
             os.close(descriptor)
 
 
-def _begin(program: Program, control: socket.socket, descriptors: Sequence[int], rank: int) -> None:
+def _begin(program: Program, control: socket.socket, descriptors: Sequence[int], rank: int, group: int) -> None:
     """Be the rank's child, and have what the program was given."""
     until = time.monotonic() + _ANSWER_S
     while os.getppid() != rank:
@@ -234,6 +238,8 @@ def _begin(program: Program, control: socket.socket, descriptors: Sequence[int],
             os._exit(128 + signal.SIGTERM)
     if program.leads:
         os.setsid()
+    else:
+        os.setpgid(0, group)
     control.close()
     moved = [_move(each) for each in descriptors]
     for place, number in zip(moved[1:], program.descriptors, strict=True):

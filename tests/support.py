@@ -253,7 +253,7 @@ def start_ranks(
     env: Environment | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
-    forks: bool = True,
+    forks: bool = False,
     launched: bool = True,
 ) -> Iterator[RankGroup]:
     """Start ``nprocs`` Python processes, each knowing its rank, and kill what is left of them at the end.
@@ -267,7 +267,7 @@ def start_ranks(
         env: further environment variables, or each rank's; they win over those set here.
         cwd: where the ranks run; by default a folder of their own that vanishes.
         fresh: each rank is an interpreter that has imported nothing.
-        forks: what a rank starts is forked, too, where that makes no difference, by default: see `tests.nursery`.
+        forks: what a rank starts is forked, too, where that makes no difference: see `tests.nursery`.
         launched: whether the ranks find what a launcher sets; else a user's shell has started them.
     """
     port = free_port()
@@ -307,7 +307,7 @@ def run_ranks(
     env: Environment | None = None,
     cwd: Path | None = None,
     fresh: bool = False,
-    forks: bool = True,
+    forks: bool = False,
     launched: bool = True,
     check: bool = True,
 ) -> list[RankResult]:

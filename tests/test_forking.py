@@ -63,7 +63,7 @@ def end(how: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked on Linux")
 def test_a_forked_rank_looks_like_a_fresh_one(tmp_path: Path) -> None:
     env = {"LIGHTNING_ASYNC_TEST": "x", "WORLD_SIZE": "3"}
-    forked = run_ranks("tests.test_forking:looks", 3, env=env, cwd=tmp_path, forks=False)
+    forked = run_ranks("tests.test_forking:looks", 3, env=env, cwd=tmp_path)
     fresh = run_ranks("tests.test_forking:looks", 2, env=env, cwd=tmp_path, fresh=True)
     for rank in range(2):
         assert forked[rank].value["seen"] == fresh[rank].value["seen"]

@@ -15,6 +15,7 @@ from lightning_async.trainer.configuration_checks import check_loaders
 from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
 from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, override, pytorch, take_back
 from lightning_async.trainer.strategy_view import view_of
 
@@ -63,7 +64,7 @@ else:
 _PATIENCE = 16
 
 
-class BalancedBatchSizes(Callback):
+class BalancedBatchSizes(CollectiveCallback, Callback):
     r"""Gives each rank batches of a size by its speed, so that all take equally long for one.
 
     .. math:: n_i = \operatorname{clip}\Big(\lambda v_i,\; n_{\min},\; n_{\max}\Big), \qquad \sum_i n_i = n
@@ -98,8 +99,6 @@ class BalancedBatchSizes(Callback):
     """
 
     of_all_ranks = True
-    call_together: Callable[[], None] | None = None
-    """See `CollectiveCallback`."""
 
     def __init__(
         self,

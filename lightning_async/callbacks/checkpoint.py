@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -25,6 +24,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.checkpoint.checkpointing import Checkpointing
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import check_object, pytorch
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ Objects = Literal["refuse", "pickle"]
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
 
-class FaultTolerantCheckpoint(Checkpoint):
+class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
     """Saves all that training needs to go on exactly, while training goes on; `fit` resumes by itself.
 
     State is copied into memory of another process, which writes it: training stands still for the copy only, and what
@@ -131,8 +131,6 @@ class FaultTolerantCheckpoint(Checkpoint):
             recover, busy, buffers, max_failures, good_after, best,
             save_on_exception, objects,
         )  # fmt: skip
-        self.call_together: Callable[[], None] | None = None
-        """See `Saves`."""
         self._now: Checkpointing | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

@@ -31,6 +31,7 @@ from lightning_async.callbacks.divergence_signals import (
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
@@ -150,7 +151,7 @@ RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "res
 _OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only where replicas are asynchronous
 
 
-class DivergenceMonitor(Callback):
+class DivergenceMonitor(CollectiveCallback, Callback):
     r"""Watches for training that diverges, with any strategy, and does the mildest thing that may help.
 
     A signal :math:`x` is out of bounds where it is not finite, or where :math:`x > m + k \max(\sigma, f |m|)` by the
@@ -219,8 +220,6 @@ class DivergenceMonitor(Callback):
         self._remedies = None if remedies is None else {Remedy[name.upper()] for name in remedies}
         self._given_rollback = rollback
         self.alert = alert
-        self.call_together: Callable[[], None] | None = None
-        """See `CollectiveCallback`."""
         self._council: RemedyAgreement | None = None
         self._rollback: RollsBack | None = None
         self._observer = SignalTracker((), {}, history, skips=False)

@@ -46,7 +46,7 @@ class AveragingMonitor(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning's own metrics
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
-        show(trainer, summary.shown())
+        show(trainer._logger_connector, summary.shown())
 
     def _is_due(self, summary: Any, every: int) -> bool:
         """Return whether to log. Steps that take a window of gradients, or a push, each are many: then as often as

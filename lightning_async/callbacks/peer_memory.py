@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_async._checks import check_number, check_protocol
 from lightning_async.algorithms import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
 from lightning_async.trainer.checkpoint.peer_copies import Peers
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import check_object, pytorch, rank_zero_info, searches_lr
 from lightning_async.trainer.strategy_view import view_of
 
@@ -19,7 +20,7 @@ else:
     Callback = pytorch("callbacks").Callback
 
 
-class PeerMemory(Callback):
+class PeerMemory(CollectiveCallback, Callback):
     r"""Keeps each rank's own state in the memory of the next one: a rank that died comes back with it, without a disk.
 
     A rank that joins takes over rank 0's state, see docs/failure-semantics.md, and then its own, as of its last copy,

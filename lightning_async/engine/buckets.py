@@ -13,10 +13,11 @@ result, further rounds land in a third, borrowed bucket.
 from __future__ import annotations
 
 import enum
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,27 +41,28 @@ class Message:
         return True
 
 
-class RoundType(Protocol):
+class RoundType(ABC):
     """One kind of round. All calls come on the engine's thread."""
 
-    @property
-    def takes_marks(self) -> bool:
-        """Whether a checkpoint may belong to such a round: all replicas hold one model after it, or could."""
-        ...
+    takes_marks = True
+    """Whether a checkpoint may belong to such a round: all replicas hold one model after it, or could."""
 
+    @abstractmethod
     def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> InFlightRound:
         """Return the record of exchange ``id``: what this rank sends, and where the payload lands.
 
         ``plan`` is what the component made of all headers, ``parts`` are its parts of them.
         """
-        ...
 
+    @abstractmethod
     def move(self, exchange: Any) -> None:
         """Move the payload. Should that fail, nothing is lost that a commit, or the message, needs."""
 
+    @abstractmethod
     def commit(self, exchange: Any) -> None:
         """Change what all replicas share: all have the payload. Under `SharedState.committing`."""
 
+    @abstractmethod
     def hand_over(self, exchange: Any) -> None:
         """Count the work off, and give the result to the training thread. Under `SharedState.changed`."""
 

@@ -247,8 +247,9 @@ class LightningCollectives:
         """Gather every rank's object: plain values and tensors, else it raises TypeError."""
         return [decode(row) for row in self.gather_uneven(encode(obj))]
 
-    def make_equal_(self, tensors: list[Tensor], src: int = 0) -> None:
-        under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), src)) for tensor in tensors]
+    def make_equal_(self, tensors: list[Tensor]) -> None:
+        """Give all ranks rank 0's tensors."""
+        under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), 0)) for tensor in tensors]
         with torch.no_grad():
             for tensor, pending in under_way:
                 tensor.copy_(self.calls("the broadcast of the model", lambda c, pending=pending: pending))

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from lightning_async.engine.buckets import Message, RoundType
 from lightning_async.engine.shared_state import Header, Mark, SyncPointKind, Vote
@@ -22,26 +23,23 @@ _ASKED_BY_STANDING = {
 }
 
 
-class ComponentPlan(Protocol):
+@dataclass(frozen=True)
+class ComponentPlan:
     """A component's conclusion from all headers, the same on every rank."""
 
-    @property
-    def kind(self) -> RoundType | None:
-        """The round that is to come; None: the messages that are ready hold nothing and are dropped."""
-        ...
+    kind: RoundType | None  # of the round; None: nobody has anything, and the messages that are ready are dropped
+    weights: tuple[float, ...] = ()  # every rank's share in the mean; they add up to 1, a rank that is absent has 0
 
 
-class EngineComponent(Protocol):
-    """A capability, as the control plane sees it. All calls come on the engine's thread.
+class EngineComponent:
+    """A capability, as the control plane sees it. All calls come on the engine's thread. This base sends nothing.
 
     ``headers`` and ``parts`` hold the common and the component's own part of every rank's header. `is_due`, `plan` and
     `settle` must be pure functions of these, so that all ranks decide alike.
     """
 
-    @property
-    def blank(self) -> tuple[Any, ...]:
-        """A part that says nothing."""
-        ...
+    blank: Any = ()
+    """A part that says nothing: a NamedTuple of numbers."""
 
     def is_indispensable(self) -> bool:
         """Return whether nobody goes on without this rank, however late it is. Under the lock."""
@@ -53,15 +51,15 @@ class EngineComponent(Protocol):
 
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
         """Return the part with its message; ``compare``: all stand at one sync point and say what they hold."""
-        ...
+        return part
 
     def is_due(self, parts: Sequence[Any]) -> bool:
         """Return whether a message is to be served before a sync point can open."""
-        ...
+        return False
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
         """Plan the round of this priority, for which all are ready; None: it is another component's."""
-        ...
+        return None
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
         """Return whether a sync point where all stand may open, and else what is exchanged first."""

@@ -30,6 +30,7 @@ from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState
 from lightning_async.trainer.data.samplers import resized, weight_of_the_last
 from lightning_async.trainer.loops.loggers import places, take_places
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import Undo, override, pytorch, searches_lr, set_for_now, take_back
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
     return Commit(**{**vars(first), "resume": {**first.resume, "random": random}})
 
 
-class Commits(Callback):
+class Commits(CollectiveCallback, Callback):
     """Puts a fit where the last commit was made, and commits: every so many steps, and at the end of each epoch.
 
     Ranks that step together commit after the same step. Asynchronous replicas come to a sync point for it. ``exact``:
@@ -93,8 +94,6 @@ class Commits(Callback):
         self._committed = committed
         self._every = every
         self._exact = exact
-        self.call_together: Callable[[], None] | None = None
-        """Set while replicas are asynchronous, see `CollectiveCallback`."""
         self._trainer: Any = None
         self._resume: Resume | None = None
         self._undo: list[Undo] = []
@@ -211,7 +210,7 @@ class Commits(Callback):
         if state.resume is None:
             del checkpoint["loops"]  # they have yet to begin
         strategy.write_state(checkpoint, f"commit {number}")
-        told = [[[_place(each, where) for each in (state.resume or {}).get("loaders", [])], places(trainer)]]
+        told = [[[_place(each, where) for each in (state.resume or {}).get("loaders", [])], places(trainer.loggers)]]
         if strategy.world is not None:
             told = strategy.world.gather_objects(told[0])
         self._step = trainer.global_step
@@ -299,7 +298,7 @@ def fit_elastic(
         with _one_world() as world:
             settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {strategy!r}, commit_every={commit_every}")
             committed.value, exact = agree(world, committed.value, settings)
-        take_places(trainer, committed.value.logs)
+        take_places(trainer.loggers, committed.value.logs)
         commits = Commits(committed, commit_every, exact)
         trainer.callbacks = [commits, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
         try:

@@ -9,7 +9,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 
@@ -46,14 +46,12 @@ class HeartbeatStore:
         seal: Seal,
         patience: timedelta,
         elastic: bool = False,
-        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._me = me
         self._seal = seal
         self._patience = patience
         self._elastic = elastic
-        self._now = now
         self._peers = [name for name in names if name != me]
         self._sockets: dict[int, int] = {}
         self._broken = False
@@ -99,7 +97,7 @@ class HeartbeatStore:
         """
         if self._broken:
             self._reconnect()
-        asked = self._now()
+        asked = time.monotonic()
         try:
             pinned = dump(self._neighbours.introduce(mine, self._host))
             self._store.set(key(self._me), self._seal.sign(key(self._me), pinned))  # type: ignore[arg-type]
@@ -110,7 +108,7 @@ class HeartbeatStore:
         except (RuntimeError, OSError):
             # Not to be used again: a late answer to a request given up would be taken for the next one's.
             self._broken = True
-            self._pause(self._now() - asked)
+            self._pause(time.monotonic() - asked)
             raise
         self._timeouts = 0
         return found
@@ -209,15 +207,15 @@ class HeartbeatStore:
         self._host = next(filter(None, map(own_address, self._sockets)), None)
 
     def _reconnect(self) -> None:
-        if self._now() < self._next_try:
+        if time.monotonic() < self._next_try:
             raise Waiting
         if not reachable(self._store, min(_PROBE, self._patience)):
             raise ConnectionError("connection refused")  # which costs nobody anything
-        asked = self._now()
+        asked = time.monotonic()
         try:
             self._connect()
         except (RuntimeError, OSError):
-            self._pause(self._now() - asked)
+            self._pause(time.monotonic() - asked)
             raise
         self._broken = False
 
@@ -227,4 +225,4 @@ class HeartbeatStore:
             self._timeouts += 1
             # An attempt must be under way, or begin, shortly before the store is taken for lost.
             pause_s = min(patience_s * 2.0 ** (self._timeouts - 3), patience_s / 2)
-            self._next_try = self._now() + pause_s * random.uniform(0.5, 1.0)
+            self._next_try = time.monotonic() + pause_s * random.uniform(0.5, 1.0)

@@ -20,10 +20,8 @@ from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from lightning_async.comm.p2p_gloo import answers, dial
-from lightning_async.engine.buckets import Message
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import EngineComponent
-from lightning_async.engine.shared_state import Header
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.membership import Membership
@@ -239,13 +237,13 @@ class WorkerVersion(NamedTuple):
 
 
 class Agreement(EngineComponent):
-    """A component by which a sync point opens once all workers have the weights that the last push has made.
+    """The component by which a sync point opens once all workers have the weights that the last push has made.
 
     A worker at a sync point has no push under way, and pulls after its last one. So the last one to come has what all
     pushes have made, on every server; it has the highest version, and equal versions are equal bits.
     """
 
-    blank = WorkerVersion()  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    blank = WorkerVersion()
 
     def __init__(self, control: ControlPlane) -> None:
         self._shared_state = control.shared_state
@@ -266,12 +264,7 @@ class Agreement(EngineComponent):
     def compose(self) -> WorkerVersion:
         return self._mine
 
-    def complete(self, part: WorkerVersion, message: Message | None, compare: bool) -> WorkerVersion:
-        return part
-
     def is_due(self, parts: Sequence[WorkerVersion]) -> bool:
         with self._shared_state.changed:
             self._newest = max(parts)
         return any(part < self._newest for part in parts)
-
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[WorkerVersion]) -> None: ...

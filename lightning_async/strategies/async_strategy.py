@@ -24,7 +24,8 @@ from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.errors import Evicted, PeerLost, StoreLost
 from lightning_async.strategies.averaging_state import SavedState
 from lightning_async.strategies.base import ReplicatedStrategy
-from lightning_async.strategies.join import JoinCoordinator, JoiningRank
+from lightning_async.strategies.join import JoinCoordinator
+from lightning_async.strategies.joining_rank import JoiningRank
 from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
@@ -115,7 +116,7 @@ class AsyncStrategy(ReplicatedStrategy):
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
             check_equal(self.world, {"ckpt_path": self.saved.origin})
-            configuration_checks.check_setup(trainer, self._layer_sync, self.buffers)
+            configuration_checks.check_setup(self.module, self._layer_sync, self.buffers)
         self.setup_replica(trainer)
         if fitting:
             self.num_fits = next(_fits)
@@ -162,6 +163,8 @@ class AsyncStrategy(ReplicatedStrategy):
         super().teardown()
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.fit_sessions is not None:
+            self.fit_sessions.patches.begin_batch(batch_idx)
         self.begin_again()
         if self._session is not None and self.world is not None:
             self.world.asynchronous = True
@@ -222,6 +225,12 @@ class AsyncStrategy(ReplicatedStrategy):
 
     alone = "so there is nothing to average"
     count = staticmethod(batch_size)
+
+    def count_samples(self, batch: Any) -> float:
+        """Return what the batch counts, once for each batch, and tell the replica's pace its samples."""
+        counted = self.count(batch)
+        self.pacing.samples = counted if self.count is batch_size else batch_size(batch)
+        return counted
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:

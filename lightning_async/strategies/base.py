@@ -148,7 +148,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.num_runs = self._operations = 0
         self.live_ranks: RankMap | None = left_here()
         """Who is left, where training goes on without those that are lost."""
-        self.own_steps = OwnSteps(self)
+        self.own_steps = OwnSteps()
         self._own_steps_undo: list[Undo] = []
 
     @property

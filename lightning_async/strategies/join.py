@@ -1,6 +1,6 @@
 """A rank that was lost comes back: those who train take it in at a sync point, and go on with it from there.
 
-    those who train                          the joining rank, a process of its own, see `JoiningRank`
+    those who train                          the joining rank, a process of its own, see `strategies/joining_rank`
     pin a notice: which run, which settings
                                              builds its model, compares, sends heartbeats beside those of the run
     see it, and rank 0 invites it
@@ -13,7 +13,7 @@
                                              hears that, and ends
 
 So whatever becomes of the joining rank meanwhile, those who train go on. Read `JoinCoordinator` first, the side of
-those who train; `JoinPreparation` works for it on a thread of each rank; `JoiningRank` is the other side.
+those who train; `JoinPreparation` works for it on a thread of each rank, and has a `JoinConnector` connect them.
 """
 
 from __future__ import annotations
@@ -21,31 +21,33 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.distributed import DistNetworkError, DistStoreError
+import torch
 
+from lightning_async.comm.collectives import Collectives
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.collectives import LightningCollectives, Packed, packed
+from lightning_async.engine.control_plane import forks_of
 from lightning_async.engine.replica import describe
-from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout, StoreLost
+from lightning_async.engine.timeouts import Timeouts
+from lightning_async.errors import AsyncTrainingError, CollectiveError, CollectiveTimeout
 from lightning_async.events import tell
-from lightning_async.membership.generation import Generation
-from lightning_async.membership.join_protocol import JoinBoard, JoinBoardWithTimeout
-from lightning_async.membership.launcher_channel import came_back
-from lightning_async.membership.startup import WaitWithLog
+from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.strategies.averaging_state import clocks_of
-from lightning_async.strategies.join_connection import PATIENCE, PreparedJoin, connect, release
-from lightning_async.strategies.rank_mapping import RankMap, count_run, next_run, run_name
+from lightning_async.strategies.rank_mapping import count_run, name_in_run, next_run, run_name
 from lightning_async.strategies.session import FitSessions
-from lightning_async.trainer.data.join import StateCopying, begin_within_epoch, state_for_joining_ranks, take_over
-from lightning_async.trainer.environment.settings import check_joining, settings_of
+from lightning_async.trainer.data.join import StateCopying, state_for_joining_ranks
+from lightning_async.trainer.environment.environments import RenumberedEnvironment
+from lightning_async.trainer.environment.settings import settings_of
 from lightning_async.trainer.loops.loop_state import without_own
-from lightning_async.trainer.namespace import in_words, pytorch
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
+from lightning_async.trainer.namespace import in_words
+from lightning_async.trainer.strategy_view import StrategyView
 from lightning_async.transports.base import Connection
 from lightning_async.transports.torch import TorchTransport
 
@@ -53,24 +55,109 @@ if TYPE_CHECKING:
     from lightning_async.strategies.async_strategy import AsyncStrategy
 
 log = logging.getLogger(__name__)
+PATIENCE = timedelta(seconds=30)
+"""How long those who connect wait for each other at most."""
 _LOOK_S = 0.02
 _END_S = 5.0
 _GONE = "rank 0 was lost."
-_BOARD_LOOK_S = 0.05
-_HEAR_S = 0.002  # while the others train, and while they stand and wait
-_ANSWER_S = 5.0
-_WAITS = (
-    "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
-    "their `max_replicas` already, or on the way to a sync point"
-)
 
 
-class JoinCoordinator:
-    """The side of those who train: it takes joining ranks in at sync points; see `CollectiveCallback`."""
+class PreparedJoin(NamedTuple):
+    """A connection of all who train with a joining rank.
+
+    Args:
+        joining_rank: the name under which the joining rank waits.
+        names: for life, of all; the joining rank's is the last.
+        run: the number that their run will have.
+        connection: of all, with all groups that training needs.
+        pair: of rank 0 and the joining rank; None on the others.
+        place: where the joining rank is, see `JoinerData.place`.
+    """
+
+    joining_rank: str
+    names: tuple[str, ...]
+    run: int
+    connection: Connection
+    pair: Collectives | None
+    place: list[Any]
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among them."""
+        return self.connection.root.rank
+
+    @property
+    def name(self) -> str:
+        """The stable id of the joining rank."""
+        return self.names[self.rank]
+
+
+class JoinConnector:
+    """Connections of the ranks that train with a joining rank, made on all of them or on none.
+
+    Args:
+        transport: of this rank.
+        environment: of this rank, in its own run.
+        device: of this rank.
+        timeouts: of the strategy.
+    """
+
+    def __init__(self, transport: TorchTransport, environment: Any, device: torch.device, timeouts: Timeouts) -> None:
+        self._transport = transport
+        self._environment = environment
+        self._device = device
+        self._timeouts = timeouts
+
+    def connect(
+        self, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
+        made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
+    ) -> PreparedJoin:  # fmt: skip
+        """Connect all that an invitation names, the joining rank included.
+
+        Args:
+            rank: the number of this rank among them.
+            joining_rank: who is invited.
+            place: the invitation.
+            check: raises where somebody does not come.
+            made: called with the connection before its groups are formed: closing it ends that.
+            own: of the joining rank: where it is.
+
+        Raises:
+            AsyncTrainingError: it came to nothing, and nothing is left open.
+        """
+        names = tuple(place["names"])
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        environment = RenumberedEnvironment(self._environment, rank, len(names), "")
+        dead_after = self._timeouts.dead_after
+        connection = self._transport.widen(environment, self._device, place["room"], dead_after, PATIENCE, check)
+        try:
+            made(connection)
+            connection.hear_deaths(partial(name_in_run, names=names))
+            connection.forks = forks_of(connection.root, connection.payload, self._timeouts)
+            root: Any = connection.root  # of torch: its groups can be formed anew, and split
+            pair = root.split((0, len(names) - 1), "joining")
+            connection.open()
+            places = connection.world.gather_objects(own or [])
+        except BaseException as error:
+            release(connection, in_words(error))
+            raise
+        return PreparedJoin(joining_rank, names, int(place["run"]), connection, pair, places[-1])
+
+
+def release(connection: Connection, why: str) -> None:
+    """Close what came to nothing; the others in it hear why, so that nobody waits. Takes some seconds at most."""
+    connection.outlives = False
+    connection.membership.on_change = None
+    connection.membership.fail(why)
+    connection.close(in_order=False)
+
+
+class JoinCoordinator(CollectiveCallback):
+    """The side of those who train: it takes joining ranks in at sync points."""
 
     def __init__(self, strategy: AsyncStrategy) -> None:
         self._strategy = strategy
-        self.call_together: Callable[[], None] | None = None
         self._door: JoinBoard | None = None
         self._join_preparation: JoinPreparation | None = None
         self._hands_over: threading.Thread | None = None
@@ -86,7 +173,9 @@ class JoinCoordinator:
             return
         self._door = transport.door(strategy.cluster_environment)
         most = strategy.config.max_replicas or live_ranks.started
-        self._join_preparation = JoinPreparation(strategy, self._door, most, self._prepare_for, self._call)
+        timeouts = strategy.config.timeouts
+        connector = JoinConnector(transport, strategy.cluster_environment, strategy.root_device, timeouts)
+        self._join_preparation = JoinPreparation(strategy, connector, self._door, most, self._prepare_for, self._call)
         if self._speaks:
             self._pin(
                 {
@@ -253,7 +342,8 @@ class JoinPreparation:
     taken. A joining rank is prepared once: one that could not be taken in comes again by another name.
 
     Args:
-        strategy: of a rank that trains.
+        view: of the strategy of a rank that trains.
+        connector: connects this rank with the others and the joining rank.
         door: where joining ranks ask.
         most: so many replicas there may be.
         on_coming: called when one is about to come, before all connect, on that thread.
@@ -262,19 +352,21 @@ class JoinPreparation:
 
     def __init__(
         self,
-        strategy: AsyncStrategy,
+        view: StrategyView,
+        connector: JoinConnector,
         door: JoinBoard,
         most: int,
         on_coming: Callable[[], None],
         on_ready: Callable[[], None],
     ) -> None:
-        assert strategy.connection is not None
-        self._strategy = strategy
+        assert view.connection is not None
+        self._view = view
+        self._connector = connector
         self._door = door
         self._most = most
         self._on_coming = on_coming
         self._on_ready = on_ready
-        self._connection = strategy.connection
+        self._connection: Connection = view.connection
         self._lock = threading.Lock()
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
@@ -342,7 +434,7 @@ class JoinPreparation:
 
     def _waiting(self) -> list[str]:
         """Return those who wait, and are not taken for one who is there; nobody while one is ready."""
-        live_ranks = self._strategy.live_ranks
+        live_ranks = self._view.live_ranks
         if self._ends.is_set() or self._ready is not None or live_ranks is None:
             return []
         waiting = self._connection.membership.visitors() if live_ranks.generation.world_size < self._most else ()
@@ -363,7 +455,7 @@ class JoinPreparation:
         return False
 
     def _check_names(self, names: Sequence[str]) -> None:
-        there = () if self._strategy.live_ranks is None else self._strategy.live_ranks.names
+        there = () if self._view.live_ranks is None else self._view.live_ranks.names
         if tuple(names[:-1]) != there:
             lost = ", ".join({*names[:-1]} - {*there})
             raise CollectiveTimeout(f"Meanwhile rank(s) {lost} were lost.")
@@ -398,7 +490,7 @@ class JoinPreparation:
 
     def _invitation(self, waiting: list[str]) -> tuple[str, dict[str, Any]] | None:
         """Return an invitation of one of these ranks: rank 0 invites them one by one, the others read whom."""
-        live_ranks = self._strategy.live_ranks
+        live_ranks = self._view.live_ranks
         assert live_ranks is not None
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
             if live_ranks.generation.rank == 0:
@@ -420,7 +512,7 @@ class JoinPreparation:
         return None
 
     def _prepare(self, joining_rank: str, place: dict[str, Any]) -> bool:
-        live_ranks = self._strategy.live_ranks
+        live_ranks = self._view.live_ranks
         membership = self._connection.membership
         assert live_ranks is not None
         self._seen.add(joining_rank)
@@ -440,7 +532,7 @@ class JoinPreparation:
         try:
             check()
             self._on_coming()
-            ready = connect(self._strategy, live_ranks.generation.rank, joining_rank, place, check, made)
+            ready = self._connector.connect(live_ranks.generation.rank, joining_rank, place, check, made)
         except Exception as error:
             self._refuse(joining_rank, f"{type(error).__name__}: {error}")
             return False
@@ -457,7 +549,7 @@ class JoinPreparation:
 
     def _refuse(self, joining_rank: str, why: str) -> None:
         self._send_again(joining_rank)
-        live_ranks = self._strategy.live_ranks
+        live_ranks = self._view.live_ranks
         if self._ends.is_set() or live_ranks is None:
             return
         tell_failed(live_ranks.generation.rank, joining_rank, why)
@@ -476,202 +568,6 @@ def tell_failed(rank: int, joining_rank: str, why: str) -> None:
     """Report that a joining rank could not be taken in."""
     words = f"Rank {rank}: rank {for_life(joining_rank)} could not be taken in, and training goes on without: {why}"
     tell("join_failed", logging.WARNING, words, rank=rank)
-
-
-class JoiningRank:
-    """A process that was started while others train: it waits to be taken in, and goes on from where they are."""
-
-    def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
-        self._number = int(strategy.cluster_environment.started_as)
-        self._attempts = 0
-        self._refused = (
-            f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
-        )
-        self.patience = timedelta(minutes=30)
-        """How long to wait for a training to begin, and for its ranks to come to a sync point."""
-
-    def join(self) -> None:
-        """Wait to be taken in, and take over what the others have.
-
-        Raises:
-            SettingsMismatch, ValueError: what they train is something else, or over another transport.
-            SIGTERMException: told to end while waiting.
-            CollectiveTimeout: nobody trains, or nobody takes it in, for 30 minutes.
-            StoreLost: the store is, also where it only says nothing for `Timeouts(dead_after=)`.
-        """
-        try:
-            self._join()
-        except (DistNetworkError, DistStoreError, ConnectionError) as error:
-            said = str(error).splitlines()[0].rstrip(".")
-            raise StoreLost(
-                f"rank {self._number}: while it waited to be taken in, the store failed ({said}). Without it nobody "
-                "can be. Start all again from the last checkpoint."
-            ) from error
-
-    def _join(self) -> None:
-        transport = self._strategy.transport
-        if not isinstance(transport, TorchTransport):
-            raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
-        dead_after = self._strategy.config.timeouts.dead_after
-        door = JoinBoardWithTimeout(
-            transport.door(self._strategy.cluster_environment), self._number, dead_after, self._end_if_told
-        )
-        log.warning("Rank %d comes while others train, and waits to be taken in by them.", self._number)
-        while True:
-            notice = self._wait(door.read_notice)
-            self._compare(notice)
-            if self._visit(transport, door, str(notice["room"])):
-                return
-
-    def _wait(
-        self,
-        look: Callable[[], dict[str, Any]],
-        worthwhile: Callable[[], bool] = lambda: True,
-        look_s: float = _BOARD_LOOK_S,
-    ) -> dict[str, Any]:
-        """Return what is found, or nothing where it is no longer worthwhile to wait."""
-        patience = WaitWithLog(
-            self._number, self.patience, self._end_if_told, sleep=lambda seconds: time.sleep(min(seconds, look_s))
-        )
-        while not (found := look()) and worthwhile():
-            patience.wait(lambda: _WAITS)
-        return found
-
-    def _end_if_told(self) -> None:
-        if self._trainer.received_sigterm:
-            raise pytorch("utilities.exceptions").SIGTERMException
-
-    def _compare(self, notice: dict[str, Any]) -> None:
-        strategy = self._strategy
-        if notice.get("fit") != strategy.num_fits:
-            raise ValueError(
-                f"Rank {self._number} comes back to fit number {strategy.num_fits} of its script, and the others are "
-                f"in number {notice.get('fit')}: where a script fits several times, it can join the first only."
-            )
-        check_joining(notice.get("settings", {}), settings_of(strategy, self._trainer))
-        if notice.get("model") != digest(strategy.module):
-            raise ValueError(
-                f"Rank {self._number} comes back with another model than those who train have: its parameters or "
-                "buffers differ in number, name, shape or type. Build the same model on every rank."
-            )
-
-    def _visit(self, transport: TorchTransport, door: JoinBoardWithTimeout, room: str) -> bool:
-        """Send heartbeats beside a run until it invites this rank, and go on with it; False where that came to nothing
-        before this rank had anything of theirs."""
-        strategy = self._strategy
-        self._attempts += 1
-        joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
-        dead_after = strategy.config.timeouts.dead_after
-        membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
-        try:
-            door.ask(membership.start)
-            place = self._wait(
-                lambda: door.read_invitation(joining_rank), lambda: door.read_notice().get("room") == room
-            )
-            ready = self._connect(joining_rank, place, door) if place else None
-        finally:
-            membership.close()
-        state = None if ready is None else self._receive(ready, lambda: door.read_answer(joining_rank))
-        if ready is None or state is None:
-            return False
-        count_run(ready.run)
-        config = strategy.config
-        size = place["started"]
-        began = RankMap(Generation.first(0, size), ready.run, config.survives(size), wanted=config.fewest(size))
-        strategy.live_ranks = began.with_joining_ranks(ready.rank, ready.names, ready.run, place["ever"])
-        self._take_part(ready, state, lambda: door.read_answer(joining_rank))
-        return True
-
-    def _connect(self, joining_rank: str, place: dict[str, Any], door: JoinBoardWithTimeout) -> PreparedJoin | None:
-        """Connect with all who train; None where they could not come, and train on."""
-
-        def check() -> None:
-            self._end_if_told()
-            if door.read_answer(joining_rank):
-                raise CollectiveError("one of them could not.")
-
-        fit_sessions = self._strategy.fit_sessions
-        rank = int(place["rank"])
-        assert fit_sessions is not None
-        own = fit_sessions.patches.joiner_data.place(place["names"][rank], comes=True)
-        try:
-            return connect(self._strategy, rank, joining_rank, place, check, own=own)
-        except StoreLost:
-            raise
-        except AsyncTrainingError as error:
-            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
-            return None
-
-    def _receive(self, ready: PreparedJoin, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Receive what rank 0 has, once all stand at a sync point; None where that does not happen, and they train on.
-
-        Raises:
-            AsyncTrainingError: they have stood there, and could not.
-        """
-        connection = ready.connection
-        assert ready.pair is not None
-
-        def check() -> None:
-            connection.membership.check()
-            self._end_if_told()
-
-        world = LightningCollectives(ready.pair, check, self.patience)
-        try:
-            own = world.hand_over(None)
-            of_all = world.hand_over(None)
-            return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}
-        except BaseException as error:
-            release(connection, in_words(error))
-            if not isinstance(error, AsyncTrainingError) or isinstance(error, StoreLost):
-                raise
-            until = time.monotonic() + _ANSWER_S
-            if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):
-                raise AsyncTrainingError(self._refused) from error
-            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
-            return None
-
-    def _take_part(self, ready: PreparedJoin, state: dict[str, Any], answer: Callable[[], dict[str, Any]]) -> None:
-        strategy = self._strategy
-        trainer = self._trainer
-        fit_sessions = self._strategy.fit_sessions
-        connection = ready.connection
-        assert fit_sessions is not None
-        try:
-            self._hear(connection, answer)
-            take_over(trainer, state)
-            if trainer.fit_loop.done:
-                raise ValueError(
-                    f"Rank {self._number} comes to epoch {trainer.current_epoch}, step {trainer.global_step} of the "
-                    "others, where its own limits end training. Give it the same `max_epochs` and `max_steps`."
-                )
-            fit_sessions.come()
-            fit_sessions.undo += reversed(begin_within_epoch(trainer, state, lambda: fit_sessions.patches.has_part))
-        except BaseException as error:
-            release(connection, in_words(error))
-            raise
-        strategy.take_handed_over(state["strategy"])
-        strategy.saved.go_on(state["averaging"])
-        fit_sessions.widen(connection, ready.run)
-        fit_sessions.patches.go_on(connection.world, ready.name, state["places"], state)
-        connection.world.asynchronous = True  # until the end of the epoch, where all meet
-
-    def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
-        """Wait for the others' word that this rank is one of them.
-
-        Raises:
-            AsyncTrainingError: it is not, or they are gone.
-        """
-        patience = max(PATIENCE, 2 * self._strategy.config.timeouts.dead_after)  # one may be lost as they vote
-        until = time.monotonic() + patience.total_seconds()
-
-        def worthwhile() -> bool:
-            connection.membership.check()
-            return time.monotonic() < until
-
-        if not self._wait(answer, worthwhile, look_s=_HEAR_S).get("admitted"):
-            raise AsyncTrainingError(self._refused)
 
 
 def digest(module: Any) -> int:

@@ -20,7 +20,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from lightning_async.trainer.namespace import batch_size, changes_gradients, loss_scale, pulled, pulls, scaled_zero
+from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulled, pulls, scaled_zero
 from lightning_async.trainer.step_runner import StepRunner
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class LocalSteps(StepRunner):
         """Automatic optimization: batches without a loss since the last step."""
         self._in_step = False
         """Automatic optimization: the closure of a synchronous step runs."""
-        self._batches = StepBatches(strategy, self._count_samples)
+        self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self.recent = self._batches.recent
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
@@ -75,7 +75,8 @@ class LocalSteps(StepRunner):
             self._batch_step = self._averager.plan(self._meet)
             self._counted = self._seen
 
-    def _count_samples(self, samples: float) -> None:
+    def _count_samples(self, batch: Any) -> None:
+        samples = self._strategy.count_samples(batch)
         self._samples += samples
         self._of_batch = samples
 
@@ -185,10 +186,9 @@ class LocalSteps(StepRunner):
 
         Lightning divides each loss by the number of all batches, while samples are counted of these only.
         """
-        strategy = self._strategy
-        if not self._without_loss or _weighs_by_samples(strategy.module.trainer):
-            return 1.0
-        trainer = strategy.module.trainer
+        trainer: Any = self._strategy.module.trainer
+        if not self._without_loss or any(isinstance(each, AdaptiveGradientAccumulation) for each in trainer.callbacks):
+            return 1.0  # the batches of a window are weighted by their samples already
         batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches + 1
         counted = batches - self._without_loss
         return batches / counted if counted > 0 else 1.0
@@ -233,13 +233,17 @@ class StepBatches:
     """The batches of one replica. One that `training_step` takes by itself is known once it has been taken: it is
     looked at where its gradients are, at the latest as the next one begins.
 
-    ``tell`` is called once for each batch, with its samples.
+    Args:
+        module: of the user's.
+        buffers: the policy of buffers: the last batches are kept where it is "recompute".
+        take: called once for each batch.
     """
 
-    def __init__(self, strategy: Any, tell: Callable[[float], None]) -> None:
-        self._strategy = strategy
-        self._tell = tell
-        self._pulls = pulls(strategy.module)
+    def __init__(self, module: Any, buffers: str, take: Callable[[Any], None]) -> None:
+        self._module = module
+        self._recomputes = buffers == "recompute"
+        self._take = take
+        self._pulls = pulls(module)
         self._unseen = False
         self._taken: Any = None
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
@@ -256,18 +260,16 @@ class StepBatches:
         """Whatever batch there is has been taken by now."""
         if not self._pulls:
             return
-        taken = pulled(self._strategy.module.trainer)
+        taken = pulled(self._module.trainer)
         if taken is not None and (self._unseen or taken is not self._taken):  # it may take several
             self._unseen = False
             self._taken = taken
             self._see(taken)
 
     def _see(self, batch: Any) -> None:
-        if self._strategy.buffers == "recompute":
+        if self._recomputes:
             self.recent.append(batch)
-        counted = self._strategy.count(batch)
-        self._strategy.pacing.samples = counted if self._strategy.count is batch_size else batch_size(batch)
-        self._tell(counted)
+        self._take(batch)
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
@@ -275,8 +277,3 @@ def learning_rate(optimizers: Iterable[Any]) -> float:
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
     lr = groups[0].get("lr") if groups else None
     return 0.0 if lr is None else float(lr)
-
-
-def _weighs_by_samples(trainer: Any) -> bool:
-    """Return whether the batches of a window are weighted by their samples already."""
-    return any(isinstance(callback, AdaptiveGradientAccumulation) for callback in trainer.callbacks)

@@ -197,7 +197,7 @@ class ParameterServerStrategy(AsyncStrategy):
             if self.world is not None:
                 check_equal(self.world, {"optimizers": repr([tuple(group) for group in self.handle.groups])})
             if self.world_size > 1:
-                configuration_checks.check_momentum_stays(trainer, type(self).__name__)
+                configuration_checks.check_momentum_stays(type(self).__name__, trainer.lr_scheduler_configs)
             if self.global_rank == 0:
                 self.handle.warn_of_momentum()
 

@@ -236,7 +236,9 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._requests = Requests(averager, self._totals)
         self.calls = self.called = False
         """Whether the next push calls all ranks to a sync point; whether a rank has, with the last one."""
-        self._batches = StepBatches(strategy, self._samples.count)
+        self._batches = StepBatches(
+            strategy.module, strategy.buffers, lambda batch: self._samples.count(strategy.count_samples(batch))
+        )
         self.recent = self._batches.recent
         self.tables = strategy.join_servers(averager)
         self._agreement.pulled(self.tables.versions, self.tables.restored)

@@ -3,7 +3,7 @@
 `WindowSteps` is the step runner of automatic optimization, `ManualWindowSteps` that of manual optimization, where each
 of several optimizers asks for steps of its own. `WindowSchedule` says what holds for windows just now: whether they
 have a size, and steps a delay. `LastBackward` lets the gradients of a step without delay leave as the last backward
-pass makes them. `take` and `put` are for checkpoints: the open window, and the residual of compression.
+pass makes them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,7 +22,7 @@ from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.gradients.window import Window, WindowTotals
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from lightning_async.engine.sync_points import SyncPointParticipant, SyncPoints
+from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.strategies.delay_correction import correcting
 from lightning_async.strategies.local_steps import StepBatches, learning_rate
 from lightning_async.strategies.server_steps import SampleCounts
@@ -62,19 +62,18 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         gradients.compress(strategy.compression)
         self._window_schedule = WindowSchedule(strategy, averager)
         self._window = Window(gradients)
-        self._pass = LastBackward(strategy, self._window_schedule, gradients, self._window)
+        self._pass = LastBackward(strategy.module, self._window_schedule, gradients, self._window, strategy.tell_place)
         self._size = self._batch_samples = self._sent_samples = 0.0
         self._totals = cast(WindowTotals, averager.summary.totals)
         self._seen = 0
-        self._batches = StepBatches(strategy, self._count_samples)
+        self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self._made = self._held = self._restored = False
         """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
+        self._prepare()
         self._correcting = correcting(strategy.correction, gradients, lambda: averager.step)
         self.recent = self._batches.recent
         averager.sync_points.add(self)
-        averager.gathered = lambda: take(
-            self._window, gradients, self._size, self._window_schedule.updates.rates.ends_epoch
-        )
+        averager.gathered = self._gathered
         averager.alike = self._correcting.state
         saved, alike = strategy.saved.take_gathered()
         self._load(saved or {}, alike)
@@ -86,10 +85,32 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._hooks.clear()
         self._gradients.close()
 
+    def _prepare(self) -> None:
+        """Prepare for the optimizers, before a saved window is loaded."""
+
+    def _gathered(self) -> dict[str, Any] | None:
+        """Return for a checkpoint the open window, with what has left it and is in no step yet, and the residual of
+        compression."""
+        gradients = self._gradients
+        carried_residual = gradients.carried_residual()
+        held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
+        if self._window_schedule.updates.rates.ends_epoch:
+            held["ends_epoch"] = True
+        if self._window.batches or gradients.unstepped() is not None:
+            held |= {"size": self._size, "asks": list(gradients.asks), "window": self._window.state_dict()}
+        return held or None
+
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
-        if (size := put(saved, self._window, self._gradients)) is not None:
-            self._size = size
-            self._held = self._window_schedule.fills(self._window.batches, self._window.samples, size)
+        """Go on with what `_gathered` has returned."""
+        gradients = self._gradients
+        if gradients.rounds.feedback is not None and "compression" in saved:
+            gradients.rounds.feedback.load_state_dict(saved["compression"])
+        if "window" in saved:
+            self._window.load_state_dict(saved["window"])
+            if "asks" in saved:  # it may leave at a sync point, before a batch begins that says so
+                gradients.asks = saved["asks"][0], saved["asks"][1]
+            self._size = float(saved["size"])
+            self._held = self._window_schedule.fills(self._window.batches, self._window.samples, self._size)
         self._window_schedule.updates.rates.ends_epoch |= "ends_epoch" in saved
         if alike is not None:
             self._correcting.load(alike)
@@ -106,8 +127,8 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._made = False
         self._batches.start(batch)
 
-    def _count_samples(self, samples: float) -> None:
-        self._batch_samples = samples
+    def _count_samples(self, batch: Any) -> None:
+        self._batch_samples = self._strategy.count_samples(batch)
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -283,28 +304,21 @@ class ManualWindowSteps(WindowSteps):
     takes none.
     """
 
-    def __init__(
-        self,
-        strategy: AsyncGradientStrategy,
-        averager: BackgroundAverager,
-        gradients: SynchronousGradients,
-        meet: Callable[[SyncPointKind], Arrival],
-    ) -> None:
-        gradients.rounds.apart = True
-        self.steps = False
-        """An optimizer takes a step, in place of asking for one."""
-        self._sample_counts = SampleCounts(strategy.optimizers)
-        self._uncounted = 0.0
-        """Samples since any optimizer has asked for a step."""
-        self._asked = False
-        super().__init__(strategy, averager, gradients, meet)
-        self._window_schedule.updates.each = len(self._sample_counts.params)
-        window = averager.gathered
-        averager.gathered = lambda: self._pending() | (window() or {}) or None
+    steps = False
+    """An optimizer takes a step, in place of asking for one."""
+    _uncounted = 0.0
+    """Samples since any optimizer has asked for a step."""
+    _asked = False
 
-    def _pending(self) -> dict[str, Any]:
+    def _prepare(self) -> None:
+        self._gradients.rounds.apart = True
+        self._sample_counts = SampleCounts(self._strategy.optimizers)
+        self._window_schedule.updates.each = len(self._sample_counts.params)
+
+    def _gathered(self) -> dict[str, Any] | None:
         behind = self._sample_counts.samples
-        return {"behind": list(behind), "uncounted": self._uncounted} if any(behind) else {}
+        pending = {"behind": list(behind), "uncounted": self._uncounted} if any(behind) else {}
+        return pending | (super()._gathered() or {}) or None
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
         super()._load(saved, alike)
@@ -442,8 +456,16 @@ class WindowSchedule:
     @property
     def size(self) -> int:
         """Batches in the window that begins, at the least."""
-        sizes = self._strategy.sizes
-        return size_of(self._strategy.accumulate, self._averager.sync_points) if sizes is None else sizes.size
+        accumulate = self._strategy.accumulate
+        if (sizes := self._strategy.sizes) is not None:
+            return sizes.size
+        if isinstance(accumulate, BalancedWindows):
+            speeds = self._averager.sync_points.speeds
+            name = self._averager.sync_points.name
+            if name not in speeds:
+                return accumulate.batches
+            return accumulate.size(list(speeds.values()), list(speeds).index(name))
+        return 1 if accumulate == "until_reduced" else accumulate
 
     def fills(self, batches: int, samples: float, size: float) -> bool:
         """Return whether these batches and samples fill a window of ``size`` batches."""
@@ -459,17 +481,6 @@ class WindowSchedule:
     def batch_scale(self) -> float:
         """The factor by which a batch's gradients are multiplied: Lightning divides the loss, too."""
         return self.scale / self._strategy.module.trainer.accumulate_grad_batches
-
-
-def size_of(accumulate: int | BalancedWindows | Literal["until_reduced"], sync_points: SyncPoints) -> int:
-    """Return the number of batches in the window that begins, at the least."""
-    if isinstance(accumulate, BalancedWindows):
-        speeds = sync_points.speeds
-        name = sync_points.name
-        if name not in speeds:
-            return accumulate.batches
-        return accumulate.size(list(speeds.values()), list(speeds).index(name))
-    return 1 if accumulate == "until_reduced" else accumulate
 
 
 class LastBackward:
@@ -491,16 +502,16 @@ class LastBackward:
 
     def __init__(
         self,
-        strategy: AsyncGradientStrategy,
+        module: Any,
         window_schedule: WindowSchedule,
         gradients: SynchronousGradients,
         window: Window,
+        tell_place: Callable[[], None],
     ) -> None:
-        self._strategy = strategy
         self._window_schedule = window_schedule
         self._gradients = gradients
         self._window = window
-        module = strategy.module
+        self._tell_place = tell_place
         self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
         self._samples = 0.0
         self.under_way = False
@@ -528,7 +539,7 @@ class LastBackward:
         if not (full or window_schedule.updates.ends_epoch) or window_schedule.updates.left <= 0:
             return
         self._samples = window.samples + samples
-        self._strategy.tell_place()
+        self._tell_place()
         self.under_way = window.leave_with(samples, window_schedule.batch_scale, step)
 
     @contextmanager
@@ -548,33 +559,3 @@ class LastBackward:
         self._window.clear()
         self._gradients.finish_last()
         return self._samples
-
-
-def take(window: Window, gradients: SynchronousGradients, size: float, ends_epoch: bool) -> dict[str, Any] | None:
-    """Return the state of the open window, with what has left it and is in no step yet.
-
-    Args:
-        window: that is open.
-        gradients: by which it leaves.
-        size: that it is to have.
-        ends_epoch: see `SharedLearningRates.ends_epoch`.
-    """
-    carried_residual = gradients.carried_residual()
-    held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
-    if ends_epoch:
-        held["ends_epoch"] = True
-    if window.batches or gradients.unstepped() is not None:
-        held |= {"size": size, "asks": list(gradients.asks), "window": window.state_dict()}
-    return held or None
-
-
-def put(saved: dict[str, Any], window: Window, gradients: SynchronousGradients) -> float | None:
-    """Go on with it; return the size that the window is to have, where one is open."""
-    if gradients.rounds.feedback is not None and "compression" in saved:
-        gradients.rounds.feedback.load_state_dict(saved["compression"])
-    if "window" not in saved:
-        return None
-    window.load_state_dict(saved["window"])
-    if "asks" in saved:  # it may leave at a sync point, before a batch begins that says so
-        gradients.asks = saved["asks"][0], saved["asks"][1]
-    return float(saved["size"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterable
 from typing import Any, Literal, get_args
 
 from torch import nn
@@ -71,9 +72,8 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
         raise ValueError(f"`{owner}(max_replicas={max_replicas})`: there are {world_size} ranks.")
 
 
-def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
+def check_setup(module: Any, layer_sync: Any, buffers: str) -> None:
     """Raise ValueError for a module that waits for all ranks at every step, or lacks a ``forward`` for `recompute`."""
-    module = trainer.lightning_module
     batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
     if layer_sync is not None or batch_norms:
         what = "`Trainer(sync_batchnorm=True)`" if layer_sync is not None else f"SyncBatchNorm in {batch_norms}"
@@ -95,112 +95,128 @@ def check_setup(trainer: Any, layer_sync: Any, buffers: str) -> None:
             )
 
 
-def check_fit(trainer: Any, world: LightningCollectives) -> bool:
-    """Check all ranks before the first batch; return whether they are to meet at the end of each epoch.
+class FitCheck:
+    """The checks that all ranks make together before the first batch."""
 
-    Raises:
-        ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or all
-            ranks take the same steps, and a scheduler ends before training does, or watches a rank's own metric.
-    """
-    _check_length(trainer, world)
-    _check_watched(trainer)
-    epochs = world.gather_objects(_epochs(trainer))
-    if len(set(epochs)) == 1:
-        return True
-    batches = world.gather_objects(trainer.num_training_batches)
-    users = _epoch_end_users(trainer)
-    numbers = (
-        f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold {batches} "
-        "batches"
-    )
-    if users:
-        raise ValueError(
-            f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit "
-            "training by `max_epochs`, give every rank the same number of batches, or let them run after validations "
-            "(`val_check_interval` as a number of batches with `check_val_every_n_epoch=None`)."
+    def __init__(self, trainer: Any, world: LightningCollectives) -> None:
+        self._trainer = trainer
+        self._world = world
+
+    def run(self) -> bool:
+        """Check all ranks; return whether they are to meet at the end of each epoch.
+
+        Raises:
+            ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or
+                all ranks take the same steps, and a scheduler ends before training does, or watches a rank's own
+                metric.
+        """
+        trainer = self._trainer
+        world = self._world
+        self._check_length()
+        self._check_watched()
+        epochs = world.gather_objects(self._epochs())
+        if len(set(epochs)) == 1:
+            return True
+        batches = world.gather_objects(trainer.num_training_batches)
+        users = self._epoch_end_users()
+        numbers = (
+            f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold "
+            f"{batches} batches"
         )
-    log.warning("%s; they meet at validations and at the end of training only.", numbers)
-    return False
+        if users:
+            raise ValueError(
+                f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit "
+                "training by `max_epochs`, give every rank the same number of batches, or let them run after "
+                "validations (`val_check_interval` as a number of batches with `check_val_every_n_epoch=None`)."
+            )
+        log.warning("%s; they meet at validations and at the end of training only.", numbers)
+        return False
+
+    def _check_length(self) -> None:
+        """Refuse schedulers that fail after their last step, which another rank's data may bring."""
+        trainer = self._trainer
+        if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
+            return
+        batches = trainer.num_training_batches
+        every = trainer.accumulate_grad_batches
+        limit = trainer.max_steps
+        mine = math.inf if math.isinf(batches) else math.ceil(batches / every) * self._epochs()
+        by_step = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
+        lengths = [
+            each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
+        ]
+        told = self._world.gather_objects(
+            [mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)]
+        )
+        steps = max(steps for steps, _ in told)
+        shortest = min(length for _, length in told)
+        if shortest < steps < math.inf:
+            raise ValueError(
+                f"`OneCycleLR` ends after {shortest:g} steps, and this training has {steps:g}: all ranks take each "
+                f"step of the one that has the most data; these have data for {[steps for steps, _ in told]} steps. "
+                f"Pass `total_steps={steps:g}` on all ranks: `trainer.estimated_stepping_batches` knows a rank's own "
+                "data only."
+            )
+
+    def _check_watched(self) -> None:
+        """Refuse schedulers that watch a metric at steps: it would be one of this rank's batch."""
+        trainer = self._trainer
+        if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
+            return
+        for each in trainer.lr_scheduler_configs:
+            if each.reduce_on_plateau and each.interval == "step":
+                raise ValueError(
+                    f"`{type(each.scheduler).__name__}` with `interval='step'` watches a metric of each rank's own "
+                    "batches, and all ranks have one learning rate here. Let it watch one of whole epochs, such as "
+                    'that of a validation: `{"scheduler": ..., "interval": "epoch", "monitor": "val_loss"}`.'
+                )
+
+    def _epochs(self) -> float:
+        """Return how many epochs this rank will train, given its number of batches."""
+        trainer = self._trainer
+        limit = math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
+        batches = trainer.num_training_batches
+        if trainer.max_steps in (None, -1) or math.isinf(batches):
+            return limit
+        steps_per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
+        return min(limit, float(math.ceil(trainer.max_steps / steps_per_epoch)))
+
+    def _epoch_end_users(self) -> list[str]:
+        """Return the names of what happens at the end of an epoch on all ranks together."""
+        trainer = self._trainer
+        callbacks = pytorch("callbacks")
+        users = []
+        for callback in trainer.callbacks:
+            if isinstance(callback, callbacks.ModelCheckpoint) and callback._should_save_on_train_epoch_end(trainer):
+                users.append("ModelCheckpoint")
+            if isinstance(callback, callbacks.EarlyStopping):
+                at_epoch_end = callback._check_on_train_epoch_end
+                if at_epoch_end is None:
+                    at_epoch_end = validation_interval(trainer) == 1.0 and trainer.check_val_every_n_epoch == 1
+                if at_epoch_end:
+                    users.append("EarlyStopping")
+            if isinstance(callback, callbacks.StochasticWeightAveraging):
+                users.append("StochasticWeightAveraging")
+        users += [f"the metric `{n}`" for n, m in trainer.lightning_module.named_modules() if isinstance(m, Metric)]
+        if trainer.reload_dataloaders_every_n_epochs:
+            users.append("`reload_dataloaders_every_n_epochs`")
+        if updates_of(trainer) is not None and any(each.interval == "epoch" for each in trainer.lr_scheduler_configs):
+            users.append("a scheduler of learning rates, of which all replicas have the same")
+        return users
 
 
-def check_momentum_stays(trainer: Any, owner: str) -> None:
-    """Raise ValueError for a scheduler that changes the momentum: servers receive the learning rate only."""
-    for each in trainer.lr_scheduler_configs:
+def check_momentum_stays(owner: str, schedulers: Iterable[Any]) -> None:
+    """Raise ValueError for a scheduler that changes the momentum: servers receive the learning rate only.
+
+    ``schedulers`` are the Trainer's ``lr_scheduler_configs``.
+    """
+    for each in schedulers:
         if getattr(each.scheduler, "cycle_momentum", False):
             raise ValueError(
                 f"`{type(each.scheduler).__name__}` changes the momentum, too, and servers hear of new learning rates "
                 f"only. Pass `cycle_momentum=False` to it, or `{owner}(update_on_server=False)`: the optimizer is the "
                 "worker's then."
             )
-
-
-def _check_length(trainer: Any, world: LightningCollectives) -> None:
-    """Refuse schedulers that fail after their last step, which another rank's data may bring."""
-    if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
-        return
-    batches = trainer.num_training_batches
-    every = trainer.accumulate_grad_batches
-    limit = trainer.max_steps
-    mine = math.inf if math.isinf(batches) else math.ceil(batches / every) * _epochs(trainer)
-    by_step = [each for each in trainer.lr_scheduler_configs if each.interval == "step"]
-    lengths = [
-        each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
-    ]
-    told = world.gather_objects([mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)])
-    steps = max(steps for steps, _ in told)
-    shortest = min(length for _, length in told)
-    if shortest < steps < math.inf:
-        raise ValueError(
-            f"`OneCycleLR` ends after {shortest:g} steps, and this training has {steps:g}: all ranks take each step of "
-            f"the one that has the most data; these have data for {[steps for steps, _ in told]} steps. Pass "
-            f"`total_steps={steps:g}` on all ranks: `trainer.estimated_stepping_batches` knows a rank's own data only."
-        )
-
-
-def _check_watched(trainer: Any) -> None:
-    """Refuse schedulers that watch a metric at steps: it would be one of this rank's batch."""
-    if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
-        return
-    for each in trainer.lr_scheduler_configs:
-        if each.reduce_on_plateau and each.interval == "step":
-            raise ValueError(
-                f"`{type(each.scheduler).__name__}` with `interval='step'` watches a metric of each rank's own "
-                "batches, and all ranks have one learning rate here. Let it watch one of whole epochs, such as that of "
-                'a validation: `{"scheduler": ..., "interval": "epoch", "monitor": "val_loss"}`.'
-            )
-
-
-def _epochs(trainer: Any) -> float:
-    """Return how many epochs this rank will train, given its number of batches."""
-    limit = math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
-    batches = trainer.num_training_batches
-    if trainer.max_steps in (None, -1) or math.isinf(batches):
-        return limit
-    steps_per_epoch = max(1, math.ceil(batches / trainer.accumulate_grad_batches))
-    return min(limit, float(math.ceil(trainer.max_steps / steps_per_epoch)))
-
-
-def _epoch_end_users(trainer: Any) -> list[str]:
-    """Return the names of what happens at the end of an epoch on all ranks together."""
-    callbacks = pytorch("callbacks")
-    users = []
-    for callback in trainer.callbacks:
-        if isinstance(callback, callbacks.ModelCheckpoint) and callback._should_save_on_train_epoch_end(trainer):
-            users.append("ModelCheckpoint")
-        if isinstance(callback, callbacks.EarlyStopping):
-            at_epoch_end = callback._check_on_train_epoch_end
-            if at_epoch_end is None:
-                at_epoch_end = validation_interval(trainer) == 1.0 and trainer.check_val_every_n_epoch == 1
-            if at_epoch_end:
-                users.append("EarlyStopping")
-        if isinstance(callback, callbacks.StochasticWeightAveraging):
-            users.append("StochasticWeightAveraging")
-    users += [f"the metric `{n}`" for n, m in trainer.lightning_module.named_modules() if isinstance(m, Metric)]
-    if trainer.reload_dataloaders_every_n_epochs:
-        users.append("`reload_dataloaders_every_n_epochs`")
-    if updates_of(trainer) is not None and any(each.interval == "epoch" for each in trainer.lr_scheduler_configs):
-        users.append("a scheduler of learning rates, of which all replicas have the same")
-    return users
 
 
 def check_loaders(owner: str, trainer: Any) -> None:

@@ -6,19 +6,17 @@ replaces one method of one object of one Trainer, and is taken back at tear-down
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import SyncPointKind, Vote
-from lightning_async.trainer import configuration_checks
+from lightning_async.trainer.configuration_checks import FitCheck
 from lightning_async.trainer.data.epoch_data import EmptyShards, JoinerData, LostRankData
 from lightning_async.trainer.data.samplers import ConsistentMetrics, SamplerResize, ValidationTakeover
 from lightning_async.trainer.loops.loggers import LoggingFailover
@@ -28,8 +26,8 @@ from lightning_async.trainer.loops.sync_points import (
     CollectiveActions,
     FitSyncPoints,
     Stopping,
+    UnscheduledValidation,
     WaitForReplicas,
-    join_validation,
 )
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import (
@@ -48,13 +46,12 @@ log = logging.getLogger(__name__)
 class Validation:
     """Patches of when to validate, of the validation itself, and of the end of an epoch."""
 
-    def __init__(
-        self, strategy: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData
-    ) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData) -> None:
+        self._view = view
         self._trainer = trainer
         self._meeting = meeting
         self._lost_rank_data = lost_rank_data
+        self._unscheduled = UnscheduledValidation(trainer)
         self.sync_points_epochs = True
         """Whether all ranks meet at the end of each epoch."""
         self._due = self._held = 0
@@ -79,7 +76,7 @@ class Validation:
 
     @property
     def _meets_at_end(self) -> bool:
-        return self.sync_points_epochs and self._strategy.sync_points is not None
+        return self.sync_points_epochs and self._view.sync_points is not None
 
     def start_over(self) -> None:
         """Begin training anew within this fit."""
@@ -105,7 +102,7 @@ class Validation:
         it sees the model of the whole epoch. Else the rank that comes first asks all, and what the others' clocks say
         about the same validation, sooner or later, is done with it.
         """
-        sync_points = self._strategy.sync_points
+        sync_points = self._view.sync_points
         epoch = self._trainer.fit_loop.epoch_loop
         if sync_points is None or epoch.restarting:
             return original(data_fetcher)
@@ -117,7 +114,7 @@ class Validation:
         if due and not isinstance(validation_interval(self._trainer), timedelta):
             self._due += 1
             due = self._due > self._held
-        asked = Vote.VALIDATE in sync_points.agreed and self._strategy.step_runner.between_windows
+        asked = Vote.VALIDATE in sync_points.agreed and self._view.step_runner.between_windows
         return due or (asked and not self._comes() and self._trainer.enable_validation)
 
     def _comes(self) -> bool:
@@ -127,7 +124,7 @@ class Validation:
         every = trainer.val_check_batch
         count = fit.epoch_loop.batch_progress
         by_number = not isinstance(validation_interval(trainer), timedelta) and not math.isinf(every)
-        if not self._strategy.in_step or not by_number or self._due != self._held:
+        if not self._view.in_step or not by_number or self._due != self._held:
             return False
         clock = count.total if trainer.check_val_every_n_epoch is None else count.current
         return count.current.ready + every - clock.ready % every <= fit.max_batches
@@ -137,10 +134,10 @@ class Validation:
         if self._meets_at_end:
             self._missed += missed
         else:
-            _validate_at_end(self._trainer, missed)
+            self._unscheduled.run_at_end(missed)
 
     def _validate(self, original: Any) -> Any:
-        if self._strategy.sync_points is None:  # the sanity check, before training
+        if self._view.sync_points is None:  # the sanity check, before training
             return original()
         self._meeting.rendezvous(SyncPointKind.VALIDATE)
         self._held += 1
@@ -149,15 +146,15 @@ class Validation:
         return output
 
     def _end_epoch(self, original: Any) -> None:
-        self._strategy.begin_again()
-        world = self._strategy.world
+        self._view.begin_again()
+        world = self._view.world
         updates = updates_of(self._trainer)
         follow_rates = None
         if self._meets_at_end and world is not None:
             self._meet()
             while self._lost_rank_data.rest():  # first: a rank that joins within the rest finds all others here
                 self._meet()
-            world = self._strategy.world or world  # another one, where averaging has begun anew meanwhile
+            world = self._view.world or world  # another one, where averaging has begun anew meanwhile
             if updates is not None:
                 follow_rates = updates.rates.end_epoch(world)
             # Others may have come to what this rank has missed: it has taken part in that.
@@ -165,7 +162,7 @@ class Validation:
             mine = [float(self._due_at_end or missed), float(self._is_last())]
             due, last = world.reduce(torch.tensor(mine), "max").tolist()
             if due > 0.0 and not self._validated:
-                _validate_at_end(self._trainer)
+                self._unscheduled.run_at_end()
             if last > mine[1]:  # another rank's, which has taken more steps: no rank goes on without it
                 self._trainer.should_stop = True
             self._due_at_end = False
@@ -173,10 +170,10 @@ class Validation:
         original()
         if follow_rates is not None:
             follow_rates()
-        self._strategy.end_epoch()
+        self._view.end_epoch()
 
     def _meet(self) -> None:
-        with _at_last_step(self._trainer):
+        with self._unscheduled.at_last_step():
             self._meeting.rendezvous(SyncPointKind.EPOCH_END, self._trainer.current_epoch)
 
     def _is_last(self) -> bool:
@@ -184,7 +181,7 @@ class Validation:
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed + 1
         steps = fit.epoch_loop.global_step
-        return self._strategy.shrinks and (epochs == fit.max_epochs or -1 < fit.epoch_loop.max_steps <= steps)
+        return self._view.shrinks and (epochs == fit.max_epochs or -1 < fit.epoch_loop.max_steps <= steps)
 
 
 class ShortEpochs:
@@ -197,7 +194,7 @@ class ShortEpochs:
 
     def __init__(self, trainer: Any, end_early: Callable[[int], None] | None = None) -> None:
         self._trainer = trainer
-        self._end_early = end_early or partial(_validate_at_end, trainer)
+        self._end_early = end_early or UnscheduledValidation(trainer).run_at_end
         self._warned = False
 
     def install(self) -> list[Undo]:
@@ -208,7 +205,7 @@ class ShortEpochs:
             original(data_fetcher)
         except StopIteration as ended:
             fit = self._trainer.fit_loop
-            has_data = not math.isinf(fit.max_batches) or _completed(self._trainer) > 0  # see `EmptyShards`
+            has_data = not math.isinf(fit.max_batches) or self._completed > 0  # see `EmptyShards`
             # `on_train_batch_start` that returns -1 has ended the epoch as a last batch does: that is asked for.
             if has_data and not fit.epoch_loop._num_ready_batches_reached():
                 self._end()
@@ -220,12 +217,29 @@ class ShortEpochs:
         trainer = self._trainer
         epoch = trainer.fit_loop.epoch_loop
         self._warn()
-        missed = _missed_validations(trainer)
-        if _completed(trainer) > 0:  # else no optimizer has stepped, which schedulers follow
+        missed = self._missed_validations()
+        if self._completed > 0:  # else no optimizer has stepped, which schedulers follow
             epoch.batch_progress.is_last_batch = True
             if trainer.lr_scheduler_configs:
                 epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
         self._end_early(missed)
+
+    @property
+    def _completed(self) -> int:
+        return self._trainer.fit_loop.epoch_loop.batch_progress.current.completed
+
+    def _missed_validations(self) -> int:
+        """Return how many validations are due with batches that are missing in this epoch."""
+        trainer = self._trainer
+        fit = trainer.fit_loop
+        every = trainer.val_check_batch
+        by_time = isinstance(validation_interval(trainer), timedelta)
+        # Without `check_val_every_n_epoch` batches count on in the next epoch: none is missed.
+        if by_time or trainer.check_val_every_n_epoch is None or not fit.epoch_loop._should_check_val_epoch():
+            return 0
+        if math.isinf(every):  # it is due at the end of the epoch
+            return 1
+        return 0 if math.isinf(fit.max_batches) else int(fit.max_batches // every - self._completed // every)
 
     def _warn(self) -> None:
         trainer = self._trainer
@@ -241,96 +255,55 @@ class ShortEpochs:
             "StopIteration. Validation and schedulers follow as at the end of any epoch; gradients that "
             "`accumulate_grad_batches` has not stepped with by then are dropped. Correct the length, or what has "
             "raised. Later epochs are not named.",
-            trainer.global_rank, trainer.current_epoch, _completed(trainer), fit.max_batches,
+            trainer.global_rank, trainer.current_epoch, self._completed, fit.max_batches,
         )  # fmt: skip
-
-
-def _completed(trainer: Any) -> int:
-    return trainer.fit_loop.epoch_loop.batch_progress.current.completed
-
-
-def _missed_validations(trainer: Any) -> int:
-    """Return how many validations are due with batches that are missing in this epoch."""
-    fit = trainer.fit_loop
-    every = trainer.val_check_batch
-    by_time = isinstance(validation_interval(trainer), timedelta)
-    # Without `check_val_every_n_epoch` batches count on in the next epoch: none is missed.
-    if by_time or trainer.check_val_every_n_epoch is None or not fit.epoch_loop._should_check_val_epoch():
-        return 0
-    if math.isinf(every):  # it is due at the end of the epoch
-        return 1
-    return 0 if math.isinf(fit.max_batches) else int(fit.max_batches // every - _completed(trainer) // every)
-
-
-def _validate_at_end(trainer: Any, missed: int = 1) -> None:
-    if missed > 0:
-        with _at_last_step(trainer):
-            join_validation(trainer)
-
-
-@contextlib.contextmanager
-def _at_last_step(trainer: Any) -> Iterator[None]:
-    """Log validations with the step before, as Lightning does: it validates before it counts the step, and logs an
-    epoch's metrics so. The count itself stays: it is that of saves within a validation."""
-    epoch = trainer.fit_loop.epoch_loop
-
-    def log_eval_end_metrics(original: Any, metrics: Any) -> None:
-        epoch._batches_that_stepped -= 1
-        try:
-            original(metrics)
-        finally:
-            epoch._batches_that_stepped += 1
-
-    undo = override(trainer._logger_connector, "log_eval_end_metrics", log_eval_end_metrics)
-    try:
-        yield
-    finally:
-        undo()
 
 
 class LoopPatches:
     """The patches on one Trainer: on its loops, its signal connector, and some of its callbacks."""
 
-    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any) -> None:
+        self._view = view
         self._trainer = trainer
-        stopping = Stopping(strategy, trainer)
-        self.sync_points = FitSyncPoints(strategy, trainer, stopping)
-        self.rates = LearningRates(strategy, trainer)
-        self._lost_rank_data = LostRankData(strategy, trainer, self.rates)
-        self.joiner_data = JoinerData(strategy, trainer, self._lost_rank_data.epoch, self.rates)
-        self._validation = Validation(strategy, trainer, self.sync_points, self._lost_rank_data)
-        self._saving = saving = Saving(strategy, trainer)
-        self.sync_points.on_met = StepState(strategy, trainer, self.rates).make_equal
+        stopping = Stopping(view, trainer)
+        self.sync_points = FitSyncPoints(view, trainer, stopping)
+        self.rates = LearningRates(view, trainer)
+        self._lost_rank_data = LostRankData(view, trainer, self.rates)
+        self.joiner_data = JoinerData(view, trainer, self._lost_rank_data.epoch, self.rates)
+        self._validation = Validation(view, trainer, self.sync_points, self._lost_rank_data)
+        self._saving = saving = Saving(view, trainer)
+        self.sync_points.on_met = StepState(view, trainer, self.rates).make_equal
         self.sync_points.on_model_changed += [
             self._validation.model_changed,
             saving.model_changed,
-            strategy.on_model_changed,
+            view.on_model_changed,
         ]
-        collective_actions = CollectiveActions(strategy, trainer, self.sync_points, saving, strategy.host)
-        shortage = WaitForReplicas(strategy, trainer, collective_actions, stopping)
+        collective_actions = CollectiveActions(view, trainer, self.sync_points, saving, view.host)
+        shortage = WaitForReplicas(view, collective_actions, stopping)
+        self._after_batch = (stopping.after_batch, collective_actions.after_batch, shortage.after_batch)
         self._logging_failover = LoggingFailover(trainer)
         self._parts = (
-            stopping, collective_actions, shortage, self._validation, saving, self.rates,
-            EmptyShards(strategy, trainer),
-            SamplerResize(strategy, trainer), self._lost_rank_data, self.joiner_data,
-            ValidationTakeover(strategy, trainer), ConsistentMetrics(strategy, trainer), self._logging_failover,
+            stopping, collective_actions, self._validation, saving, self.rates,
+            EmptyShards(view, trainer),
+            SamplerResize(view, trainer), self._lost_rank_data, self.joiner_data,
+            ValidationTakeover(view, trainer), ConsistentMetrics(view, trainer), self._logging_failover,
         )  # fmt: skip
         self._undo: list[Undo] = []
 
     def install(self) -> None:
+        self._undo.append(override(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._end_batch))
         for part in self._parts:
             self._undo += part.install()
         self._undo.append(override(self._trainer.fit_loop, "on_run_end", self._end_training))
         self._undo.append(lambda: vars(self._trainer.strategy).pop("averaged_models", None))
-        self._undo += sync_metrics_through(lambda: self._strategy.world, self._trainer.lightning_module)
+        self._undo += sync_metrics_through(lambda: self._view.world, self._trainer.lightning_module)
 
     def remove(self) -> None:
         take_back(self._undo)
 
     def begin(self, world: LightningCollectives) -> None:
-        """Begin to train, on all ranks, after `check_fit`."""
-        self._validation.sync_points_epochs = configuration_checks.check_fit(self._trainer, world)
+        """Begin to train, on all ranks, after `FitCheck`."""
+        self._validation.sync_points_epochs = FitCheck(self._trainer, world).run()
         self._logging_failover.begin(world)
         self.sync_points.begin(world)
 
@@ -359,8 +332,8 @@ class LoopPatches:
 
     def tell_place(self) -> None:
         """Note that what is sent next holds all that this rank has done, the batch under way included."""
-        if self._strategy.shrinks and self._strategy.sync_points is not None:
-            self._lost_rank_data.tell_place(self._strategy.sync_points)
+        if self._view.shrinks and self._view.sync_points is not None:
+            self._lost_rank_data.tell_place(self._view.sync_points)
 
     def start_over(self) -> None:
         """Begin training anew within this fit."""
@@ -368,8 +341,18 @@ class LoopPatches:
         self._lost_rank_data.start_over()
         self.rates.start_over()
 
+    def begin_batch(self, batch_idx: int) -> None:
+        """Begin a batch; the strategy calls this ahead of all that it does with it."""
+        self._logging_failover.begin_batch(batch_idx)
+        self._saving.begin_batch()
+
+    def _end_batch(self, original: Any, data_fetcher: Any) -> None:
+        original(data_fetcher)
+        for follow in self._after_batch:
+            follow()
+
     def _end_training(self, original: Any) -> None:
         self.sync_points.rendezvous(SyncPointKind.TRAIN_END)
         self._saving.catch_up()
-        self._strategy.summarise()
+        self._view.summarise()
         original()

@@ -313,14 +313,16 @@ class OwnSteps:
     sees it, and it is refused.
     """
 
-    def __init__(self, strategy: Any) -> None:
-        self._strategy = strategy
+    _strategy: Any  # from `install` on
+
+    def __init__(self) -> None:
         self._under_way: set[int] = set()
         """The `id` of each optimizer of which Lightning takes a step."""
         self.skipped = False
         """Whether `training_step` has returned None for the batch under way."""
 
     def install(self, trainer: Any) -> list[Undo]:
+        self._strategy = trainer.strategy
         loop = trainer.fit_loop.epoch_loop.automatic_optimization
         undo = [override(loop, "_training_step", functools.partial(self._let_skip, loop.output_result_cls))]
         for optimizer in self._strategy.optimizers:

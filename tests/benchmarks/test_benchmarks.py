@@ -82,7 +82,7 @@ def test_quick_run_writes_table_numbers_and_picture(tmp_path: Path) -> None:
 @pytest.mark.timeout(240)
 def test_quick_run_of_checkpoints_writes_table_numbers_and_picture(tmp_path: Path) -> None:
     options = ["--quick", "--out", str(tmp_path)]
-    (done,) = run_ranks(CHECKPOINTS, 1, kwargs={"arguments": options}, timeout=220, launched=False)
+    (done,) = run_ranks(CHECKPOINTS, 1, kwargs={"arguments": options}, timeout=220, launched=False, forks=True)
     assert done.value == 0, done
     said = done.stdout
     assert f"repeat with `python -m tests.benchmarks.checkpoints --quick --out {tmp_path}`" in said

@@ -103,7 +103,7 @@ def test_ranks_die_in_a_collective_an_optimizers_step_and_a_merge_and_numbers_co
     options = ["--scenario", scenario, "--kills", str(kills), "--ranks", str(ranks), "--places", *places, "--untold"]
     options += ["--out", str(tmp_path)]
     (done,) = run_ranks(
-        "tests.benchmarks.elastic:main", 1, kwargs={"arguments": options}, timeout=200, launched=False
+        "tests.benchmarks.elastic:main", 1, kwargs={"arguments": options}, timeout=200, launched=False, forks=True
     )
     assert done.value == 0, done
     assert (tmp_path / "elastic.md").read_text() in done.stdout

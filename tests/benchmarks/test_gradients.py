@@ -108,7 +108,7 @@ def test_peers_and_their_rate() -> None:
 def test_quick_run_writes_table_and_numbers(tmp_path: Path) -> None:
     options = {"arguments": ["--quick", "--out", str(tmp_path)]}
     main = "tests.benchmarks.gradients:main"
-    (done,) = run_ranks(main, 1, kwargs=options, timeout=220, launched=False)
+    (done,) = run_ranks(main, 1, kwargs=options, timeout=220, launched=False, forks=True)
     assert done.value == 0, done
     assert (tmp_path / "gradients.md").read_text() in done.stdout
     told = json.loads((tmp_path / "gradients.json").read_text())

@@ -32,7 +32,7 @@ def test_the_wide_model_has_the_gradients_that_it_is_to_have(megabytes: float) -
 def test_a_short_run_measures_both(tmp_path: Path) -> None:
     options = ["--quick", "--out", str(tmp_path)]
     main = "tests.benchmarks.synchronous:main"
-    (done,) = run_ranks(main, 1, kwargs={"arguments": options}, timeout=220, launched=False)
+    (done,) = run_ranks(main, 1, kwargs={"arguments": options}, timeout=220, launched=False, forks=True)
     assert done.value == 0, done
     assert (tmp_path / "synchronous.md").read_text() in done.stdout
     (found,) = json.loads((tmp_path / "synchronous.json").read_text())

@@ -20,6 +20,7 @@ import lightning_async.engine
 from lightning_async.algorithms import EveryNSteps
 from lightning_async.engine.buckets import Buckets, InFlightRound, Message, RoundType
 from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, Header, SharedState, SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPoints
@@ -36,30 +37,20 @@ class Part(NamedTuple):
     number: float = 0.0
 
 
-class Plan(NamedTuple):
-    kind: RoundType | None
-
-
 @dataclass
 class Number(Message):
     number: float
 
 
-class Tally:
+class Tally(EngineComponent, RoundType):
     """A wing that adds up a number of every rank's, with no tensor at all: what a vote with a value would be."""
 
-    blank, takes_marks = Part(), True
+    blank = Part()
 
     def __init__(self, control: ControlPlane) -> None:
         self.control, self.gates_opened, self.moved = control, 0, 0.0
         self.sums: list[float] = []
         control.register(self)
-
-    def is_indispensable(self) -> bool:
-        return False
-
-    def compose(self) -> Part:
-        return self.blank
 
     def complete(self, part: Part, message: Message | None, compare: bool) -> Part:
         return Part(message.number) if isinstance(message, Number) else part
@@ -67,11 +58,8 @@ class Tally:
     def is_due(self, parts: Sequence[Part]) -> bool:
         return any(part.number for part in parts)
 
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Part]) -> Plan | None:
-        return Plan(self) if priority == TALLY else None
-
-    def settle(self, headers: Sequence[Header], parts: Sequence[Part]) -> tuple[bool, None]:
-        return True, None
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Part]) -> ComponentPlan | None:
+        return ComponentPlan(self) if priority == TALLY else None
 
     def opened(self, here: bool) -> None:
         self.gates_opened += here
@@ -79,7 +67,7 @@ class Tally:
     def drop(self) -> None:
         self.control.buckets.message = None
 
-    def begin(self, plan: Plan, id: int, parts: Sequence[Part]) -> InFlightRound:
+    def begin(self, plan: ComponentPlan, id: int, parts: Sequence[Part]) -> InFlightRound:
         return InFlightRound(id, self, self.control.buckets.message, self.control.buckets.received)
 
     def move(self, exchange: InFlightRound) -> None:

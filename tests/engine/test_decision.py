@@ -214,7 +214,7 @@ def described(round_decision: RoundDecision) -> dict[str, Any]:
     if plan is not None and plan.kind is None:
         said["void"] = True
     elif plan is not None:
-        said |= plan._asdict() | {"kind": type(plan.kind).__name__}  # type: ignore
+        said |= vars(plan) | {"kind": type(plan.kind).__name__}
     said |= {name: True for name, is_so in {"compare": round_decision.compare, "late": common.late}.items() if is_so}
     return said
 

@@ -17,7 +17,7 @@ WHOLE = Attempt({0: "0x1.0p+0", 1: "0x1.8p+0", 2: "0x1.cp+0"}, "its end")
 def test_a_training_that_is_killed_is_equal_with_one_that_is_not(tmp_path: Path) -> None:
     (run,) = run_ranks(
         ROOT / "examples/fault_tolerance.py", 1, args=["--steps=100", "--seed=1"], env={"TMPDIR": str(tmp_path)},
-        cwd=tmp_path, launched=False, timeout=220,
+        cwd=tmp_path, launched=False, forks=True, timeout=220,
     )  # fmt: skip
     assert "All 200 losses, and the weights at the end, are equal" in run.stdout
     assert "kill -9" in run.stdout

@@ -20,7 +20,7 @@ SCRIPT = str(Path(__file__).with_name("dedicated.py"))
 def test_workers_train_on_with_its_server_and_the_launcher_starts_the_rank_again(
     launch: Callable[..., Launched], tmp_path: Path
 ) -> None:
-    run = launch("-n", "3", "--max-restarts", "1", SCRIPT, str(tmp_path))
+    run = launch("-n", "3", "--max-restarts", "1", SCRIPT, str(tmp_path), forks=True)
     run.allow(60)  # its ranks import all that there is, one after the other
     assert run.end() == 0, run.out + run.err
     assert "rank 2 (process" in run.err and "training goes on with 2 of 3 ranks" in run.err
@@ -37,7 +37,7 @@ def test_workers_train_on_with_its_server_and_the_launcher_starts_the_rank_again
 
 
 def test_told_to_end_it_serves_until_the_workers_have_ended(launch: Callable[..., Launched], tmp_path: Path) -> None:
-    run = launch("-n", "3", SCRIPT, str(tmp_path), "endless")
+    run = launch("-n", "3", SCRIPT, str(tmp_path), "endless", forks=True)
     run.wait_for("TRAINS", 2)
     run.signal(signal.SIGTERM)
     assert run.end() == 128 + signal.SIGTERM, run.out + run.err

@@ -41,7 +41,7 @@ def soon() -> float:
 
 def test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on(launch: Launch, tmp_path: Path):
     program = (SCRIPT, str(tmp_path / "checkpoints"), str(BATCHES))
-    first = launch("-n", "2", "--max-restarts", "1", *program, SCENARIO_KILL="1")
+    first = launch("-n", "2", "--max-restarts", "1", *program, forks=True, SCENARIO_KILL="1")
     first.wait_for("BEGINS", 4)
     assert first.out.count("KILLED at") == 1
     began, resumed = begins(first.out)
@@ -61,7 +61,7 @@ def test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on(
     taken = steps(tmp_path)
     assert "ENDS" not in first.out, "the training was too short for this test"
 
-    second = launch("-n", "2", *program, SCENARIO_SLOW="1")
+    second = launch("-n", "2", *program, forks=True, SCENARIO_SLOW="1")
     second.wait_for("BEGINS", 2)
     (went_on,) = begins(second.out)
     # All steps are there, not only those up to the last save by the schedule.
@@ -77,7 +77,7 @@ def test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on(
     assert "ENDS" not in second.out, "the training was too short for this test"
     taken = steps(tmp_path)
 
-    third = launch("-n", "2", *program)
+    third = launch("-n", "2", *program, forks=True)
     assert third.end() == 0, third.err
     (last,) = begins(third.out)
     assert last == {rank: went_on[rank] + taken[rank] for rank in "01"}
@@ -88,7 +88,7 @@ def test_a_rank_is_killed_then_the_launcher_then_the_store_and_training_goes_on(
 
 def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(launch: Launch):
     """A process that stood by is that rank."""
-    run = launch("-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK)
+    run = launch("-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK, forks=True)
     run.allow(60)  # its ranks import all that there is, one after the other
     assert run.end() == 0, run.out + run.err
     assert "rank 0 has joined the others: training goes on with 2 of 2 ranks." in run.err
@@ -104,7 +104,7 @@ def test_rank_0_is_killed_and_the_launcher_starts_it_again_beside_the_other(laun
 def test_rank_0_is_stopped_and_done_without_and_when_it_wakes_it_ends_by_name_and_joins_again(launch: Launch):
     """Stopped for longer than the 3 seconds after which the other one goes on."""
     run = launch(
-        "-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK, DIES="nobody", DEAD_AFTER="3"
+        "-n", "2", "--max-restarts", "1", "--log-dir", "logs", COMES_BACK, forks=True, DIES="nobody", DEAD_AFTER="3"
     )
     run.allow(60)
     run.wait_for("TEN", 2)
@@ -132,7 +132,7 @@ def test_rank_0_is_killed_then_rank_2_and_the_last_one_trains_and_tests(
     """Of the deaths they are told: by silence alone they would have to wait for longer than the launcher waits."""
     deaths, silence = {"0": ["step", 0, 4], "2": ["validation", 1, 2]}, "200"
     program = ("-m", "tests.strategies.live_rank_workers", str(tmp_path / "run"), json.dumps(deaths), silence)
-    run = launch("-n", "3", *program)
+    run = launch("-n", "3", *program, forks=True)
     assert run.end() == 0, run.out + run.err
     assert re.search(r"goes on as rank 0 of 2: rank 0 died: its process was killed by SIGKILL after [\d.]+ s", run.err)
     assert "training goes on with 2 of 3 ranks" in run.err

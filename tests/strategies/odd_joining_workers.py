@@ -26,7 +26,7 @@ from lightning_async import (
     HangWatchdog,
 )
 from lightning_async.algorithms import Latest
-from lightning_async.strategies import join, join_connection
+from lightning_async.strategies import join
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
 from tests.strategies.joining_workers import wait_for
@@ -160,10 +160,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def train(folder: str, moment: str, windows: int = 0) -> None:
-    join_connection.PATIENCE = timedelta(seconds=8)  # for a joining rank that waits for one who has died
+    join.PATIENCE = timedelta(seconds=8)  # for a joining rank that waits for one who has died
     if moment == "trouble" and NUMBER == 2:
-        first = [join.connect]
-        join.connect = lambda *args: first.pop()(*args) if first else die()  # at the second joining rank
+        connector: Any = join.JoinConnector
+        first = [connector.connect]
+        connector.connect = lambda *args: first.pop()(*args) if first else die()  # at the second joining rank
     short = moment.startswith("short")
     timeouts = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
     limits: Any = {"timeouts": timeouts, "min_replicas": 2 if short else 1}

@@ -9,8 +9,7 @@ from typing import Any, cast
 import pytest
 
 from lightning_async.errors import PeerLost
-from lightning_async.strategies.join import JoinCoordinator, JoinPreparation
-from lightning_async.strategies.join_connection import PreparedJoin
+from lightning_async.strategies.join import JoinCoordinator, JoinPreparation, PreparedJoin
 
 
 class Door:
@@ -33,7 +32,7 @@ def test_what_it_raises_is_logged_and_the_next_change_has_it_look_again(caplog: 
     live_ranks = SimpleNamespace(names=("0", "1"), generation=SimpleNamespace(rank=1, world_size=2))
     strategy: Any = SimpleNamespace(connection=SimpleNamespace(membership=membership), live_ranks=live_ranks)
     door: Any = Door()
-    join_preparation = JoinPreparation(strategy, door, 3, lambda: None, lambda: None)
+    join_preparation = JoinPreparation(strategy, cast(Any, None), door, 3, lambda: None, lambda: None)
     join_preparation.look()
     assert door.looked.wait(30.0)
     while (thread := join_preparation._thread) is not None:
@@ -82,7 +81,7 @@ def received(names: tuple[str, ...] = ("0", "1")) -> tuple[JoinPreparation, Any,
     connection: Any = SimpleNamespace(membership=membership, outlives=True, close=lambda in_order: None)
     live_ranks = SimpleNamespace(names=names, generation=SimpleNamespace(rank=0, world_size=len(names)))
     strategy: Any = SimpleNamespace(connection=SimpleNamespace(membership=Members()), live_ranks=live_ranks)
-    join_preparation = JoinPreparation(strategy, cast(Any, door), 3, lambda: None, lambda: None)
+    join_preparation = JoinPreparation(strategy, cast(Any, None), cast(Any, door), 3, lambda: None, lambda: None)
     join_preparation._ready = PreparedJoin("2.1.1", (*names, "2"), 5, connection, None, [])
     return join_preparation, membership, door
 

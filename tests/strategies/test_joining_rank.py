@@ -21,7 +21,7 @@ from lightning_async.errors import StoreLost
 from lightning_async.membership import startup
 from lightning_async.membership.join_protocol import JoinBoard
 from lightning_async.membership.signing import Seal
-from lightning_async.strategies.join import JoiningRank
+from lightning_async.strategies.joining_rank import JoiningRank
 from lightning_async.trainer.data.epoch_data import EpochAssignment, JoinerData
 from lightning_async.trainer.step_runner import StepRunner
 from lightning_async.transports.torch import TorchTransport

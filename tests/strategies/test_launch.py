@@ -53,7 +53,7 @@ def launch(command: Sequence[str], cwd: Path) -> str:
 def run(*what: str, cwd: Path, script: str = SCRIPT, env: Mapping[str, str] | None = None) -> RankResult:
     """The script as a user's one process, without the seconds in which it, and those it starts, import Lightning."""
     (result,) = run_ranks(
-        Path(script), 1, args=what, cwd=cwd, env=env, launched=False, timeout=LIMIT_S, check=False
+        Path(script), 1, args=what, cwd=cwd, env=env, launched=False, forks=True, timeout=LIMIT_S, check=False
     )
     return result
 
@@ -102,7 +102,7 @@ def test_plain_python_with_two_fits_and_a_test_in_a_row(tmp_path: Path) -> None:
 def test_plain_python_names_a_rank_that_is_killed(tmp_path: Path) -> None:
     """Lightning's own launcher would kill the others before they can say why."""
     with start_ranks(
-        Path(SCRIPT), 1, args=["popen", "3", "killed"], cwd=tmp_path, launched=False, timeout=LIMIT_S
+        Path(SCRIPT), 1, args=["popen", "3", "killed"], cwd=tmp_path, launched=False, forks=True, timeout=LIMIT_S
     ) as group:
         (process,) = group.processes
         assert process.wait(LIMIT_S) == 1

@@ -208,7 +208,7 @@ def test_half_of_the_ranks_go_on_by_default(tmp_path: Path) -> None:
 def test_under_plain_python_the_others_end_in_order(tmp_path: Path, dies: int) -> None:
     """Rank 0's death, too: the store outlives it. The command is rank 0, so it says that this one died."""
     arguments = [str(tmp_path), f'{{"{dies}": ["step", 0, 2]}}', "3"]
-    with start_ranks(SCRIPT, 1, args=arguments, launched=False, timeout=200) as group:
+    with start_ranks(SCRIPT, 1, args=arguments, launched=False, forks=True, timeout=200) as group:
         assert group.processes[0].wait(150.0) == (0 if dies else -9)
         until = time.monotonic() + 100.0
         while (said := group.output(0)).count("ENDED ") < 2 and time.monotonic() < until:

@@ -33,9 +33,8 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def trainer_with(*own: Any, bar: Any = None, leads: bool = False) -> Any:
-    strategy = SimpleNamespace(on_train_batch_start=lambda batch, batch_idx: None)
     return SimpleNamespace(
-        loggers=list(own), progress_bar_callback=bar, is_global_zero=leads, strategy=strategy, lightning_module=None,
+        loggers=list(own), progress_bar_callback=bar, is_global_zero=leads, lightning_module=None,
         current_epoch=3, max_epochs=9, num_training_batches=8, global_step=0, max_steps=-1, progress_bar_metrics={},
         state=SimpleNamespace(fn="fit"), sanity_checking=False, training=True,
     )  # fmt: skip
@@ -65,7 +64,7 @@ def test_the_next_rank_0_appends_to_what_is_there_whatever_columns_it_has(tmp_pa
     first.log_hyperparams({"lr": 0.1})
     rank(1)
     assert second.version == 4, "asked for too late"
-    take_places(trainer_with(second), places(trainer_with(first)))
+    take_places([second], places([first]))
     assert (second.version, second.log_dir) == (3, str(folder))
     log(second, 7, loss=9.0)
     rank(0)
@@ -88,7 +87,7 @@ def test_a_row_that_the_lost_one_had_begun_is_missing_and_no_other(tmp_path: Pat
     first, second, folder = two(tmp_path)
     with (folder / "metrics.csv").open("a", newline="") as file:
         file.write("0.1")
-    take_places(trainer_with(second), places(trainer_with(first)))
+    take_places([second], places([first]))
     log(second, 2, loss=0.25)
     assert [row["step"] for row in rows(folder)] == ["0", "1", "2"]
 
@@ -96,7 +95,7 @@ def test_a_row_that_the_lost_one_had_begun_is_missing_and_no_other(tmp_path: Pat
 def test_columns_that_something_else_has_ordered_are_put_in_order(tmp_path: Path) -> None:
     first, second, folder = two(tmp_path)
     (folder / "metrics.csv").write_text("step,loss\n0,1.0\n")
-    take_places(trainer_with(second), places(trainer_with(first)))
+    take_places([second], places([first]))
     log(second, 1, loss=0.5)
     assert rows(folder) == [{"loss": "1.0", "step": "0"}, {"loss": "0.5", "step": "1"}]
 
@@ -104,7 +103,7 @@ def test_columns_that_something_else_has_ordered_are_put_in_order(tmp_path: Path
 def test_a_header_that_is_not_whole_is_written_again(tmp_path: Path) -> None:
     first, second, folder = two(tmp_path)
     (folder / "metrics.csv").write_text("lo")
-    take_places(trainer_with(second), places(trainer_with(first)))
+    take_places([second], places([first]))
     log(second, 2, loss=0.25)
     assert rows(folder) == [{"loss": "0.25", "step": "2"}]
 
@@ -112,9 +111,8 @@ def test_a_header_that_is_not_whole_is_written_again(tmp_path: Path) -> None:
 def test_one_that_was_stopped_writes_in_the_columns_of_those_who_have_gone_on(tmp_path: Path) -> None:
     """Until it hears that it is no rank 0 any more."""
     first, second, folder = two(tmp_path)
-    trainer = trainer_with(first)
-    undo = keep_whole(trainer)
-    take_places(trainer_with(second), places(trainer))
+    undo = keep_whole([first])
+    take_places([second], places([first]))
     log(second, 2, accuracy=0.5)
     log(first, 2, loss=0.25)
     log(first, 3, lr=0.1)
@@ -128,7 +126,7 @@ def test_one_that_was_stopped_writes_in_the_columns_of_those_who_have_gone_on(tm
 
 def test_rank_0_may_be_killed_while_it_writes_its_file_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _, folder = two(tmp_path)
-    undo = keep_whole(trainer_with(first, DummyLogger()))
+    undo = keep_whole([first, DummyLogger()])
 
     def killed(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -161,7 +159,7 @@ def test_a_tensorboard_logger_begins_another_file_in_the_same_directory(
     log(first, 0, loss=1.0)
     rank(1)
     assert second.log_dir == str(tmp_path / "b/version_0/b")
-    take_places(trainer_with(None, second), places(trainer_with(DummyLogger(), first)))
+    take_places([None, second], places([DummyLogger(), first]))
     log(second, 1, loss=1.0)
     rank(0)
     log(second, 1, loss=1.0)
@@ -182,10 +180,10 @@ def succeed(trainer: Any, told: dict[str, Any], batch_idx: int = 0) -> None:
     succession = LoggingFailover(trainer)
     undo = succession.install()
     succession.take(told)
-    trainer.strategy.on_train_batch_start(None, batch_idx)
+    succession.begin_batch(batch_idx)
     trainer.is_global_zero = True
     for following in range(2):
-        trainer.strategy.on_train_batch_start(None, batch_idx + following)
+        succession.begin_batch(batch_idx + following)
     for each in reversed(undo):
         each()
 

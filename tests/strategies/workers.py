@@ -62,8 +62,9 @@ class Outcomes:
             "only": os.environ.get("ONLY_SCENARIO", ",".join(only)) or None,
         }
         results = run_ranks(
-            "tests.strategies.workers:run_scenarios", nprocs, kwargs=kwargs, timeout=timeout, check=False, env=env
-        )
+            "tests.strategies.workers:run_scenarios", nprocs, kwargs=kwargs, timeout=timeout, check=False, env=env,
+            forks=True,
+        )  # fmt: skip
         self._story = "\n".join(map(str, results))
 
     def folder(self, name: str) -> Path:

@@ -21,6 +21,7 @@ from lightning_async.engine.averaging.rule_state import REST, AveragerConfig, Ru
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
 from lightning_async.engine.compressed_mean import CompressedMean
 from lightning_async.engine.control_plane import ControlPlane
+from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.fingerprint import digests
 from lightning_async.engine.replica import Updates
 from lightning_async.engine.shared_state import Header, Mark, SyncPointKind, Vote
@@ -67,11 +68,10 @@ class LocalMessage(Message):
     sound: bool = True  # buffers in it are finite; that counts where other replicas' are
 
 
-class AveragingPlan(NamedTuple):
+@dataclass(frozen=True)
+class AveragingPlan(ComponentPlan):
     """The plan of an averaging round, or of a consensus."""
 
-    kind: RoundType | None  # of the round; None where nobody has anything to average: the messages are dropped
-    weights: tuple[float, ...] = ()  # every rank's share in the mean; they add up to 1, a rank that is absent has 0
     able: tuple[bool, ...] = ()  # whether others may take over what a rank holds, by rank
     source: int | None = None  # the rank whose buffers are broadcast: the first that takes part; None where none does
     fresh: bool = False  # some rank has taken synchronous steps since the rule's state was begun
@@ -95,7 +95,7 @@ class Merge(InFlightRound):
     healed: bool = False  # this replica was not healthy, and takes over the others' model
 
 
-class AveragingComponent:
+class AveragingComponent(EngineComponent):
     """The component that averages parameters."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
@@ -247,9 +247,7 @@ def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> 
     return able if any(able) or not at_sync_points else [True] * len(parts)
 
 
-class _Round:
-    takes_marks = True
-
+class _Round(RoundType):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
         self._buckets = control.buckets
         self._transfer = control.transfer

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
 from lightning_async.engine.control_plane import ControlPlane
-from lightning_async.engine.decision import EngineComponent
+from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.gradients import overlap
 from lightning_async.engine.gradients.compression import GradientCompression, GradientResiduals
 from lightning_async.engine.replica import Replica
@@ -84,13 +84,6 @@ class EarlierPasses(NamedTuple):
     since: int  # steps that had been taken when the first gradient was computed
 
 
-class GradientPlan(NamedTuple):
-    """A round, or None where no replica has a weight, with every rank's share in the mean."""
-
-    kind: RoundType | None
-    weights: tuple[float, ...] = ()
-
-
 @dataclass(kw_only=True)
 class Reduction(InFlightRound):
     """Gradients on their way."""
@@ -111,7 +104,7 @@ class SynchronousGradients(EngineComponent):
     had no gradients. ``weigh`` gives the weight of gradients of so many samples. Default: the samples.
     """
 
-    blank = GradientPart()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
+    blank = GradientPart()
 
     def __init__(
         self,
@@ -335,26 +328,26 @@ class SynchronousGradients(EngineComponent):
     def is_due(self, parts: Sequence[GradientPart]) -> bool:
         return any(p.there for p in parts)
 
-    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[GradientPart]) -> GradientPlan | None:
+    def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[GradientPart]) -> ComponentPlan | None:
         if priority != GRADIENTS:
             return None
         total = sum(p.weight for p in parts)
-        return GradientPlan(self.rounds, tuple(p.weight / total for p in parts)) if total > 0.0 else GradientPlan(None)
+        if total <= 0.0:
+            return ComponentPlan(None)
+        return ComponentPlan(self.rounds, tuple(p.weight / total for p in parts))
 
     def drop(self) -> None:
         if isinstance(self._buckets.message, GradientMessage):
             self._buckets.message = None
 
 
-class GradientRounds:
+class GradientRounds(RoundType):
     """The round type of gradients.
 
     A mean that is not finite is never handed over. It has the same bits on all ranks, so that nobody commits it. Then
     each rank looks at what it has sent: gradients that are not finite lose their weight, and the round is repeated
     without them.
     """
-
-    takes_marks = True
 
     def __init__(self, control: ControlPlane, on_step: Callable[[float | None], None]) -> None:
         self._buckets = control.buckets
@@ -378,7 +371,7 @@ class GradientRounds:
         plain = torch.float32.itemsize * self._replica.layout.numel
         return plain if self.feedback is None else self.feedback.message_bytes
 
-    def begin(self, plan: GradientPlan, id: int, parts: Sequence[GradientPart]) -> Reduction:
+    def begin(self, plan: ComponentPlan, id: int, parts: Sequence[GradientPart]) -> Reduction:
         buckets = self._buckets
         message = self._buckets.offered
         mine = message if isinstance(message, GradientMessage) else None

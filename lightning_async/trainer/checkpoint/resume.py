@@ -9,14 +9,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
 from lightning_async.data.random_states import reseed
 from lightning_async.data.stateful_loader import begin_at, recounted, sources_of
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState, SafePoints, keep_weight, put_unsaved
 from lightning_async.trainer.data.epoch_data import lost_rank_data_of
 from lightning_async.trainer.data.samplers import batches_left
-from lightning_async.trainer.loops.loop_state import go_on_averaging, put_logged, start_again
+from lightning_async.trainer.loops.loop_state import LoggedValues
 from lightning_async.trainer.namespace import (
     Undo,
+    callbacks_of,
     fabric,
     override,
     searches_lr,
@@ -233,7 +236,7 @@ class Resume:
             if pending["where"] == "epoch":
                 self._limits.put_back()
                 self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
-                go_on_averaging(self._trainer)
+                self._go_on_averaging()
                 self._go_on()
 
     def _reset_epoch(self, original: Any) -> None:
@@ -283,13 +286,40 @@ class Resume:
         epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
         if not self._pending.get("resized"):
             vars(self._trainer.fit_loop._combined_loader._iterator).update(self._pending["combined"])
-        start_again(self._trainer)
+        self._start_epoch_again()
         if not self._pending.get("resized") or self._pending.get("recounted"):
             keep_weight(self._trainer, self._pending["unsaved"])
         self._go_on()
         if where in ("validation", "batch end"):
             self._validation_is_due = where == "validation"
             epoch.on_advance_end(data_fetcher)
+
+    def _start_epoch_again(self) -> None:
+        """Have Lightning's callbacks repeat, in the middle of an epoch, what they did at its start."""
+        trainer = self._trainer
+        for kind in ("GradientAccumulationScheduler", "TQDMProgressBar"):
+            for callback in callbacks_of(trainer, kind):
+                callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        self._go_on_averaging(in_epoch=True)
+
+    def _go_on_averaging(self, in_epoch: bool = False) -> None:
+        """Have `StochasticWeightAveraging` make its scheduler now, as at the start of an epoch, but keep the learning
+        rates and BatchNorm's statistics, which that sets."""
+        trainer = self._trainer
+        module = trainer.lightning_module
+        epoch = trainer.current_epoch
+        for callback in callbacks_of(trainer, "StochasticWeightAveraging"):
+            averages = callback._scheduler_state is not None and callback.swa_start <= epoch <= callback.swa_end
+            if not averages and not (in_epoch and epoch == callback.swa_end + 1):
+                continue
+            rates = [(group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            callback.on_train_epoch_start(trainer, module)
+            for group, rate in rates:
+                group["lr"] = rate
+            with torch.no_grad():
+                for name, buffer in module.named_buffers():
+                    buffer.copy_(buffers[name])
 
     def _should_validate(self, original: Any, data_fetcher: Any) -> bool:
         due = self._validation_is_due
@@ -307,7 +337,7 @@ class Resume:
         assert state is not None
         self.points.modes.put(state["modes"])
         put_unsaved(self._trainer, state["unsaved"])
-        put_logged(self._trainer, state["logged"])
+        LoggedValues(self._trainer).put(state["logged"])
         if "seed" in state["random"]:  # a rank that was not there
             reseed(state["random"]["seed"])
         else:

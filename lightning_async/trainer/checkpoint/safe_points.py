@@ -34,7 +34,7 @@ from lightning_async.data.random_states import Generators, States
 from lightning_async.data.stateful_loader import Source, generators_of
 from lightning_async.trainer.data.epoch_data import lost_rank_data_of
 from lightning_async.trainer.loops.averaged_models import averaged_models_of
-from lightning_async.trainer.loops.loop_state import Known, Modes, take_logged
+from lightning_async.trainer.loops.loop_state import LoggedValues, Modes
 from lightning_async.trainer.loops.updates import updates_of
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, pytorch, take_back
 
@@ -73,7 +73,7 @@ class SafePoints:
         self._kept: _Kept | None = None
         self._buffers: KeptBuffers | None = None
         self._generators: Generators | None = None
-        self._known: Known | None = None
+        self._logged: LoggedValues | None = None
         self._before: dict[str, Any] | None = None
         self._reached = -1
 
@@ -113,7 +113,11 @@ class SafePoints:
 
     def _moving(self) -> dict[str, Any]:
         """Return what a validation changes, which begins anew at a resume."""
-        return {"random": self.generators().take(), "logged": take_logged(self._trainer), "modes": self.modes.take()}
+        return {
+            "random": self.generators().take(),
+            "logged": LoggedValues(self._trainer).take(),
+            "modes": self.modes.take(),
+        }
 
     def _callbacks(self) -> dict[str, Any]:
         """Return their states, ahead of hooks at the end of a validation or epoch, which count and compare."""
@@ -141,17 +145,17 @@ class SafePoints:
             return
         trainer = self._trainer
         (held, ended) = self._place(where)
-        if self._known is None or self._buffers is None or self._generators is None or where == "epoch":
+        if self._logged is None or self._buffers is None or self._generators is None or where == "epoch":
             # To look for them takes longer than to copy them; modules seldom get others within an epoch.
             self._buffers = self._buffers or KeptBuffers(trainer.lightning_module)
-            self._known = Known(trainer)
+            self._logged = LoggedValues(trainer)
             self._buffers.look()
             self.generators()
         assert self._generators is not None
         self._buffers.keep()
         random = self._generators.hold()
         loaders = [source.keep(held, ended) for source in self.sources]
-        logged = take_logged(trainer, self._known)
+        logged = self._logged.take()
         state = {"where": where, "rest": self._rest(where, held), "combined": self._combined(), "logged": logged}
         if ended:
             state["modes"] = self.modes.take()

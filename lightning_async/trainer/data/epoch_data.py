@@ -30,7 +30,7 @@ from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import Vote
 from lightning_async.engine.sync_points import SyncPoints
 from lightning_async.trainer.data.join import end_as_others, how_it_ended
-from lightning_async.trainer.loops.loop_state import put_missing, take_logged
+from lightning_async.trainer.loops.loop_state import LoggedValues
 from lightning_async.trainer.loops.lr_schedules import LearningRates
 from lightning_async.trainer.namespace import (
     Undo,
@@ -251,9 +251,10 @@ class LostRankData:
         """Tell those that joined within the epoch what their part of it was too short to log."""
         if any(came) and not all(came):
             first = came.index(False)
-            logged = world.broadcast(take_logged(self._trainer) if world.rank == first else None, first)
+            values = LoggedValues(self._trainer)
+            logged = world.broadcast(values.take() if world.rank == first else None, first)
             if self.epoch.came and logged is not None:
-                put_missing(self._trainer, logged)
+                values.put_missing(logged)
 
     def _introduce(self, world: LightningCollectives, is_first: bool) -> bool:
         """Tell ranks that do not know it what each has of this epoch; return whether any rank could."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,23 +11,11 @@ from torch import Tensor
 from lightning_async.checkpoint.buffers import Buffer
 from lightning_async.engine.collectives import Packed, packed
 from lightning_async.trainer.loops.averaged_models import averages_of
-from lightning_async.trainer.loops.loop_state import put_blank, take_logged
+from lightning_async.trainer.loops.loop_state import LoggedValues
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import Undo, override
 
 _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "datamodule_hyper_parameters")
-
-
-@runtime_checkable
-class Welcoming(Protocol):
-    """A callback that has more to tell a joining rank than its state."""
-
-    def for_joining_ranks(self) -> dict[str, Any]:
-        """Return plain values for the joining rank; called on rank 0, at a sync point."""
-        ...
-
-    def come(self, told: dict[str, Any]) -> None:
-        """Take what was ``told``; called on the joining rank, which has this callback's state already."""
-        ...
 
 
 class StateCopying:
@@ -63,8 +51,10 @@ def state_for_joining_ranks(trainer: Any) -> dict[str, Any]:
         "trained": {name: parameter.requires_grad for name, parameter in module.named_parameters()},
         "directories": [str(getattr(callback, "dirpath", None) or "") for callback in trainer.callbacks],
         "should_stop": bool(trainer.should_stop),
-        "logged": take_logged(trainer),
-        "told": [each.for_joining_ranks() if isinstance(each, Welcoming) else None for each in trainer.callbacks],
+        "logged": LoggedValues(trainer).take(),
+        "told": [
+            each.for_joining_ranks() if isinstance(each, CollectiveCallback) else None for each in trainer.callbacks
+        ],
     }
 
 
@@ -89,7 +79,7 @@ def take_over(trainer: Any, state: dict[str, Any]) -> None:
         parameter.requires_grad_(state["trained"][name])
     trainer.should_stop = state["should_stop"]
     for callback, told in zip(trainer.callbacks, state["told"], strict=False):
-        if isinstance(callback, Welcoming) and told is not None:
+        if isinstance(callback, CollectiveCallback) and told is not None:
             callback.come(told)
     epochs = fit.epoch_progress
     for count in (epochs.total, epochs.current):
@@ -115,7 +105,7 @@ def begin_within_epoch(trainer: Any, state: dict[str, Any], has_part: Callable[[
         if done:
             original(fetcher)
             return
-        put_blank(trainer, logged)
+        LoggedValues(trainer).put_blank(logged)
         if has_part():
             original(fetcher)
             return
@@ -143,12 +133,12 @@ def how_it_ended(trainer: Any, stepped: dict[int, int]) -> dict[str, Any]:
             for optimizer in trainer.optimizers
         ],
         "stepped": stepped,
-        "metrics": take_logged(trainer),
+        "metrics": LoggedValues(trainer).take(),
     }
 
 
 def end_as_others(trainer: Any, ended: dict[str, Any]) -> None:
-    put_blank(trainer, ended["metrics"])
+    LoggedValues(trainer).put_blank(ended["metrics"])
     for count, (ready, completed) in zip(_steps(trainer), ended["steps"], strict=True):
         count.ready = ready
         count.completed = completed

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import callbacks_of, pytorch
+from lightning_async.trainer.namespace import callbacks_of
 
 
 def averaged_models_of(trainer: Any) -> AveragedModels | None:
@@ -26,15 +26,6 @@ def averaged_models_of(trainer: Any) -> AveragedModels | None:
 def averages_of(trainer: Any) -> list[Any]:
     """Return the averages of `WeightAveraging` (EMA and others), which Lightning has since 2.6."""
     return [callback._average_model for callback in callbacks_of(trainer, "WeightAveraging")]
-
-
-def follow_step(trainer: Any) -> None:
-    """Update `WeightAveraging` after a step that it does not see at the end of a batch."""
-    for callback in callbacks_of(trainer, "WeightAveraging"):
-        # Lightning's own method: an override of the user's may need a batch.
-        pytorch("callbacks").WeightAveraging.on_train_batch_end(
-            callback, trainer, trainer.lightning_module, None, None, -1
-        )
 
 
 class AveragedModels:

@@ -12,12 +12,12 @@ import csv
 import io
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
-from lightning_async.trainer.namespace import Undo, override, override_for_users, pytorch, take_back
+from lightning_async.trainer.namespace import Undo, override_for_users, pytorch, take_back
 
 log = logging.getLogger(__name__)
 
@@ -108,13 +108,9 @@ def _is_known(logger: Any) -> bool:
     return isinstance(logger, _loggers.CSVLogger | _loggers.TensorBoardLogger)
 
 
-def kinds(trainer: Any) -> list[str]:
-    return [type(each).__name__ for each in trainer.loggers]
-
-
-def places(trainer: Any) -> list[dict[str, Any]]:
+def places(loggers: Sequence[Any]) -> list[dict[str, Any]]:
     """Return where this rank's loggers write, for `take_places`: plain values, none of a logger of another class."""
-    return [_place(each) if _is_known(each) else {} for each in trainer.loggers]
+    return [_place(each) if _is_known(each) else {} for each in loggers]
 
 
 def _place(logger: Any) -> dict[str, Any]:
@@ -123,9 +119,9 @@ def _place(logger: Any) -> dict[str, Any]:
     return {name: value for name, value in found.items() if isinstance(value, str | int | None)}
 
 
-def take_places(trainer: Any, told: list[dict[str, Any]]) -> None:
+def take_places(loggers: Sequence[Any], told: list[dict[str, Any]]) -> None:
     """Prepare to write there, should this rank become rank 0."""
-    for logger, place in zip(trainer.loggers, told, strict=False):
+    for logger, place in zip(loggers, told, strict=False):
         if not place or not _is_known(logger):
             continue
         for name, value in place.items():
@@ -139,10 +135,10 @@ def take_places(trainer: Any, told: list[dict[str, Any]]) -> None:
             logger._kwargs.setdefault("filename_suffix", f".{os.getpid()}")
 
 
-def keep_whole(trainer: Any) -> list[Undo]:
+def keep_whole(loggers: Sequence[Any]) -> list[Undo]:
     """Have the writers of rank 0 keep all that was written, in its columns, if it is killed, or stopped and overtaken.
     Returns what takes that back."""
-    writers = [each._experiment for each in trainer.loggers if isinstance(each, _loggers.CSVLogger)]
+    writers = [each._experiment for each in loggers if isinstance(each, _loggers.CSVLogger)]
     undo: list[Undo] = []
     for writer in writers:
         if isinstance(writer, ExperimentWriter) and not isinstance(writer, ContinuedLogger):
@@ -166,10 +162,7 @@ class LoggingFailover:
         self._undo: list[Undo] = []
 
     def install(self) -> list[Undo]:
-        return [
-            override(self._trainer.strategy, "on_train_batch_start", self._begin_batch),
-            partial(take_back, self._undo),
-        ]
+        return [partial(take_back, self._undo)]
 
     def begin(self, world: LightningCollectives) -> None:
         """Begin to train, or begin anew; all ranks call this together."""
@@ -177,29 +170,33 @@ class LoggingFailover:
         if not self._leads:
             self.take(told)
         elif not self._undo:
-            self._undo += keep_whole(self._trainer)
+            self._undo += keep_whole(self._trainer.loggers)
 
     def describe(self) -> dict[str, Any]:
         """Return, on rank 0, what the others must know: plain values."""
         bar = self._trainer.progress_bar_callback
         return {
-            "loggers": places(self._trainer),
-            "kinds": kinds(self._trainer),
+            "loggers": places(self._trainer.loggers),
+            "kinds": self._kinds,
             "bar": bar is not None and (self._told["bar"] or bool(getattr(bar, "is_enabled", True))),
         }
 
     def take(self, told: dict[str, Any]) -> None:
         """Prepare, on another rank, to become rank 0."""
         self._told = told
-        take_places(self._trainer, told["loggers"])
+        take_places(self._trainer.loggers, told["loggers"])
 
-    def _begin_batch(self, original: Any, batch: Any, batch_idx: int) -> None:
+    @property
+    def _kinds(self) -> list[str]:
+        return [type(each).__name__ for each in self._trainer.loggers]
+
+    def begin_batch(self, batch_idx: int) -> None:
+        """Log, and show the progress bar, if this rank has become rank 0 since the batch before."""
         if not self._leads and self._trainer.is_global_zero:
             self._leads = True
             self._warn_of_loggers()
             if self._told["bar"]:
                 self._show_bar(batch_idx)
-        original(batch, batch_idx)
 
     def _warn_of_loggers(self) -> None:
         dummy = pytorch("loggers.logger").DummyLogger
@@ -210,10 +207,10 @@ class LoggingFailover:
                 "not known: it may begin a run of its own. Where it can go on with one, give it that one's id or name, "
                 "on every rank.", " and ".join(type(each).__name__ for each in unknown),
             )  # fmt: skip
-        if self._told["kinds"] != (own := kinds(self._trainer)):
+        if self._told["kinds"] != self._kinds:
             log.warning(
                 "This rank is rank 0 from here. The lost one had the loggers %s, and this one has %s: give every rank "
-                "the same, they write on rank 0 only.", self._told["kinds"], own,
+                "the same, they write on rank 0 only.", self._told["kinds"], self._kinds,
             )  # fmt: skip
 
     def _show_bar(self, batches: int) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_async.data.random_states import of_another
-from lightning_async.trainer.namespace import callbacks_of, pytorch
+from lightning_async.trainer.namespace import pytorch
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
 
 
 class Modes:
-    """What training has changed, since it began, of `requires_grad` of parameters and the modes of submodules.
+    """Changes, since training began, of `requires_grad` of parameters and of the modes of submodules.
 
     The rest is as the program says, which may be another one when it is started again.
     """
@@ -117,33 +117,6 @@ class Modes:
                 setattr(owners[path], mode, on)
 
 
-def start_again(trainer: Any) -> None:
-    """Have Lightning's callbacks repeat, in the middle of an epoch, what they did at its start."""
-    for kind in ("GradientAccumulationScheduler", "TQDMProgressBar"):
-        for callback in callbacks_of(trainer, kind):
-            callback.on_train_epoch_start(trainer, trainer.lightning_module)
-    go_on_averaging(trainer, in_epoch=True)
-
-
-def go_on_averaging(trainer: Any, in_epoch: bool = False) -> None:
-    """Have `StochasticWeightAveraging` make its scheduler now, as at the start of an epoch, but keep the learning rates
-    and BatchNorm's statistics, which that sets."""
-    module = trainer.lightning_module
-    epoch = trainer.current_epoch
-    for callback in callbacks_of(trainer, "StochasticWeightAveraging"):
-        averages = callback._scheduler_state is not None and callback.swa_start <= epoch <= callback.swa_end
-        if not averages and not (in_epoch and epoch == callback.swa_end + 1):
-            continue
-        rates = [(group, group["lr"]) for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-        callback.on_train_epoch_start(trainer, module)
-        for group, rate in rates:
-            group["lr"] = rate
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                buffer.copy_(buffers[name])
-
-
 def _modes(module: nn.Module) -> dict[str, bool]:
     modes = {f"{name}.requires_grad": parameter.requires_grad for name, parameter in module.named_parameters()}
     for name, child in module.named_modules():
@@ -160,87 +133,113 @@ _FIELDS = (
 _STATE = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
 
 
-class Known:
-    """The copies of metrics' states that `take_logged` has taken before, in one fit."""
+class LoggedValues:
+    """The values that this epoch has logged so far, the last of each, and the states of the module's metrics.
+
+    Metrics that were not updated since the last `take` of the same object are not copied again.
+    """
 
     def __init__(self, trainer: Any) -> None:
-        self.metrics = _metrics(trainer)
-        self.copies: dict[str, tuple[list[Any], dict[str, Any]]] = {}
+        self._trainer = trainer
+        self._connector = trainer._logger_connector
+        self._metrics = {
+            name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)
+        }
+        self._copies: dict[str, tuple[list[Any], dict[str, Any]]] = {}
         """The state of each metric, by reference, and a copy."""
 
+    @property
+    def _results(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop._results
 
-def take_logged(trainer: Any, known: Known | None = None) -> dict[str, Any]:
-    """Return copies of this epoch's logged values so far, and of the last of each.
+    def take(self) -> dict[str, Any]:
+        """Return copies."""
+        connector = self._connector
+        names = {id(metric): name for name, metric in self._metrics.items()}
+        results = self._results
+        return {
+            "callback": dict(connector._callback_metrics),
+            "logged": dict(connector._logged_metrics),
+            "progress_bar": dict(connector._progress_bar_metrics),
+            "first": connector._first_loop_iter,
+            "fx": connector._current_fx,
+            "results": {key: _take_result(result, names) for key, result in results.items() if not result.has_reset},
+            "metrics": {name: self._take_metric(name, metric) for name, metric in self._metrics.items()},
+        }
 
-    Metrics that were not updated since the last call with the same ``known`` are not copied again.
-    """
-    connector = trainer._logger_connector
-    known = known or Known(trainer)
-    modules = known.metrics
-    names = {id(metric): name for name, metric in modules.items()}
-    results = trainer.fit_loop.epoch_loop._results
-    return {
-        "callback": dict(connector._callback_metrics),
-        "logged": dict(connector._logged_metrics),
-        "progress_bar": dict(connector._progress_bar_metrics),
-        "first": connector._first_loop_iter,
-        "fx": connector._current_fx,
-        "results": {key: _take_result(result, names) for key, result in results.items() if not result.has_reset},
-        "metrics": {name: _take_metric(name, metric, known) for name, metric in modules.items()},
-    }
+    def _take_metric(self, name: str, metric: Any) -> dict[str, Any]:
+        states = {state: getattr(metric, state) for state in [*metric._defaults, "_update_count", "_forward_cache"]}
+        marks = [_mark(value) for value in states.values()]
+        before, copies = self._copies.get(name, ([], {}))
+        if copies.keys() != states.keys() or any(old is not new for old, new in zip(before, marks, strict=True)):
+            copies = {state: _copy(value) for state, value in states.items()}
+            self._copies[name] = marks, copies
+        return copies
+
+    def put(self, state: dict[str, Any]) -> None:
+        """Make the logged values as they were when ``state`` was taken."""
+        connector = self._connector
+        device = self._trainer.strategy.root_device
+        connector._callback_metrics = _on(device, state["callback"])
+        connector._logged_metrics = _on(device, state["logged"])
+        connector._progress_bar_metrics = dict(state["progress_bar"])
+        connector._first_loop_iter = state["first"]
+        connector._current_fx = state["fx"]
+        for name, saved in state["metrics"].items():
+            if name in self._metrics:
+                vars(self._metrics[name]).update(_on(device, saved), _computed=None)
+        results = self._results
+        for key, saved in state["results"].items():
+            result = self._make_result(saved)
+            if result is not None:
+                results[key] = result.to(device)
+
+    def put_blank(self, state: dict[str, Any]) -> None:
+        """Log the same in the epoch under way, of no samples: ends of epochs are collectives."""
+        self.put(state)
+        results = self._results
+        for key in state["results"].keys() & results.keys():
+            _blank(results[key])
+
+    def put_missing(self, state: dict[str, Any]) -> None:
+        """Log, of no samples, what another rank has logged in the epoch under way, and in the same order."""
+        results = self._results
+        own = dict(results)
+        results.clear()
+        for key, saved in state["results"].items():
+            result = own.pop(key, None)
+            if result is None and (result := self._make_result(saved)) is not None:
+                result = _blank(result.to(self._trainer.strategy.root_device))
+            if result is not None:
+                results[key] = result
+        results.update(own)
+
+    def _make_result(self, saved: dict[str, Any]) -> Any:
+        """Return the result; None for a group of the user's own, or a metric that is no part of the module."""
+        made = pytorch("trainer.connectors.logger_connector.result")
+        name, builtin = saved["reduce"]
+        should, rank_zero_only, whole_world = saved["sync"]
+        is_tensor = "metric" not in saved
+        if not whole_world or (not is_tensor and saved["metric"] not in self._metrics):
+            return None
+        meta = made._Metadata(**saved["meta"], reduce_fx=getattr(builtins if builtin else torch, name))
+        reduce = self._trainer.strategy.reduce
+        meta.sync = made._Sync(_should=should, fn=reduce, rank_zero_only=rank_zero_only)
+        result = made._ResultMetric(meta, is_tensor)
+        vars(result).update(saved["state"])
+        if not is_tensor:
+            result.value = self._metrics[saved["metric"]]
+        return result
 
 
-def show(trainer: Any, metrics: Mapping[str, float]) -> None:
-    """Put values into the progress bar and the callbacks' metrics, where they stay until others replace them.
+def show(connector: Any, metrics: Mapping[str, float]) -> None:
+    """Put values into the progress bar and the callbacks' metrics of Lightning's logger connector, where they stay
+    until others replace them.
 
     `LightningModule.log` does so, too, but computes them again at every step until the end of the epoch.
     """
-    connector = trainer._logger_connector
     connector._progress_bar_metrics.update(metrics)
     connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
-
-
-def put_logged(trainer: Any, state: dict[str, Any]) -> None:
-    """Make the logged values as they were when ``state`` was taken."""
-    connector = trainer._logger_connector
-    modules = _metrics(trainer)
-    device = trainer.strategy.root_device
-    connector._callback_metrics = _on(device, state["callback"])
-    connector._logged_metrics = _on(device, state["logged"])
-    connector._progress_bar_metrics = dict(state["progress_bar"])
-    connector._first_loop_iter = state["first"]
-    connector._current_fx = state["fx"]
-    for name, saved in state["metrics"].items():
-        if name in modules:
-            vars(modules[name]).update(_on(device, saved), _computed=None)
-    results = trainer.fit_loop.epoch_loop._results
-    for key, saved in state["results"].items():
-        result = _make_result(trainer, saved, modules)
-        if result is not None:
-            results[key] = result.to(device)
-
-
-def put_blank(trainer: Any, state: dict[str, Any]) -> None:
-    """Log the same in the epoch under way, of no samples: ends of epochs are collectives."""
-    put_logged(trainer, state)
-    results = trainer.fit_loop.epoch_loop._results
-    for key in state["results"].keys() & results.keys():
-        _blank(results[key])
-
-
-def put_missing(trainer: Any, state: dict[str, Any]) -> None:
-    """Log, of no samples, what another rank has logged in the epoch under way, and in the same order."""
-    results = trainer.fit_loop.epoch_loop._results
-    modules = _metrics(trainer)
-    own = dict(results)
-    results.clear()
-    for key, saved in state["results"].items():
-        result = own.pop(key, None)
-        if result is None and (result := _make_result(trainer, saved, modules)) is not None:
-            result = _blank(result.to(trainer.strategy.root_device))
-        if result is not None:
-            results[key] = result
-    results.update(own)
 
 
 def _blank(result: Any) -> Any:
@@ -248,20 +247,6 @@ def _blank(result: Any) -> Any:
     result.has_reset = False
     result._update_count = 1
     return result
-
-
-def _metrics(trainer: Any) -> dict[str, Any]:
-    return {name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)}
-
-
-def _take_metric(name: str, metric: Any, known: Known) -> dict[str, Any]:
-    states = {state: getattr(metric, state) for state in [*metric._defaults, "_update_count", "_forward_cache"]}
-    marks = [_mark(value) for value in states.values()]
-    before, copies = known.copies.get(name, ([], {}))
-    if copies.keys() != states.keys() or any(old is not new for old, new in zip(before, marks, strict=True)):
-        copies = {state: _copy(value) for state, value in states.items()}
-        known.copies[name] = marks, copies
-    return copies
 
 
 def _mark(state: Any) -> Any:
@@ -281,23 +266,6 @@ def _take_result(result: Any, names: dict[int, str]) -> dict[str, Any]:
         saved["state"].pop("value")
         saved["metric"] = names.get(id(result.value))
     return saved
-
-
-def _make_result(trainer: Any, saved: dict[str, Any], modules: dict[str, Any]) -> Any:
-    """Return the result; None for a group of the user's own, or a metric that is no part of the module."""
-    made = pytorch("trainer.connectors.logger_connector.result")
-    name, builtin = saved["reduce"]
-    should, rank_zero_only, whole_world = saved["sync"]
-    is_tensor = "metric" not in saved
-    if not whole_world or (not is_tensor and saved["metric"] not in modules):
-        return None
-    meta = made._Metadata(**saved["meta"], reduce_fx=getattr(builtins if builtin else torch, name))
-    meta.sync = made._Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
-    result = made._ResultMetric(meta, is_tensor)
-    vars(result).update(saved["state"])
-    if not is_tensor:
-        result.value = modules[saved["metric"]]
-    return result
 
 
 def _copy(value: Any) -> Any:

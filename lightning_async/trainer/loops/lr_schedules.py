@@ -17,8 +17,8 @@ from lightning_async.trainer.strategy_view import StrategyView
 class LearningRates:
     """Patches of when the schedulers step, which may follow the mean number of steps over all replicas."""
 
-    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any) -> None:
+        self._view = view
         self._trainer = trainer
         self.stepped: dict[int, int] = {}
         """The number of steps that each scheduler has taken."""
@@ -31,14 +31,14 @@ class LearningRates:
         self.stepped.clear()
 
     def _update(self, original: Any, interval: str, update_plateau_schedulers: bool) -> None:
-        if self._strategy.shared_steps is None or interval != "step" or update_plateau_schedulers:
+        if self._view.shared_steps is None or interval != "step" or update_plateau_schedulers:
             original(interval=interval, update_plateau_schedulers=update_plateau_schedulers)
         else:
             self.follow()
 
     def follow(self) -> None:
         """Take the steps that are due by now of schedulers that step per batch."""
-        steps = self._strategy.shared_steps
+        steps = self._view.shared_steps
         if steps is None:
             return
         first, now = steps
@@ -60,20 +60,20 @@ class StepState:
     of its own. At the next sync point, or as training begins, it takes over the state of one of the others.
     """
 
-    def __init__(self, strategy: StrategyView, trainer: Any, rates: LearningRates) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any, rates: LearningRates) -> None:
+        self._view = view
         self._trainer = trainer
         self._rates = rates
 
     def make_equal(self, world: LightningCollectives) -> None:
         """Give all that take synchronous steps the state of the rank that has missed the fewest of them. All ranks call
         this together."""
-        missed = self._strategy.step_runner.missed_steps
+        missed = self._view.step_runner.missed_steps
         mine = 0 if missed is None else self._digest()
         if (state := world.in_one_generation(lambda: self._others(world, missed, mine))) is not None:
             self._put(state)
         if missed is not None:
-            self._strategy.step_runner.missed_steps = 0
+            self._view.step_runner.missed_steps = 0
 
     def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
         """Return the state of that rank; None where this rank has it, too, or takes no synchronous steps."""

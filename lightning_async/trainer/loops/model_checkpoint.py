@@ -7,22 +7,21 @@ replica that is ahead calls all together for it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import Undo, callbacks_of, override_for_users
 from lightning_async.trainer.strategy_view import StrategyView
 
 
-class Saving:
-    """Patches of every `ModelCheckpoint` of a Trainer; see `CollectiveCallback`."""
+class Saving(CollectiveCallback):
+    """Patches of every `ModelCheckpoint` of a Trainer."""
 
-    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any) -> None:
+        self._view = view
         self._trainer = trainer
-        self.call_together: Callable[[], None] | None = None
         self._saves: dict[int, int] = {}
         """Of each callback, by its `id`: how many times n steps the replica ahead had taken at the last save."""
 
@@ -30,7 +29,6 @@ class Saving:
         undo = []
         for checkpoint in self._checkpoints():
             undo.append(override_for_users(checkpoint, "_monitor_candidates", self._monitor_candidates))
-            undo.append(override_for_users(checkpoint, "on_train_batch_start", partial(self._begin_batch, checkpoint)))
             undo.append(override_for_users(checkpoint, "on_train_batch_end", partial(self._end_batch, checkpoint)))
         return undo
 
@@ -46,14 +44,14 @@ class Saving:
         for callback in self._checkpoints():
             callback._last_global_step_saved = -1
 
-    def _begin_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-        # Before the first batch: the steps that are counted were another training's.
-        self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
-        original(*args, **kwargs)
+    def begin_batch(self) -> None:
+        """Note the steps that are counted before the first batch: they were another training's."""
+        for checkpoint in self._checkpoints():
+            self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
 
     def _end_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
         """Call all ranks together where a save is due, instead of saving alone."""
-        if self._strategy.sync_points is None:
+        if self._view.sync_points is None:
             original(*args, **kwargs)
         elif self._is_due(checkpoint) and self.call_together is not None:
             self.call_together()
@@ -83,8 +81,8 @@ class Saving:
 
     def catch_up(self) -> None:
         """Save what is due at the end of training, where no batch follows."""
-        world = self._strategy.world
-        if world is not None and self._strategy.sync_points is not None and not self._strategy.failed:
+        world = self._view.world
+        if world is not None and self._view.sync_points is not None and not self._view.failed:
             self.decide(world)
 
     def _save(self, checkpoint: Any) -> None:
@@ -104,7 +102,7 @@ class Saving:
     def _monitor_candidates(self, original: Any, trainer: Any) -> dict[str, Any]:
         """Return rank 0's values: they name files, names are compared between collectives, and so must be equal."""
         candidates = original(trainer)
-        world = self._strategy.world
+        world = self._view.world
         if world is None or world.asynchronous:
             return candidates
         return world.broadcast({name: value.cpu() for name, value in candidates.items()})

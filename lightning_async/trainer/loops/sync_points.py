@@ -6,14 +6,15 @@ spike of the loss is a vote.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
@@ -73,10 +74,10 @@ class Spikes:
 
 
 class Stopping:
-    """Patches of the signal handler, the end of each batch, and `Timer` and `SpikeDetection`."""
+    """Stops that one rank is told of: patches of the signal handler, `Timer` and `SpikeDetection`."""
 
-    def __init__(self, strategy: StrategyView, trainer: Any) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any) -> None:
+        self._view = view
         self._trainer = trainer
         self._spikes = Spikes(trainer, self._vote)
         self._told = False
@@ -88,7 +89,6 @@ class Stopping:
         before = signals._sigterm_notifier_fn
         undo = [
             set_for_now(signals, "_sigterm_notifier_fn", in_this_process(self._on_sigterm)),
-            override(epoch, "on_advance_end", self._after_batch),
             *self._spikes.install(),
         ]
         registered = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
@@ -109,32 +109,31 @@ class Stopping:
     def leave(self, sync_points: SyncPoints) -> None:
         """Leave training together with all ranks, with one model, because one was told to stop."""
         sync_points.rendezvous(SyncPointKind.STOP)
-        if self._strategy.world is not None:
-            self._strategy.world.asynchronous = False
-            self._spikes.raise_agreed(self._strategy.world)
+        if self._view.world is not None:
+            self._view.world.asynchronous = False
+            self._spikes.raise_agreed(self._view.world)
         self._trainer._signal_connector.received_sigterm = True
         raise pytorch("utilities.exceptions").SIGTERMException
 
     def _vote(self) -> None:
-        if (sync_points := self._strategy.sync_points) is not None:
+        if (sync_points := self._view.sync_points) is not None:
             sync_points.vote(Vote.STOP)
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
-        sync_points = self._strategy.sync_points
+        sync_points = self._view.sync_points
         if sync_points is None:  # before training: Lightning's own flag would end this rank alone
             self._told = True
         else:
             sync_points.request_stop()
 
-    def _after_batch(self, original: Any, data_fetcher: Any) -> None:
-        original(data_fetcher)
-        sync_points = self._strategy.sync_points
+    def after_batch(self) -> None:
+        sync_points = self._view.sync_points
         if sync_points is None:
             return
         self.pass_on(sync_points)
         sync_points.resume()
         if Vote.STOP in sync_points.agreed:
-            self._strategy.step_runner.finish_batch()
+            self._view.step_runner.finish_batch()
             self.leave(sync_points)
         if Vote.END in sync_points.agreed:
             self._trainer.should_stop = True
@@ -143,7 +142,7 @@ class Stopping:
 
     def _check_time(self, timer: Any, original: Any, trainer: Any) -> None:
         """Check a time limit on this rank's clock; when it is up, all ranks end."""
-        sync_points = self._strategy.sync_points
+        sync_points = self._view.sync_points
         if sync_points is None:
             original(trainer)
         elif timer.time_elapsed() >= timer._duration:
@@ -155,10 +154,11 @@ class FitSyncPoints:
 
     _averaged_models: AveragedModels  # from `begin` on
 
-    def __init__(self, strategy: StrategyView, trainer: Any, stopping: Stopping) -> None:
-        self._strategy = strategy
+    def __init__(self, view: StrategyView, trainer: Any, stopping: Stopping) -> None:
+        self._view = view
         self._trainer = trainer
         self._stopping = stopping
+        self._validation = UnscheduledValidation(trainer)
         self.on_model_changed: list[Callable[[], None]] = []
         """Called, on all ranks together, when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None
@@ -173,13 +173,13 @@ class FitSyncPoints:
 
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> None:
         """Wait until every rank is at this sync point with the same model; join what others ask for meanwhile."""
-        strategy = self._strategy
-        strategy.begin_again()
-        sync_points = strategy.sync_points
-        world = strategy.world
-        if sync_points is None or world is None or strategy.failed:
+        view = self._view
+        view.begin_again()
+        sync_points = view.sync_points
+        world = view.world
+        if sync_points is None or world is None or view.failed:
             return
-        strategy.step_runner.finish_batch()
+        view.step_runner.finish_batch()
         self._stopping.pass_on(sync_points)  # a joining rank may wait here before its first batch
         share_averages = self._averaged_models.before_sync_point()
         while (arrival := sync_points.rendezvous(sync_point, index)) is not Arrival.OPEN:
@@ -189,8 +189,8 @@ class FitSyncPoints:
                 self.on_called()
                 self.rendezvous(sync_point, index)  # averaging may have begun anew
                 return
-            join_validation(self._trainer)
-            if strategy.sync_points is not sync_points:
+            self._validation.run()
+            if view.sync_points is not sync_points:
                 self.rendezvous(sync_point, index)
                 return
         self._opened(sync_points, world, share_averages)
@@ -199,8 +199,8 @@ class FitSyncPoints:
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
         """Wait at a sync point that a step needs; what others ask for instead waits for the end of the batch."""
-        sync_points = self._strategy.sync_points
-        world = self._strategy.world
+        sync_points = self._view.sync_points
+        world = self._view.world
         assert sync_points is not None
         assert world is not None
         share_averages = self._averaged_models.before_sync_point()
@@ -220,54 +220,83 @@ class FitSyncPoints:
         share_averages()
 
 
-def join_validation(trainer: Any) -> None:
-    """Validate although this rank's own loops do not come to it now, as `_TrainingEpochLoop.on_advance_end` does."""
-    was_training = trainer.training
-    first_loop_iter = trainer._logger_connector._first_loop_iter
-    trainer.validating = True
-    trainer.fit_loop.epoch_loop.val_loop.run()
-    trainer.training = was_training
-    trainer._logger_connector._first_loop_iter = first_loop_iter
+class UnscheduledValidation:
+    """Validations to which this rank's own loops do not come now, run as `_TrainingEpochLoop.on_advance_end` does."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def run(self) -> None:
+        trainer = self._trainer
+        was_training = trainer.training
+        first_loop_iter = trainer._logger_connector._first_loop_iter
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = was_training
+        trainer._logger_connector._first_loop_iter = first_loop_iter
+
+    def run_at_end(self, missed: int = 1) -> None:
+        """Validate once at the end of an epoch, if any validation was missed."""
+        if missed > 0:
+            with self.at_last_step():
+                self.run()
+
+    @contextlib.contextmanager
+    def at_last_step(self) -> Iterator[None]:
+        """Log validations with the step before, as Lightning does: it validates before it counts the step, and logs an
+        epoch's metrics so. The count itself stays: it is that of saves within a validation."""
+        epoch = self._trainer.fit_loop.epoch_loop
+
+        def log_eval_end_metrics(original: Any, metrics: Any) -> None:
+            epoch._batches_that_stepped -= 1
+            try:
+                original(metrics)
+            finally:
+                epoch._batches_that_stepped += 1
+
+        undo = override(self._trainer._logger_connector, "log_eval_end_metrics", log_eval_end_metrics)
+        try:
+            yield
+        finally:
+            undo()
 
 
-@runtime_checkable
-class CollectiveCallback(Protocol):
-    """A callback that decides together with those of all other ranks, while replicas are asynchronous."""
+class CollectiveCallback:
+    """A callback, or a part of the loops, that acts together with those of all other ranks. This base does nothing."""
 
-    call_together: Callable[[], None] | None
-    """Ask all ranks to come to `decide` at their next batch boundary; None while replicas are synchronous."""
+    call_together: Callable[[], None] | None = None
+    """Ask all ranks to come to a sync point at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
         """Decide, where all ranks hold one model; return whether all have replaced it by another one."""
-        ...
-
-
-@runtime_checkable
-class Saves(Protocol):
-    """A callback that saves where all ranks hold one model."""
-
-    call_together: Callable[[], None] | None
+        return False
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save; all ranks are here and hold one model, which stays as it is."""
-        ...
+        """Save, after all have decided; all ranks are here and hold one model, which stays as it is."""
+
+    def for_joining_ranks(self) -> dict[str, Any] | None:
+        """Return plain values for a joining rank, besides this callback's state; called on rank 0, at a sync point."""
+        return None
+
+    def come(self, told: dict[str, Any]) -> None:
+        """Take what was ``told``; called on the joining rank, which has this callback's state already."""
 
 
 class CollectiveActions:
-    """What callbacks of all ranks decide together, at sync points for which one of them has called all ranks.
+    """Decisions of the callbacks of all ranks together, at sync points for which one of them has called all ranks.
 
     ``saving`` decides as these callbacks do. Last, if the model has not been replaced, ``host`` admits joining ranks.
     """
 
     def __init__(
         self,
-        strategy: StrategyView,
+        view: StrategyView,
         trainer: Any,
         meeting: FitSyncPoints,
         saving: CollectiveCallback,
         host: CollectiveCallback | None,
     ) -> None:
-        self._strategy = strategy
+        self._view = view
         self._trainer = trainer
         self._meeting = meeting
         self._saving = saving
@@ -276,49 +305,44 @@ class CollectiveActions:
         """A callback of this rank has called."""
 
     def install(self) -> list[Undo]:
-        callers = [*self._deciding(), *self._saves(), *([self._host] if self._host else [])]
+        callers = [*self._callbacks(), *([self._host] if self._host else [])]
         return [
             *(set_for_now(each, "call_together", self._call) for each in callers),
             set_for_now(self._meeting, "on_called", self.hold),
-            override(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
         ]
 
-    def _deciding(self) -> list[CollectiveCallback]:
+    def _callbacks(self) -> list[CollectiveCallback]:
         return [self._saving, *(each for each in self._trainer.callbacks if isinstance(each, CollectiveCallback))]
 
-    def _saves(self) -> list[Saves]:
-        return [each for each in self._trainer.callbacks if isinstance(each, Saves)]
-
     def _call(self) -> None:
-        if not self._strategy.step_runner.call_all():
+        if not self._view.step_runner.call_all():
             self._called = True
 
-    def _after_batch(self, original: Any, data_fetcher: Any) -> None:
-        original(data_fetcher)
-        sync_points = self._strategy.sync_points
-        if sync_points is not None and self.is_called(sync_points) and self._strategy.step_runner.between_windows:
+    def after_batch(self) -> None:
+        sync_points = self._view.sync_points
+        if sync_points is not None and self.is_called(sync_points) and self._view.step_runner.between_windows:
             self.hold()
 
     def is_called(self, sync_points: SyncPoints) -> bool:
         """Return whether a rank has called all ranks together."""
-        return self._called or self._strategy.step_runner.called or Vote.DECIDE in sync_points.agreed
+        return self._called or self._view.step_runner.called or Vote.DECIDE in sync_points.agreed
 
     def hold(self) -> None:
         """Meet, and decide; another model than averaging has made begins another training."""
         self._called = False
         self._meeting.rendezvous(SyncPointKind.DECIDE)
-        world = self._strategy.world
-        sync_points = self._strategy.sync_points
+        world = self._view.world
+        sync_points = self._view.sync_points
         if world is None or sync_points is None:
             return
-        replaced = [callback.decide(world) for callback in self._deciding()]
+        replaced = [callback.decide(world) for callback in self._callbacks()]
         # Where the sync points are others, a checkpoint that was loaded has begun another training.
-        if any(replaced) and self._strategy.sync_points is sync_points:
+        if any(replaced) and self._view.sync_points is sync_points:
             module = self._trainer.lightning_module
             world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
-            self._strategy.start_over()
+            self._view.start_over()
         elif not any(replaced):
-            for callback in self._saves():
+            for callback in self._callbacks():
                 callback.save_together(world)
             if self._host is not None:
                 self._host.decide(world)
@@ -327,30 +351,23 @@ class CollectiveActions:
 class WaitForReplicas:
     """The wait of too few live ranks, at the end of a batch, until others have joined or the time is up."""
 
-    def __init__(
-        self, strategy: StrategyView, trainer: Any, collective_actions: CollectiveActions, stopping: Stopping
-    ) -> None:
-        self._strategy = strategy
-        self._trainer = trainer
+    def __init__(self, view: StrategyView, collective_actions: CollectiveActions, stopping: Stopping) -> None:
+        self._view = view
         self._collective_actions = collective_actions
         self._stopping = stopping
 
-    def install(self) -> list[Undo]:
-        return [override(self._trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
-
     @property
     def _is_short(self) -> bool:
-        live_ranks = self._strategy.live_ranks
-        return self._strategy.sync_points is not None and live_ranks is not None and live_ranks.are_short
+        live_ranks = self._view.live_ranks
+        return self._view.sync_points is not None and live_ranks is not None and live_ranks.are_short
 
-    def _after_batch(self, original: Any, data_fetcher: Any) -> None:
-        original(data_fetcher)
+    def after_batch(self) -> None:
         if self._is_short:
             self._wait()
 
     def _wait(self) -> None:
-        patience = self._strategy.patience
-        live_ranks = self._strategy.live_ranks
+        patience = self._view.patience
+        live_ranks = self._view.live_ranks
         began = time.monotonic()
         until = began + patience.total_seconds()
         rank = live_ranks.generation.rank
@@ -358,11 +375,11 @@ class WaitForReplicas:
         text = f"Rank {rank}: {left} of at least {live_ranks.wanted} replicas are left, and wait {patience} for others."
         tell("short", logging.WARNING, text, rank=rank, world_size=left)
         while self._is_short:
-            sync_points = self._strategy.sync_points
+            sync_points = self._view.sync_points
             assert sync_points is not None
             sync_points.wait(lambda sync_points=sync_points: self._wakes(sync_points) or time.monotonic() > until)
             if Vote.STOP in sync_points.agreed:
-                self._strategy.step_runner.finish_batch()
+                self._view.step_runner.finish_batch()
                 self._stopping.leave(sync_points)
             if self._collective_actions.is_called(sync_points):
                 self._collective_actions.hold()
@@ -374,7 +391,7 @@ class WaitForReplicas:
         return not self._is_short or self._collective_actions.is_called(sync_points) or Vote.STOP in sync_points.agreed
 
     def _give_up(self, patience: timedelta) -> None:
-        live_ranks = self._strategy.live_ranks
+        live_ranks = self._view.live_ranks
         raise PeerLost(
             f"Rank {live_ranks.generation.rank}: {live_ranks.generation.world_size} of at least {live_ranks.wanted} "
             f"replicas are left (`min_replicas`), and none has joined within {patience} (`Timeouts(replicas=)`). "

@@ -41,12 +41,12 @@ class Pacing:
 
     def __init__(
         self,
-        strategy: StrategyView,
+        view: StrategyView,
         trainer: Any,
         communicated_s: Callable[[], float],
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._strategy = strategy
+        self._view = view
         self._trainer = trainer
         self._communicated_s = communicated_s
         self.now = now
@@ -93,7 +93,7 @@ class Pacing:
 
     @property
     def _waited_s(self) -> float:
-        sync_points = self._strategy.sync_points
+        sync_points = self._view.sync_points
         return 0.0 if sync_points is None else sync_points.waited_s
 
     def _add(self, batch: Pace) -> None:
@@ -103,7 +103,7 @@ class Pacing:
         self.batches += 1
         self.mean = _towards(self.mean, batch, 1.0 / self.batches)
         self.pace = _towards(self.pace, batch, max(1.0 - _DECAY, 1.0 / self.batches))
-        if self.batches >= _FIRST and (sync_points := self._strategy.sync_points) is not None:
+        if self.batches >= _FIRST and (sync_points := self._view.sync_points) is not None:
             sync_points.tell_pace(self.pace)
             if not self._warned and self.now() - self._looked >= _EVERY_S:
                 self._looked = self.now()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loops.accumulation import AccumulationWindows
-from lightning_async.trainer.loops.averaged_models import follow_step
-from lightning_async.trainer.namespace import Undo, callbacks_of, override, scaled_zero, set_for_now
+from lightning_async.trainer.namespace import Undo, callbacks_of, override, pytorch, scaled_zero, set_for_now
 from lightning_async.trainer.strategy_view import view_of
 
 
@@ -255,7 +254,11 @@ class OptimizerUpdates:
     def _follow(self) -> None:
         """Do with a step what the loop, and Lightning's averages over time, do at the end of its batch."""
         self._log()
-        follow_step(self._trainer)
+        for callback in callbacks_of(self._trainer, "WeightAveraging"):
+            # Lightning's own method: an override of the user's may need a batch.
+            pytorch("callbacks").WeightAveraging.on_train_batch_end(
+                callback, self._trainer, self._trainer.lightning_module, None, None, -1
+            )
         self._loop.update_lr_schedulers("step", update_plateau_schedulers=False)
         self._loop._batches_that_stepped += 1
 
