@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,42 +14,81 @@ from torch import Tensor
 from lightning_async.algorithms import AccumulationPolicy, LrScaling, Noise, Times, WindowProgress, estimate, lr_factor
 from lightning_async.callbacks.accumulation_steps import (
     TemporaryRates,
-    ask,
     check_arguments,
     check_target,
     check_trainer,
-    in_lockstep,
-    lends,
-    mean_of,
-    ranks_of,
     show,
-    told_of,
 )
 from lightning_async.callbacks.divergence_signals import norm
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan, gradients_of
 from lightning_async.trainer.loops.updates import ExternalWindowSize
 from lightning_async.trainer.namespace import (
+    Callback,
     batch_size,
     check_object,
     loss_scale,
     override,
-    pytorch,
     set_for_now,
     take_back,
 )
-from lightning_async.trainer.strategy_view import view_of
+from lightning_async.trainer.strategy_view import StrategyView, view_of
 
 
-class NoiseProbe:
+class Probe:
+    """What is measured of the windows of one fit, for a policy that asks for it; nothing, in this base."""
+
+    measures = False
+
+    def begin_period(self, optimizers: Sequence[Any]) -> None:
+        """Begin to measure for another decision."""
+
+    def begin_batch(self) -> None:
+        """See a batch begin."""
+
+    def before_backward(self, scale: float) -> None:
+        """See a backward pass begin; ``scale`` is the factor of the gradient of this batch's mean loss."""
+
+    def after_backward(self, ends: bool) -> None:
+        """See a backward pass end; ``ends``: its gradients are stepped with now."""
+
+    def before_step(self) -> None:
+        """See an optimizer step begin, with its gradients in place."""
+
+    def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
+        """End a window; ``is_full``: as it was meant to be, of equal batches.
+
+        A batch has ``small_size`` samples, the window ``big_size``, over all ranks whose gradients are averaged.
+        """
+
+    def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
+        """Return what is known now, as fields of `WindowProgress`; ``mean`` is over the ranks that step together."""
+        return {}
+
+    def close(self) -> None:
+        """Let go of the parameters."""
+
+    def keep(self) -> Callable[[], dict[str, Any]]:
+        """Return what puts the present state together when it is asked for: a GPU is waited for then."""
+        return dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from the state that `keep` has put together."""
+
+
+class NoiseProbe(Probe):
     """Squared norms of the gradients of single batches, and of whole windows, see `estimate`.
 
     A hook of each parameter's sees the gradient of a batch before it is added to the others': no copy is kept. With
     ``arrive``, windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
     """
 
-    def __init__(self, decay: float, arrive: bool = False) -> None:
+    measures = True
+
+    def __init__(self, decay: float, precision: Any, arrive: bool = False) -> None:
         self._decay = decay
+        self._precision = precision
         self._arrive = arrive
+        self._optimizers: Sequence[Any] = ()
         self.noise = Noise()
         self._hooks: dict[int, Any] = {}
         self._parts: list[Tensor] = []
@@ -63,21 +101,19 @@ class NoiseProbe:
         self._sums = [0.0, 0.0, 0.0]  # of this period: squared norms of batches, squared norms of windows, windows
         self._sizes = (0.0, 0.0)
 
-    def begin_period(self, trainer: Any) -> None:
-        """Hook parameters that were unfrozen since; another decision is to be made of what comes."""
-        for optimizer in trainer.optimizers:
+    def begin_period(self, optimizers: Sequence[Any]) -> None:
+        """Hook parameters that were unfrozen since."""
+        self._optimizers = optimizers
+        for optimizer in optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
                 if param.requires_grad and id(param) not in self._hooks:
                     self._hooks[id(param)] = param.register_hook(self._see)
 
-    def begin_batch(self, trainer: Any) -> None:
-        """Do nothing."""
-
-    def before_backward(self, trainer: Any, scale: float) -> None:
-        self._scale = scale * loss_scale(trainer.precision_plugin)
+    def before_backward(self, scale: float) -> None:
+        self._scale = scale * loss_scale(self._precision)
         self._parts = []
 
-    def after_backward(self, trainer: Any, ends: bool) -> None:
+    def after_backward(self, ends: bool) -> None:
         if self._scale:
             self._batches += 1
             if (found := norm(self._parts)) is not None:
@@ -85,22 +121,18 @@ class NoiseProbe:
         self._scale = 0.0
         self._parts = []
         if ends and not self._arrive:
-            self._see_window(trainer)
+            self._see_window()
 
-    def before_step(self, trainer: Any) -> None:
-        """Gradients were looked at before, where they were there then."""
+    def before_step(self) -> None:
+        """Look at gradients that were not there before."""
         if self._arrive:
-            self._see_window(trainer)
+            self._see_window()
 
-    def _see_window(self, trainer: Any) -> None:
-        if (found := norm(gradients_of(trainer.optimizers))) is not None:
-            self._big = found, loss_scale(trainer.precision_plugin)
+    def _see_window(self) -> None:
+        if (found := norm(gradients_of(self._optimizers))) is not None:
+            self._big = found, loss_scale(self._precision)
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        """End a window; ``is_full``: as it was meant to be, of equal batches.
-
-        A batch has ``small_size`` samples, the window ``big_size``, over all ranks whose gradients are averaged.
-        """
         window = _sum(self._window, self._norms)
         batches = self._batches
         big = self._big
@@ -118,7 +150,6 @@ class NoiseProbe:
             self._sums[place] += value
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        """Return what is known now, as fields of `WindowProgress`; ``mean`` is over the ranks that step together."""
         sums = [mean(each) for each in self._sums]
         self._sums = [0.0, 0.0, 0.0]
         if sums[2]:
@@ -132,7 +163,6 @@ class NoiseProbe:
         self._hooks.clear()
 
     def keep(self) -> Callable[[], dict[str, Any]]:
-        """Return what puts the present state together when it is asked for: a GPU is waited for then."""
         noise = self.noise
         window = self._window
         norms = self._norms
@@ -160,31 +190,33 @@ class NoiseProbe:
             self._parts.append(found)
 
 
-class TimesProbe:
+class TimesProbe(Probe):
     """The time that batches take up to the end of their backward pass, and the last ones of windows until their
     step."""
 
-    def __init__(self) -> None:
+    measures = True
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._batches: list[float] = []
         self._lasts: list[float] = []
         self._began: float | None = None
 
-    def begin_period(self, trainer: Any) -> None:
-        """Do nothing."""
+    def begin_batch(self) -> None:
+        self._began = self._now()
 
-    def begin_batch(self, trainer: Any) -> None:
-        self._began = _now(trainer)
-
-    def before_backward(self, trainer: Any, scale: float) -> None:
-        """Do nothing."""
-
-    def after_backward(self, trainer: Any, ends: bool) -> None:
+    def after_backward(self, ends: bool) -> None:
         if self._began is not None and not ends:
-            self._batches.append(_now(trainer) - self._began)
+            self._batches.append(self._now() - self._began)
 
-    def before_step(self, trainer: Any) -> None:
+    def before_step(self) -> None:
         if self._began is not None:
-            self._lasts.append(_now(trainer) - self._began)
+            self._lasts.append(self._now() - self._began)
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
         self._began = None
@@ -199,9 +231,6 @@ class TimesProbe:
         batch_s = statistics.median(batches)  # what one batch had to wait for is no batch's time
         return {"times": Times(batch_s, statistics.median(lasts) - batch_s)}
 
-    def close(self) -> None:
-        """Do nothing."""
-
     def keep(self) -> Callable[[], dict[str, Any]]:
         state = {"batches": list(self._batches), "lasts": list(self._lasts)}
         return lambda: state
@@ -211,28 +240,18 @@ class TimesProbe:
         self._lasts = list(state["lasts"])
 
 
-Probe = NoiseProbe | TimesProbe
-
-
-def probe_of(policy: AccumulationPolicy, arrive: bool) -> Probe | None:
+def probe_of(policy: AccumulationPolicy, strategy: Any, arrive: bool) -> Probe:
     """Return what measures for a policy; ``arrive``: see `NoiseProbe`."""
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
-        return NoiseProbe(getattr(policy, "decay", 0.9), arrive)
-    return TimesProbe() if measures == "times" else None
+        return NoiseProbe(getattr(policy, "decay", 0.9), strategy.precision_plugin, arrive)
+    return TimesProbe(strategy.root_device) if measures == "times" else Probe()
 
 
 def _sum(first: float, norms: tuple[tuple[Tensor, float], ...]) -> float:
     for found, scale in norms:
         first += (float(found) / scale) ** 2
     return first
-
-
-def _now(trainer: Any) -> float:
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 _SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
@@ -246,10 +265,11 @@ class Sizes:
     for, if it does.
     """
 
-    def __init__(self, callback: Any, trainer: Any, probe: Probe | None) -> None:
+    def __init__(self, callback: Any, trainer: Any, probe: Probe) -> None:
         self._callback = callback
         self._trainer = trainer
         self._probe = probe
+        self._strategy: StrategyView = view_of(trainer.strategy)
         self._policy: AccumulationPolicy = callback.policy
         self._by_samples = callback.target_batch_size is not None
         self._size = 0
@@ -282,15 +302,24 @@ class Sizes:
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     def tell(self) -> None:
-        ask(self._trainer.strategy, self._base, self._wanted)
+        """Have all ranks hear the sizes with this one's next gradients, where they go by the engine."""
+        if (gradients := self._strategy.gradients) is not None:
+            gradients.asks = self._base, self._wanted
+
+    @property
+    def _told(self) -> Any:
+        """What all ranks have told with the gradients of the step that is taken now, see `GradientsMean`; None where
+        the step is of this rank's gradients, or another's to average."""
+        gradients = self._strategy.gradients
+        return None if gradients is None else gradients.told
 
     def hear(self) -> None:
         """Take over what all have told with the gradients of a step that is taken now."""
-        told = told_of(self._trainer.strategy)
+        told = self._told
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
             self._base = told.base
-            if self._probe is not None and ranks_of(self._trainer.strategy) > 1:
+            if self._probe.measures and self._strategy.num_averaged > 1:
                 self._size = int(told.size)
 
     def lr_factor(self, samples: float) -> float:
@@ -298,17 +327,16 @@ class Sizes:
         if not self._base:
             return 1.0
         scaling = self._callback.lr_scaling
-        if (told := told_of(self._trainer.strategy)) is None:
+        if (told := self._told) is None:
             return lr_factor(scaling, samples, self._base)
         return lr_factor(scaling, told.samples, told.base * told.ranks) if told.base else 1.0
 
     def plan(self, samples: float) -> WindowPlan:
         """Return the window that begins, with a batch of so many samples."""
         callback = self._callback
-        strategy = self._trainer.strategy
-        together = in_lockstep(strategy)
+        together = self._strategy.in_lockstep
         if not self._base:
-            self._base = mean_of(strategy, samples)
+            self._base = self.mean(samples)
         if self._by_samples and not self._size and callback.count is None and samples != self._base:
             raise ValueError(
                 f"Rank {self._trainer.global_rank}: `AdaptiveGradientAccumulation(base_batch_size="
@@ -324,43 +352,44 @@ class Sizes:
             return WindowPlan(batches, batches * (self._base or 1.0))
         if self._by_samples:
             target = self._size / (self._unit() / self._base)
-            return WindowPlan(batches, batches * self._base if self._probe is not None else target, by_samples=True)
+            return WindowPlan(batches, batches * self._base if self._probe.measures else target, by_samples=True)
         return WindowPlan(batches, batches * (samples or self._base or 1.0))
 
+    def mean(self, value: float) -> float:
+        """Return the mean over the ranks that have equal numbers of batches in a window."""
+        if not self._strategy.in_lockstep:
+            return value
+        strategy = self._trainer.strategy
+        tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
+        return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
+
     def _decide(self, together: bool) -> None:
-        if self._probe is not None:
-            self.seen |= self._probe.end_period(partial(mean_of, self._trainer.strategy))
-            self._probe.begin_period(self._trainer)
         trainer = self._trainer
+        self.seen |= self._probe.end_period(self.mean)
+        self._probe.begin_period(trainer.optimizers)
         policy = self._policy
         size = policy.size(
             WindowProgress(trainer.global_step, trainer.current_epoch, self._size, self._unit(), **self.seen)
         )
         if type(size) is not int or size < 1:
             raise ValueError(f"`{policy!r}` said {size!r}: the size of a window is an int, at least 1.")
-        if self._probe is not None and together:
+        if self._probe.measures and together:
             size = int(trainer.strategy.broadcast(size))  # of numbers that may differ in the last bit
         before = self._ranks
-        self._ranks = ranks_of(trainer.strategy)
-        if self._by_samples and self._probe is None and self._callback.count is None:
-            check_target(self._callback, trainer, size, self._ranks, began=before in (0, self._ranks))
+        self._ranks = self._strategy.num_averaged
+        if self._by_samples and not self._probe.measures and self._callback.count is None:
+            check_target(self._callback, trainer.global_rank, size, self._ranks, began=before in (0, self._ranks))
         self._wanted = size
-        if self._probe is None or not self._size or together or self._ranks == 1:
+        if not self._probe.measures or not self._size or together or self._ranks == 1:
             self._size = size  # else one window later, as the first rank would have it: all hear that with this one
 
     def _unit(self) -> float:
         """Return the samples in one batch of each rank, where the policy counts samples."""
-        return self._base * ranks_of(self._trainer.strategy) if self._by_samples else 1.0
+        return self._base * self._strategy.num_averaged if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
-        least = 2 if isinstance(self._probe, NoiseProbe) and not in_lockstep(self._trainer.strategy) else 1
+        least = 2 if isinstance(self._probe, NoiseProbe) and not self._strategy.in_lockstep else 1
         return max(least, math.floor(size / self._unit() + 0.5))
-
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 
 class AdaptiveGradientAccumulation(Callback):
@@ -422,7 +451,7 @@ class AdaptiveGradientAccumulation(Callback):
         self._windows: AccumulationWindows | None = None
         self._rates = TemporaryRates()
         self._undo: list[Callable[[], None]] = []
-        self._probe: Probe | None = None
+        self._probe = Probe()
         self._sizes: Sizes | Any = None
         self._lent = False  # windows are gathered by the strategy
         self._start_over()
@@ -439,43 +468,37 @@ class AdaptiveGradientAccumulation(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         check_object(self, trainer)
         self._end()
-        self._windows = self._probe = self._trainer = None
+        self._probe = Probe()
+        self._windows = self._trainer = None
         if stage != "fit":
             return
         check_trainer(self, trainer, pl_module)
         self._start_over()
         self._trainer = trainer
-        self._lent = lends(trainer.strategy)
-        self._probe = probe = probe_of(self.policy, self._lent)
+        strategy: StrategyView = view_of(trainer.strategy)
+        self._lent = strategy.in_windows and (trainer.world_size > 1 or strategy.joining)
+        self._probe = probe = probe_of(self.policy, trainer.strategy, self._lent)
         self._sizes = sizes = Sizes(self, trainer, probe)
         kind = ExternalWindowSize if self._lent else AccumulationWindows
-        self._windows = windows = kind(
-            trainer, sizes.plan, partial(mean_of, trainer.strategy), self.count or batch_size
-        )
+        self._windows = windows = kind(trainer, sizes.plan, sizes.mean, self.count or batch_size)
         windows.pieces = OomMicrobatches(trainer.global_rank) if self.split_on_oom else None
-        if probe is not None:
-            windows.before_backward = lambda scale: probe.before_backward(trainer, scale)
-            windows.after_backward = lambda ends: probe.after_backward(trainer, ends)
-        if (
-            (count := self.count) is not None
-            and ranks_of(trainer.strategy) > 1
-            and view_of(trainer.strategy).asynchronous
-        ):
+        windows.before_backward = probe.before_backward
+        windows.after_backward = probe.after_backward
+        if (count := self.count) is not None and strategy.asynchronous and strategy.num_averaged > 1:
             self._undo.append(set_for_now(trainer.strategy, "count", lambda batch: float(count(batch))))
         self._undo += [
             *windows.install(),
             *self._rates.install(trainer),
             override(trainer, "_teardown", self._tear_down),
         ]
-        if view_of(trainer.strategy).in_windows:
-            self._undo.append(set_for_now(trainer.strategy, "lent", True))
+        if strategy.in_windows:
+            self._undo.append(set_for_now(strategy, "lent", True))
         windows.planned = windows.planned._replace(batches=sizes.first)
         windows.show()  # for who asks how many steps there will be
 
     def _end(self) -> None:
         take_back(self._undo)
-        if self._probe is not None:
-            self._probe.close()
+        self._probe.close()
 
     def _tear_down(self, original: Any) -> None:
         self._end()
@@ -491,7 +514,7 @@ class AdaptiveGradientAccumulation(Callback):
     def _keep(self) -> Callable[[], dict[str, Any]]:
         """Return what puts the present state together when it is asked for."""
         assert self._windows is not None
-        probe = dict if self._probe is None else self._probe.keep()
+        probe = self._probe.keep()
         state = {
             **self._sizes.state_dict(),
             "windows": self._windows.state_dict(),
@@ -504,14 +527,13 @@ class AdaptiveGradientAccumulation(Callback):
         self._sizes.load_state_dict(state_dict)
         self._before = 0, dict
         self._windows.load_state_dict(state_dict["windows"])
-        if self._probe is not None and state_dict["probe"]:
+        if state_dict["probe"]:
             self._probe.load_state_dict(state_dict["probe"])
         if self._windows.is_open or self._lent:
             self._windows.show()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        if self._probe is not None:
-            self._probe.begin_period(trainer)
+        self._probe.begin_period(trainer.optimizers)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._windows is None or self._windows.away:
@@ -524,14 +546,12 @@ class AdaptiveGradientAccumulation(Callback):
         self._windows.begin_batch(batch)
         if not held:
             self._sizes.tell()
-        if self._probe is not None:
-            self._probe.begin_batch(trainer)
+        self._probe.begin_batch()
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if self._windows is None or self._windows.away:
             return
-        if self._probe is not None:
-            self._probe.before_step(trainer)
+        self._probe.before_step()
         self._sizes.hear()
         if self.lr_scaling is not None:
             self._rates.multiply(optimizer, self.lr_factor)
@@ -541,37 +561,36 @@ class AdaptiveGradientAccumulation(Callback):
         if windows is None or not windows.end_batch():
             return
         planned = windows.planned
-        if self._probe is not None:
-            ranks = ranks_of(trainer.strategy) if self._lent or in_lockstep(trainer.strategy) else 1
-            is_full = (windows.samples, windows.batches) == (planned.samples, planned.batches) and windows.whole
-            if self._lent:  # the mean that has arrived is of windows as large as this one
-                is_full &= self._sizes.arrived == planned.samples * ranks
-            self._probe.end_window(is_full, planned.samples / planned.batches, planned.samples * ranks)
+        strategy = view_of(trainer.strategy)
+        ranks = strategy.num_averaged if self._lent or strategy.in_lockstep else 1
+        is_full = (windows.samples, windows.batches) == (planned.samples, planned.batches) and windows.whole
+        if self._lent:  # the mean that has arrived is of windows as large as this one
+            is_full &= self._sizes.arrived == planned.samples * ranks
+        self._probe.end_window(is_full, planned.samples / planned.batches, planned.samples * ranks)
         if planned.batches != self._shown:
-            self._show(trainer, pl_module)
+            self._show(pl_module)
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         if not self._lent or self._windows is None or self._windows.away:
             return
         self._sizes.tell()
-        if self._probe is not None:
-            self._probe.before_backward(trainer, 1.0 / trainer.accumulate_grad_batches)
+        self._probe.before_backward(1.0 / trainer.accumulate_grad_batches)
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
-        if self._lent and self._probe is not None and self._windows is not None and not self._windows.away:
-            self._probe.after_backward(trainer, self._windows.ends)
+        if self._lent and self._windows is not None and not self._windows.away:
+            self._probe.after_backward(self._windows.ends)
 
     @property
     def lr_factor(self) -> float:
         return 1.0 if self._windows is None else self._sizes.lr_factor(self._windows.samples)
 
-    def _show(self, trainer: Any, pl_module: Any) -> None:
+    def _show(self, pl_module: Any) -> None:
         assert self._windows is not None
         self._shown = self._windows.planned.batches
         metrics = {"accumulation/batches": float(self._shown), "accumulation/lr_factor": self.lr_factor}
         if (noise := self._sizes.seen.get("noise")) is not None and math.isfinite(noise.scale):
             metrics["accumulation/noise_scale"] = noise.scale
-        show(trainer, pl_module, metrics)
+        show(pl_module, metrics)
 
     def __repr__(self) -> str:
         names = ("accumulation_steps", "base_batch_size", "target_batch_size", "lr_scaling", "count", "split_on_oom")

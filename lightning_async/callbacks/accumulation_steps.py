@@ -1,4 +1,4 @@
-"""An optimizer step by strategy: whose gradients it has, and its learning rates while it is taken."""
+"""What an `AdaptiveGradientAccumulation` accepts, and learning rates that are others while a step is taken."""
 
 from __future__ import annotations
 
@@ -9,62 +9,12 @@ from typing import Any, get_args
 import torch
 
 from lightning_async._checks import check_choice, check_int, check_protocol
-from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling, Synchronous
+from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling
 from lightning_async.algorithms.staleness import GradientCorrection, Prediction
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, pulls
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
-
-
-def ranks_of(strategy: Any) -> int:
-    """Return how many ranks' gradients become one before a step; asynchronous replicas step by themselves."""
-    if _averages_models(strategy):
-        served = strategy.served and not (strategy.mode == "sync" and strategy.update_on_server)
-        together = isinstance(strategy.schedule, Synchronous) and not served
-        return int(strategy.world_size) if together else 1
-    kwargs = getattr(strategy, "distributed_sampler_kwargs", None) or {}
-    return int(kwargs.get("num_replicas", 1))
-
-
-def in_lockstep(strategy: Any) -> bool:
-    """Return whether all ranks must have equal numbers of batches in a window; replicas of our engine need not."""
-    return not _averages_models(strategy) and ranks_of(strategy) > 1
-
-
-def mean_of(strategy: Any, value: float) -> float:
-    """Return the mean over the ranks that have equal numbers of batches in a window."""
-    if not in_lockstep(strategy):
-        return value
-    tensor = torch.tensor(value, dtype=torch.float64, device=strategy.root_device)
-    return float(strategy.reduce(tensor, reduce_op="sum")) / strategy.world_size
-
-
-def lends(strategy: Any) -> bool:
-    """Return whether it gathers windows by itself, and may be told how large they are: `AsyncGradientStrategy`."""
-    return view_of(strategy).in_windows and (strategy.world_size > 1 or is_joining(strategy))
-
-
-def _averages_models(strategy: Any) -> bool:
-    return view_of(strategy).asynchronous
-
-
-def told_of(strategy: Any) -> Any:
-    """Return what all ranks have told with the gradients of the step that is taken now, see `GradientsMean`; None where
-    the step is of this rank's gradients, or another's to average.
-    """
-    return getattr(_gradients(strategy), "told", None)
-
-
-def ask(strategy: Any, base: float, size: float) -> None:
-    """Have all ranks hear this with this one's next gradients, where they go by the engine."""
-    if (gradients := _gradients(strategy)) is not None:
-        gradients.asks = base, size
-
-
-def _gradients(strategy: Any) -> Any:
-    return view_of(strategy).gradients
 
 
 def check_arguments(callback: Any) -> AccumulationPolicy:
@@ -122,7 +72,7 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
             f"`Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})` beside `{name}`: leave it out, the "
             "callback says how many batches a window has."
         )
-    if callback.split_on_oom and in_lockstep(trainer.strategy):
+    if callback.split_on_oom and view_of(trainer.strategy).in_lockstep:
         raise ValueError(
             f"`{name}(split_on_oom=True)` is for ranks that step by themselves: under "
             f"`{type(trainer.strategy).__name__}` the others wait for this one's gradients, bucket by bucket."
@@ -170,11 +120,7 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 
 def _check_servers(callback: Any, strategy: Any) -> None:
-    """Whether a worker knows in time what a step needs that servers make of the gradients of all workers.
-
-    Raises:
-        ValueError: it does not.
-    """
+    """Raise ValueError where a worker would not know in time what a step needs that servers make of all gradients."""
     if not view_of(strategy).served or not strategy.update_on_server or strategy.world_size == 1:
         return
     name = type(callback).__name__
@@ -195,7 +141,7 @@ def _check_servers(callback: Any, strategy: Any) -> None:
         )
 
 
-def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool) -> None:
+def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -> None:
     """Raise ValueError where a target cannot be met to the sample; warn where ranks were lost since training
     ``began``."""
     base = callback.base_batch_size
@@ -205,7 +151,7 @@ def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool
     if not began:
         log.warning(
             "Rank %d: %d ranks average their gradients now, so that steps have multiples of %d samples: as near to "
-            "`target_batch_size=%d` as can be.", trainer.global_rank, ranks, unit, size,
+            "`target_batch_size=%d` as can be.", rank, ranks, unit, size,
         )  # fmt: skip
         return
     lower = size - size % unit
@@ -217,8 +163,9 @@ def check_target(callback: Any, trainer: Any, size: int, ranks: int, began: bool
     )
 
 
-def show(trainer: Any, module: Any, metrics: dict[str, float]) -> None:
+def show(module: Any, metrics: dict[str, float]) -> None:
     """Show metrics in all loggers; the first one in the progress bar, too."""
+    trainer = module.trainer
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
     name = next(iter(metrics))

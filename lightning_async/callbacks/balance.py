@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lightning_async._checks import check_int
-from lightning_async.algorithms import Synchronous
 from lightning_async.callbacks.accumulation_steps import show
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.configuration_checks import check_loaders
 from lightning_async.trainer.data.batch_balancing import Balancing, Bounds
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.loops.accumulation import AccumulationWindows, OomMicrobatches, WindowPlan
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
-from lightning_async.trainer.namespace import batch_size, callbacks_of, check_object, override, pytorch, take_back
+from lightning_async.trainer.namespace import Callback, batch_size, callbacks_of, check_object, override, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 
@@ -45,21 +43,6 @@ def check_trainer(callback: Any, trainer: Any) -> None:
     if trainer.overfit_batches:
         raise ValueError(f"`Trainer(overfit_batches={trainer.overfit_batches})` beside `{owner}`: leave one out.")
 
-
-def check_bounds(callback: Any, ranks: int, total: int) -> None:
-    least = callback.minimum * ranks
-    most = None if callback.maximum is None else callback.maximum * ranks
-    if least > total or (most is not None and most < total):
-        raise ValueError(
-            f"`{type(callback).__name__}(minimum={callback.minimum}, maximum={callback.maximum})`: {ranks} ranks are "
-            f"to take {total} samples in a step, {total / ranks:g} each on average."
-        )
-
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 _PATIENCE = 16
 
@@ -189,7 +172,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             return  # training begins anew within this fit
         ranks = trainer.world_size
         base = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
-        if trainer.strategy.world is None and not is_joining(trainer.strategy):
+        if trainer.strategy.world is None and not trainer.strategy.joining:
             if self.global_batch_size not in (None, base):
                 raise ValueError(
                     f"`{type(self).__name__}(global_batch_size={self.global_batch_size})` with one rank: that is the "
@@ -197,7 +180,12 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
                 )
             return
         check_loaders(type(self).__name__, trainer)
-        check_bounds(self, ranks, self._total or base * ranks)
+        total = self._total or base * ranks
+        if self.minimum * ranks > total or (self.maximum is not None and self.maximum * ranks < total):
+            raise ValueError(
+                f"`{type(self).__name__}(minimum={self.minimum}, maximum={self.maximum})`: {ranks} ranks are to take "
+                f"{total} samples in a step, {total / ranks:g} each on average."
+            )
         self._balancing = Balancing(trainer, Bounds(self.minimum, self.maximum), self._total, lambda: self._room)
         self._balancing.base = 0 if self.global_batch_size else self._base
         self._balancing.sizes = self._sizes
@@ -215,7 +203,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             return
         if balancing.sizes != self._shown:
             self._shown = dict(balancing.sizes)
-            show(trainer, pl_module, {f"batch_size/rank_{name}": float(size) for name, size in self._shown.items()})
+            show(pl_module, {f"batch_size/rank_{name}": float(size) for name, size in self._shown.items()})
         self._since += 1
         if self.every is not None and self._looks(self.every, trainer, balancing):
             balancing.wants = True
@@ -226,7 +214,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
         batches: so no step is without one of them. One asynchronous replica calls the others, where that pays.
         """
         strategy = trainer.strategy
-        if strategy.in_step if strategy.in_windows else isinstance(strategy.schedule, Synchronous):
+        if strategy.in_step if strategy.in_windows else strategy.averages_gradients:
             return self._since >= every * self._patience or balancing.is_off
         if 0 < (self._room or 0) < balancing.sizes.get(balancing.name, 0) and not self._told_namespace:
             self._told_namespace = True

@@ -26,6 +26,7 @@ from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.loops.preemption import TRY_AGAIN
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.namespace import check_object, pytorch
+from lightning_async.trainer.strategy_view import view_of
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Checkpoint
@@ -35,6 +36,22 @@ else:
 Busy = Literal["latest", "wait", "skip"]
 Objects = Literal["refuse", "pickle"]
 _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
+
+
+def save_policy(
+    owner: str, save: SavePolicy | None, steps: int | None, interval: timedelta | None = None
+) -> SavePolicy:
+    """Return the policy that a callback's arguments ask for; raise TypeError or ValueError for bad ones."""
+    policies: list[SavePolicy] = [] if save is None else [save]
+    if steps is not None:
+        check_number(owner, "every_n_train_steps", steps, at_least=1)
+        policies.append(EveryNTrainSteps(steps))
+    if interval is not None:
+        check_time(owner, "train_time_interval", interval)
+        policies.append(EveryInterval(interval))
+    for policy in policies:
+        check_protocol(owner, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
+    return policies[0] if len(policies) == 1 else AnySave(*policies) if policies else Adaptive()
 
 
 class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
@@ -103,15 +120,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         objects: Objects = "refuse",
     ) -> None:
         owner = type(self).__name__
-        policies: list[SavePolicy] = [] if save is None else [save]
-        if every_n_train_steps is not None:
-            check_number(owner, "every_n_train_steps", every_n_train_steps, at_least=1)
-            policies.append(EveryNTrainSteps(every_n_train_steps))
-        if train_time_interval is not None:
-            check_time(owner, "train_time_interval", train_time_interval)
-            policies.append(EveryInterval(train_time_interval))
-        for policy in policies:
-            check_protocol(owner, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
+        policy = save_policy(owner, save, every_n_train_steps, train_time_interval)
         keep = Latest(2) if keep is None else keep
         check_protocol(owner, "keep", keep, KeepPolicy, "a policy such as `Latest(3)`")
         check_choice(owner, "busy", busy, get_args(Busy))
@@ -127,8 +136,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         check_int(self, "max_failures", at_least=1)
         check_int(self, "good_after", at_least=1)
         self.settings = Settings(
-            os.fspath(dirpath), policies[0] if len(policies) == 1 else AnySave(*(policies or [Adaptive()])), keep,
-            recover, busy, buffers, max_failures, good_after, best,
+            os.fspath(dirpath), policy, keep, recover, busy, buffers, max_failures, good_after, best,
             save_on_exception, objects,
         )  # fmt: skip
         self._now: Checkpointing | None = None
@@ -153,7 +161,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Begin to save; raise ValueError where ranks that step together are not equal."""
         kinds = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
-        if "ZeroRedundancyOptimizer" in kinds or getattr(trainer.strategy, "_model_averaging_period", None) is not None:
+        if "ZeroRedundancyOptimizer" in kinds or view_of(trainer.strategy).averages_parameters:
             raise ValueError(
                 f"`{type(self).__name__}` takes ranks that step together for equal, which they are not with "
                 "`ZeroRedundancyOptimizer` or `DDPStrategy(model_averaging_period=)`: use a strategy of this package "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from lightning_async.callbacks.divergence_signals import (
     Row,
     Signal,
     SignalTracker,
-    SingleRank,
     SyncPointAgreement,
     council_of,
     optimizer_state,
@@ -33,7 +32,7 @@ from lightning_async.engine.fingerprint import is_finite
 from lightning_async.errors import TrainingDiverged
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
 from lightning_async.trainer.loops.updates import updates_of
-from lightning_async.trainer.namespace import check_object, pytorch, searches_lr, set_for_now, take_back
+from lightning_async.trainer.namespace import Callback, check_object, searches_lr, set_for_now, take_back
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
@@ -51,28 +50,6 @@ class Alarm(NamedTuple):
     def __str__(self) -> str:
         found = "; ".join(map(str, self.findings))
         return f"Rank {self.rank}, epoch {self.epoch}, step {self.step}: {found}. Remedy: {self.remedy.name.lower()}."
-
-
-def raise_alert(alarm: Alarm, trainer: Any, alert: Callable[[Alarm], None] | None) -> None:
-    numbers = {f"divergence/{finding.signal}": finding.value for finding in alarm.findings}
-    for logger in trainer.loggers:
-        logger.log_metrics({**numbers, "divergence/remedy": float(alarm.remedy)}, step=alarm.step)
-    if alert is not None:
-        try:
-            alert(alarm)
-        except Exception:
-            log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
-
-
-def diverged(trainer: Any, words: str, used: Mapping[Remedy, int]) -> TrainingDiverged:
-    """Return the error that ends training; ``words`` say why, where this rank knows."""
-    tried = ", ".join(f"{remedy.name.lower()} {n}x" for remedy, n in sorted(used.items()) if n) or "nothing"
-    return TrainingDiverged(
-        f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
-        f"{trainer.current_epoch}. {words or 'Another rank says why.'} Done so far: {tried}. Lower the learning rate, "
-        "clip gradients, or look at the data of this step; then resume from the last good checkpoint "
-        "(`FaultTolerantCheckpoint(recover='last_good')`)."
-    )
 
 
 _RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep in groups
@@ -98,17 +75,14 @@ def drop_gradients(optimizer: Any) -> None:
             param.grad = None
 
 
-def cut_learning_rates(trainer: Any, factor: float) -> float:
-    """Multiply all learning rates, those that schedulers begin and end with too; return the first one, now."""
-    for optimizer in trainer.optimizers:
-        for group in optimizer.param_groups:
-            for name in _RATES:
-                if isinstance(group.get(name), (float, torch.Tensor)):
-                    group[name] = group[name] * factor
-    for config in trainer.lr_scheduler_configs:
-        _cut(config.scheduler, factor)
-    groups = (group for optimizer in trainer.optimizers for group in optimizer.param_groups)
-    return float(next(groups, {}).get("lr", math.nan))
+def cut_learning_rates(groups: Iterable[dict[str, Any]], schedulers: Iterable[Any], factor: float) -> None:
+    """Multiply the learning rates of groups of parameters, and those that schedulers begin and end with."""
+    for group in groups:
+        for name in _RATES:
+            if isinstance(group.get(name), (float, torch.Tensor)):
+                group[name] = group[name] * factor
+    for scheduler in schedulers:
+        _cut(scheduler, factor)
 
 
 def _cut(scheduler: Any, factor: float) -> None:
@@ -122,7 +96,7 @@ def _cut(scheduler: Any, factor: float) -> None:
 
 
 def sync_more(averager: Any) -> Callable[[], None]:
-    """Rounds twice as often; returns what makes them as rare as they were."""
+    """Have rounds twice as often; return what makes them as rare as they were."""
     schedule = averager.schedule
     averager.schedule = Denser(schedule)
 
@@ -141,11 +115,6 @@ def call_unfit(replica: Any) -> Callable[[], None]:
     nan = torch.tensor(math.nan)
     return set_for_now(replica, "watched", lambda: [*watched(), nan])
 
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
 _OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only where replicas are asynchronous
@@ -260,7 +229,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self._council = council_of(self, trainer)
         self._trainer = trainer
         asynchronous = isinstance(self._council, SyncPointAgreement)
-        alone = isinstance(self._council, SingleRank)
+        alone = not asynchronous and not isinstance(self._council, LockstepAgreement)
         windows = updates_of(trainer) is not None  # replicas meet as asynchronous ones do, and all take every step
         self._served = view_of(trainer.strategy).served  # there is one model, and each pushes by itself
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
@@ -272,8 +241,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self._escalation.used[Remedy.ROLL_BACK] = self.rollbacks
         observer = SignalTracker(self._signals, self._thresholds, self._history, Remedy.SKIP in able)
         observer.alone = (asynchronous and not windows) or alone
-        ddp = pytorch("strategies").DDPStrategy
-        observer.alike = isinstance(trainer.strategy, ddp) or view_of(trainer.strategy).replicated
+        observer.alike = view_of(trainer.strategy).equal_gradients
         self._observer = observer
         self._to_skip = 0
         self._asked = Remedy.NONE
@@ -355,8 +323,16 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self._words = str(alarm)
         if self._escalation.has(Remedy.LOG):
             log.warning("%s", alarm)
-        if remedy >= Remedy.ALERT and self._escalation.has(Remedy.ALERT):
-            raise_alert(alarm, trainer, self.alert)
+        if remedy < Remedy.ALERT or not self._escalation.has(Remedy.ALERT):
+            return
+        numbers = {f"divergence/{finding.signal}": finding.value for finding in found}
+        for logger in trainer.loggers:
+            logger.log_metrics({**numbers, "divergence/remedy": float(remedy)}, step=alarm.step)
+        if self.alert is not None:
+            try:
+                self.alert(alarm)
+            except Exception:
+                log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
 
     def decide(self, world: LightningCollectives) -> bool:
         """Decide what all ranks do, once replicas have met and unfit ones have another's model."""
@@ -381,7 +357,9 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         if remedy is Remedy.SYNC_MORE and averager is not None and self._dense is None:
             self._dense = sync_more(averager)
         elif remedy is Remedy.CUT_LR:
-            lr = cut_learning_rates(trainer, self.lr_factor)
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            cut_learning_rates(groups, [each.scheduler for each in trainer.lr_scheduler_configs], self.lr_factor)
+            lr = float(groups[0].get("lr", math.nan)) if groups else math.nan
             log.warning("Rank %d: learning rates are cut, to %.3g.", trainer.global_rank, lr)
         elif remedy is Remedy.SKIP:
             self._to_skip = self.skip_batches
@@ -390,8 +368,18 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         elif remedy is Remedy.ROLL_BACK:
             return self._go_back(trainer)
         elif remedy is Remedy.STOP:
-            raise diverged(trainer, self._words, self._escalation.used)
+            raise self._diverged(trainer)
         return False
+
+    def _diverged(self, trainer: Any) -> TrainingDiverged:
+        used = self._escalation.used
+        tried = ", ".join(f"{remedy.name.lower()} {n}x" for remedy, n in sorted(used.items()) if n) or "nothing"
+        return TrainingDiverged(
+            f"Rank {trainer.global_rank}: training has diverged at step {trainer.global_step} of epoch "
+            f"{trainer.current_epoch}. {self._words or 'Another rank says why.'} Done so far: {tried}. Lower the "
+            "learning rate, clip gradients, or look at the data of this step; then resume from the last good "
+            "checkpoint (`FaultTolerantCheckpoint(recover='last_good')`)."
+        )
 
     def _go_back(self, trainer: Any) -> bool:
         assert self._rollback is not None
@@ -403,7 +391,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
             self._escalation.used[Remedy.ROLL_BACK] = self.max_rollbacks
             log.error("Rank %d: there is no good state yet to roll back to at step %d.", rank, here)
             if self._escalation.has(Remedy.STOP):
-                raise diverged(trainer, self._words, self._escalation.used)
+                raise self._diverged(trainer)
             return False
         for optimizer in trainer.optimizers:
             drop_gradients(optimizer)  # accumulated by the model that is no more

@@ -36,17 +36,23 @@ def severest(rows: Sequence[Row]) -> Remedy:
     return max((row.wanted for row in rows), default=Remedy.NONE)
 
 
-class SingleRank:
+class RemedyAgreement:
+    """The way in which all ranks do the same at the same step: each says what it asks for, and the severest is done.
+    This one is that of a single rank."""
+
     def hear(self) -> list[Row]:
+        """Return what all ranks have said, the same on all of them at this step."""
         return []
 
     def say(self, row: Row) -> list[Row]:
+        """Say this, and return what all say, where that is known at once."""
         return [row]
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Hear no more."""
 
 
-class SyncPointAgreement:
+class SyncPointAgreement(RemedyAgreement):
     """The agreement of asynchronous replicas: what is more than a word is decided at a sync point.
 
     ``callback`` calls the others, see `CollectiveCallback`; losses travel in the headers of the strategy's sync points.
@@ -67,10 +73,8 @@ class SyncPointAgreement:
             self._callback.call_together()
         return []
 
-    def close(self) -> None: ...
 
-
-class LockstepAgreement:
+class LockstepAgreement(RemedyAgreement):
     """The agreement of ranks that take every step together; ``lagged`` carries the rows."""
 
     def __init__(self, lagged: DelayedGather) -> None:
@@ -88,13 +92,6 @@ class LockstepAgreement:
         self._lagged.close()
 
 
-RemedyAgreement = SingleRank | SyncPointAgreement | LockstepAgreement
-"""The way in which all ranks do the same at the same step: each says what it asks for, and the severest is done.
-
-`hear` returns what all ranks said, the same on all of them at this step; `say` does where that is known at once.
-"""
-
-
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     """Return the right one for this Trainer's strategy. All ranks call it together, as training begins.
 
@@ -104,7 +101,7 @@ def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     if callback.call_together is not None and trainer.world_size > 1:
         return SyncPointAgreement(callback, trainer.strategy)
     lagged = lagged_of("DivergenceMonitor", trainer)
-    return SingleRank() if lagged is None else LockstepAgreement(lagged)
+    return RemedyAgreement() if lagged is None else LockstepAgreement(lagged)
 
 
 _SAMPLE = 1024  # elements of a tensor
@@ -297,7 +294,8 @@ class SignalTracker:
             return False
         drop = self._suspicious
         self._suspicious = False
-        name = f"gradient_norm/{_number_of(trainer, optimizer)}"
+        number = next((i for i, each in enumerate(trainer.optimizers) if each is optimizer), 0)
+        name = f"gradient_norm/{number}"
         if "gradient_norm" in self._signals:
             if whole := self._batch % self._every == 0:
                 started = time.perf_counter()
@@ -328,7 +326,8 @@ class SignalTracker:
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
-        loss = _loss_of(trainer, module, outputs)
+        parts = trainer.accumulate_grad_batches if module.automatic_optimization else 1
+        loss = _loss_of(outputs, parts)
         if loss is not None and self._signals & {"loss", "loss_variance"}:
             self._readings.put("loss", loss)
         taken = self._readings.take()
@@ -381,16 +380,11 @@ class SignalTracker:
         return [finding for finding in found if finding is not None]
 
 
-def _number_of(trainer: Any, optimizer: Any) -> int:
-    return next((i for i, each in enumerate(trainer.optimizers) if each is optimizer), 0)
-
-
-def _loss_of(trainer: Any, module: Any, outputs: Any) -> Tensor | None:
+def _loss_of(outputs: Any, parts: int) -> Tensor | None:
     """Return what `training_step` returned, not divided by the number of batches that are accumulated."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
-    parts = trainer.accumulate_grad_batches if module.automatic_optimization else 1
     return loss.detach() * parts if parts > 1 else loss.detach()
 
 

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_async.trainer.loops.loop_state import show
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import Callback
 from lightning_async.trainer.strategy_view import view_of
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 _EMPTY = (
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
@@ -57,13 +52,11 @@ class AveragingMonitor(Callback):
         self._logged = number
         return True
 
-
-def monitor_for_now(trainer: Any) -> Callable[[], None]:
-    """Give the Trainer a monitor, unless it has one; return what takes it away again."""
-    if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
-        return lambda: None
-    monitor = AveragingMonitor()
-    for hook in _EMPTY:
-        setattr(monitor, hook, None)  # Lightning profiles every call of a hook, also of an empty one
-    trainer.callbacks.insert(0, monitor)
-    return lambda: trainer.callbacks.remove(monitor) if monitor in trainer.callbacks else None
+    def attach(self, trainer: Any) -> Callable[[], None]:
+        """Join the Trainer's callbacks, unless it has a monitor; return what takes this one away again."""
+        if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
+            return lambda: None
+        for hook in _EMPTY:
+            setattr(self, hook, None)  # Lightning profiles every call of a hook, also of an empty one
+        trainer.callbacks.insert(0, self)
+        return lambda: trainer.callbacks.remove(self) if self in trainer.callbacks else None

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lightning_async._checks import check_number, check_protocol
-from lightning_async.algorithms import Adaptive, AnySave, EveryNTrainSteps, SavePolicy
+from lightning_async.algorithms import SavePolicy
+from lightning_async.callbacks.checkpoint import save_policy
 from lightning_async.trainer.checkpoint.peer_copies import Peers
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
-from lightning_async.trainer.namespace import check_object, pytorch, rank_zero_info, searches_lr
+from lightning_async.trainer.namespace import Callback, check_object, rank_zero_info, searches_lr
 from lightning_async.trainer.strategy_view import view_of
 
 log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import Callback
-else:
-    Callback = pytorch("callbacks").Callback
 
 
 class PeerMemory(CollectiveCallback, Callback):
@@ -53,13 +48,7 @@ class PeerMemory(CollectiveCallback, Callback):
     of_all_ranks = True
 
     def __init__(self, every_n_train_steps: int | None = None, *, save: SavePolicy | None = None) -> None:
-        policies: list[SavePolicy] = [] if save is None else [save]
-        if every_n_train_steps is not None:
-            check_number(type(self).__name__, "every_n_train_steps", every_n_train_steps, at_least=1)
-            policies.append(EveryNTrainSteps(every_n_train_steps))
-        for policy in policies:
-            check_protocol(type(self).__name__, "save", policy, SavePolicy, "a policy such as `EveryNTrainSteps(100)`")
-        self.policy = policies[0] if len(policies) == 1 else AnySave(*policies) if policies else Adaptive()
+        self.policy = save_policy(type(self).__name__, save, every_n_train_steps)
         self._now: Peers | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:

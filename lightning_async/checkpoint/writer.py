@@ -13,16 +13,16 @@ import logging
 import math
 import os
 import socket
-import subprocess
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from lightning_async._subprocess import bare_command
+from lightning_async._subprocess import HelperProcess, in_words
+from lightning_async.checkpoint import writer_process
 from lightning_async.checkpoint.buffers import Buffer, BufferOwner, Growth, anonymous_file, uncollected
 from lightning_async.checkpoint.shards import CheckpointShard, shard
 from lightning_async.checkpoint.storage import Lock, files_at
@@ -302,8 +302,6 @@ def _since(flight: _Flight) -> float:
 class WriterChannel:
     """A process that writes one rank's part, and the channel to it; it holds ``lock`` as long as it lives."""
 
-    _left: ClassVar[list[subprocess.Popen[bytes]]] = []  # those that still wrote when they were closed
-
     def __init__(self, rank: int, lock: Lock | None = None) -> None:
         self.died = False
         self._received = b""
@@ -311,28 +309,20 @@ class WriterChannel:
         self._looks_at = -math.inf
         try:
             with contextlib.ExitStack() as opened:
-                self._start(rank, lock, opened)
+                self._errors = anonymous_file("checkpoint-errors")
+                opened.callback(os.close, self._errors)
+                self._process = HelperProcess(
+                    writer_process.__name__, [os.getpid()], f"writes the checkpoints of rank {rank}",
+                    descriptors=[lock.descriptor] if lock else [], stderr=self._errors,
+                )  # fmt: skip
                 opened.pop_all()
         except OSError as error:
             raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
         finally:
             if lock is not None:
                 lock.close()
-        self.pid = self._popen.pid
-
-    def _start(self, rank: int, lock: Lock | None, opened: contextlib.ExitStack) -> None:
-        self._errors = anonymous_file("checkpoint-errors")
-        opened.callback(os.close, self._errors)
-        self._channel, theirs = map(opened.enter_context, socket.socketpair())
-        told = [theirs.fileno(), os.getpid()]
-        command = bare_command(
-            "lightning_async.checkpoint.writer_process", told, f"writes the checkpoints of rank {rank}"
-        )
-        with theirs:
-            self._popen = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._errors,
-                pass_fds=[theirs.fileno(), *([lock.descriptor] if lock else [])], start_new_session=True,
-            )  # fmt: skip
+        self._channel = self._process.channel
+        self.pid = self._process.popen.pid
 
     def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
         socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
@@ -361,22 +351,20 @@ class WriterChannel:
         return self._standstill.seconds
 
     def kill(self) -> None:
-        self._popen.kill()
+        self._process.popen.kill()
         self._standstill = Standstill()
 
     def close(self) -> str:
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)  # forks of this process may have it open, too
         self._channel.close()
-        try:
-            code = self._popen.wait(_EXIT_S)
-        except subprocess.TimeoutExpired:
-            self._left[:] = [self._popen, *(each for each in self._left if each.poll() is None)]
+        status = self._process.wait(_EXIT_S)
+        said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
+        os.close(self._errors)
+        if status is None:
+            self._process.leave()
             return "it has not ended"
-        finally:
-            said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
-            os.close(self._errors)
-        return f"signal {-code}" if code < 0 else f"exit status {code}: {said[-1000:]}"
+        return in_words(status) if status < 0 else f"{in_words(status)}: {said[-1000:]}"
 
 
 class Standstill:

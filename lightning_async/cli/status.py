@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         given = [StoreAddress.of(options.address)] if options.address else None
-        endpoint = None if options.prometheus is None else _endpoint(options.prometheus)
+        served = options.prometheus
+        endpoint = None if served is None else StoreAddress.of(served if ":" in served else f"127.0.0.1:{served}")
     except ValueError as error:
         parser.error(str(error))
     if options.watch is not None and not options.watch > 0.0:
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         if endpoint is not None:
-            return _serve(places, *endpoint)
+            return _serve(places, endpoint.host, endpoint.port)
         shown = False
         while True:
             jobs, problems = _look(places())
@@ -141,11 +142,6 @@ def _look(places: Sequence[StoreAddress]) -> tuple[list[JobStatus], list[str]]:
     if not places:
         problems.append("no job of `lightning-async launch` runs here for this user. Give the HOST:PORT of a store.")
     return jobs, problems
-
-
-def _endpoint(text: str) -> tuple[str, int]:
-    place = StoreAddress.of(text if ":" in text else f"127.0.0.1:{text}")
-    return place.host, place.port
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -392,9 +392,6 @@ def run_elastic(
         def restore(self) -> None:
             """Do nothing: the committed value is what it was."""
 
-        def reset(self) -> None:
-            """Do nothing: nothing here belongs to the old world."""
-
         def sync(self) -> None:
             """``train`` begins with that, where hosts were only lost as well."""
 

@@ -22,21 +22,18 @@ from lightning_async.data.redistribution import deal, deal_steps
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import SettingsMismatch
 from lightning_async.horovod.collectives import Committed, HorovodCollectives, HorovodWorld, run_elastic
-from lightning_async.horovod.strategy import HorovodStrategy
 from lightning_async.horovod.transport import HorovodTransport
-from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.trainer.checkpoint.checkpoint_recovery import MemoryIO
 from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import LastSafeState
 from lightning_async.trainer.data.samplers import resized, weight_of_the_last
 from lightning_async.trainer.loops.loggers import places, take_places
 from lightning_async.trainer.loops.sync_points import CollectiveCallback
-from lightning_async.trainer.namespace import Undo, override, pytorch, searches_lr, set_for_now, take_back
+from lightning_async.trainer.namespace import Callback, Undo, override, searches_lr, set_for_now, take_back
+from lightning_async.trainer.strategy_view import view_of
 
 if TYPE_CHECKING:
-    from lightning.pytorch import Callback, LightningModule, Trainer
-else:
-    Callback = pytorch("callbacks").Callback
+    from lightning.pytorch import LightningModule, Trainer
 
 IN_MEMORY = "(the last commit, in memory)"
 _OF_PLACES = ("taken", "made", "drawn", "share", "ended")
@@ -86,15 +83,33 @@ def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
 class Commits(CollectiveCallback, Callback):
     """Puts a fit where the last commit was made, and commits: every so many steps, and at the end of each epoch.
 
-    Ranks that step together commit after the same step. Asynchronous replicas come to a sync point for it. ``exact``:
-    each rank is who it was when that was committed.
+    Ranks that step together commit after the same step. Asynchronous replicas come to a sync point for it.
+
+    Raises:
+        ValueError: ranks that come and go cannot train with the Trainer's strategy; says why.
     """
 
-    def __init__(self, committed: Committed[Commit], every: int, exact: bool) -> None:
+    def __init__(self, committed: Committed[Commit], every: int, trainer: Any) -> None:
+        strategy = view_of(trainer.strategy)
+        if not isinstance(strategy.transport, HorovodTransport):
+            raise ValueError(
+                "`fit_elastic` trains with `Trainer(strategy=HorovodStrategy())`, or with `AsyncAveragingStrategy("
+                "transport='horovod')` or `AsyncGradientStrategy(transport='horovod')`; `make_trainer` chose "
+                f"{trainer.strategy!r}."
+            )
+        config = strategy.config if strategy.asynchronous else None
+        for name in ("min_replicas", "max_replicas"):
+            if (number := getattr(config, name, None)) is not None:
+                raise ValueError(
+                    f"`{type(strategy).__name__}({name}={number})` under `fit_elastic`: how many ranks there are is "
+                    "for horovodrun's `--min-np` and `--max-np`. Leave it out."
+                )
         self._committed = committed
         self._every = every
-        self._exact = exact
-        self._trainer: Any = None
+        self._trainer = trainer
+        self._strategy = strategy
+        self.exact = False
+        """Each rank is who it was when that was committed."""
         self._resume: Resume | None = None
         self._undo: list[Undo] = []
         self._step = 0  # of the last commit
@@ -102,21 +117,19 @@ class Commits(CollectiveCallback, Callback):
         self._weight = 1.0
         """The epoch that was gone on with, and what its last batch counts."""
 
-    def read_by(self, strategy: Any) -> str | None:
-        """Have a strategy read the commit; return under which path, None where there is no commit."""
+    def path(self) -> str | None:
+        """Return the path under which the strategy reads the commit from now on; None where there is no commit."""
         checkpoint = self._committed.value.checkpoint
         if checkpoint is None:
             return None
-        self._undo.append(
-            set_for_now(strategy, "_checkpoint_io", MemoryIO(strategy.checkpoint_io, IN_MEMORY, checkpoint))
-        )
+        from_memory = MemoryIO(self._strategy.checkpoint_io, IN_MEMORY, checkpoint)
+        self._undo.append(set_for_now(self._strategy, "_checkpoint_io", from_memory))
         return IN_MEMORY
 
     def close(self) -> None:
         take_back(self._undo)
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._trainer = trainer
         if stage == "fit" and self._beside() is None:
             self._resume = Resume(trainer)
             self._undo += self._resume.install()
@@ -141,8 +154,8 @@ class Commits(CollectiveCallback, Callback):
         if commit.resume is None or commit.checkpoint is None:
             return
         state: Any = copy.deepcopy(commit.resume)
-        if not self._exact:
-            together = isinstance(trainer.strategy, HorovodStrategy)
+        if not self.exact:
+            together = not self._strategy.asynchronous
             dealt = [{"loaders": place} for place in commit.places]
             state = resized(dealt, rank, ranks, state, deal_steps if together else deal)
             self._weight = weight_of_the_last(state, rank, ranks) if together else 1.0
@@ -160,19 +173,17 @@ class Commits(CollectiveCallback, Callback):
             self._commit(LastSafeState(None, None), "start")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        strategy: Any = trainer.strategy
-        if isinstance(strategy, HorovodStrategy):
+        if not self._strategy.asynchronous:
             is_last = trainer.current_epoch == self._epoch and batch_idx + 1 == trainer.num_training_batches
-            strategy.weight = self._weight if is_last else 1.0
+            self._strategy.weight = self._weight if is_last else 1.0
 
     def _after(self, original: Callable[[], None]) -> None:
         original()
         resume = self._resume
-        trainer = self._trainer
         assert resume is not None
-        asynchronous = self.call_together is not None and trainer.strategy.sync_points is not None
+        asynchronous = self.call_together is not None and self._strategy.sync_points is not None
         if resume.where == "epoch":
-            if not asynchronous or not trainer.strategy.world.asynchronous:
+            if not asynchronous or not self._strategy.world.asynchronous:
                 self._commit(LastSafeState(resume.capture(), None), "epoch")
         elif resume.where == "batch" and self._is_due(asynchronous):
             if asynchronous:
@@ -199,11 +210,8 @@ class Commits(CollectiveCallback, Callback):
 
     def _commit(self, state: LastSafeState, where: str) -> None:
         trainer = self._trainer
-        before = self._committed.value
-        strategy = trainer.strategy
-        rank = trainer.global_rank
-        ranks = trainer.world_size
-        number = before.number + 1
+        strategy = self._strategy
+        number = self._committed.value.number + 1
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if state.callbacks is not None:
             checkpoint["callbacks"] = state.callbacks
@@ -216,8 +224,9 @@ class Commits(CollectiveCallback, Callback):
         self._step = trainer.global_step
         in_epoch = where != "epoch" and trainer.current_epoch == self._epoch
         commit = Commit(
-            number=number, dealt=(rank, ranks), checkpoint=_to_memory(checkpoint), resume=_to_memory(state.resume),
-            places=[place for place, _ in told], weight=self._weight if in_epoch else 1.0, logs=told[0][1],
+            number=number, dealt=(trainer.global_rank, trainer.world_size), checkpoint=_to_memory(checkpoint),
+            resume=_to_memory(state.resume), places=[place for place, _ in told],
+            weight=self._weight if in_epoch else 1.0, logs=told[0][1],
         )  # fmt: skip  # copies: training goes on with the tensors
         with self._leaving_together():
             self._committed.commit(commit)
@@ -229,7 +238,7 @@ class Commits(CollectiveCallback, Callback):
             yield
         except RuntimeError as error:
             if type(error).__name__ == "HostsUpdatedInterrupt":
-                self._undo.append(set_for_now(self._trainer.strategy, "on_exception", lambda exception: None))
+                self._undo.append(set_for_now(self._strategy, "on_exception", lambda exception: None))
             raise
 
 
@@ -292,42 +301,21 @@ def fit_elastic(
 
     def train() -> None:
         trainer = make_trainer()
-        strategy: Any = trainer.strategy
-        check_carried(strategy)
+        commits = Commits(committed, commit_every, trainer)
         trainers[:] = [trainer]
         with _one_world() as world:
-            settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {strategy!r}, commit_every={commit_every}")
-            committed.value, exact = agree(world, committed.value, settings)
+            settings = re.sub(" at 0x[0-9a-f]+", "", f"fit {number}, {trainer.strategy!r}, commit_every={commit_every}")
+            committed.value, commits.exact = agree(world, committed.value, settings)
         take_places(trainer.loggers, committed.value.logs)
-        commits = Commits(committed, commit_every, exact)
         trainer.callbacks = [commits, *trainer.callbacks]  # pyright: ignore[reportAttributeAccessIssue]
         try:
-            path = commits.read_by(strategy)
-            trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=path)
+            trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=commits.path())
         finally:
             commits.close()
             trainer.callbacks = [each for each in trainer.callbacks if each is not commits]  # pyright: ignore
 
     run_elastic(train, committed, _broadcast, gloo_timeout)
     return trainers[0]
-
-
-def check_carried(strategy: Any) -> None:
-    """Raise ValueError, which says why, where ranks that come and go cannot train with this strategy."""
-    if not isinstance(strategy, HorovodStrategy | AsyncStrategy) or not isinstance(
-        strategy.transport, HorovodTransport
-    ):
-        raise ValueError(
-            "`fit_elastic` trains with `Trainer(strategy=HorovodStrategy())`, or with `AsyncAveragingStrategy("
-            f"transport='horovod')` or `AsyncGradientStrategy(transport='horovod')`; `make_trainer` chose {strategy!r}."
-        )
-    config = strategy.config if isinstance(strategy, AsyncStrategy) else None
-    for name in ("min_replicas", "max_replicas"):
-        if (number := getattr(config, name, None)) is not None:
-            raise ValueError(
-                f"`{type(strategy).__name__}({name}={number})` under `fit_elastic`: how many ranks there are is "
-                "for horovodrun's `--min-np` and `--max-np`. Leave it out."
-            )
 
 
 def _broadcast(obj: Any) -> Any:

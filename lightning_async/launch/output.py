@@ -182,8 +182,11 @@ class Outputs:
         self.streams: list[tuple[Stream, Stream]] = []  # of each rank, stdout and stderr
         self._logs: list[int] = []
         for rank in range(ranks):
-            log = None if logs is None else _log_file(logs, rank)
-            self._logs += [] if log is None else [log]
+            log = None
+            if logs is not None:
+                logs.mkdir(parents=True, exist_ok=True)
+                log = os.open(logs / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+                self._logs.append(log)
             prefix = f"[{rank:>{width}}] ".encode()
             pair = Stream(readers[2 * rank], prefix, out, log), Stream(readers[2 * rank + 1], prefix, err, log)
             self.streams.append(pair)
@@ -220,8 +223,3 @@ class Outputs:
     def close(self) -> None:
         for log in self._logs:
             os.close(log)
-
-
-def _log_file(folder: Path, rank: int) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)

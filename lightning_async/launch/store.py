@@ -10,12 +10,11 @@ import contextlib
 import json
 import os
 import socket
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from lightning_async._subprocess import bare_command
+from lightning_async._subprocess import HelperProcess, in_words
 from lightning_async.launch.environment import ADDRESS
 from lightning_async.launch.process import Process, watched
 
@@ -29,21 +28,16 @@ class LaunchStore:
     def __init__(
         self, readers: Sequence[int], logs: Path | None, grace_s: float, limits: Sequence[float] | None = None
     ) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         folder = None if logs is None else str(logs.absolute())
-        arguments = [theirs.fileno(), list(readers), folder, grace_s, limits]
-        title = f"keeps the store of launcher {os.getpid()}"
-        variables = {**os.environ, "OMP_NUM_THREADS": "1"}  # of the user's, meant for ranks, libgomp may complain
-        try:
-            self._popen = subprocess.Popen(
-                bare_command("lightning_async.launch.store_main", arguments, title),
-                stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *readers], start_new_session=True, env=variables,
-            )  # fmt: skip
-        finally:
-            theirs.close()
+        self._process = HelperProcess(
+            "lightning_async.launch.store_main", [list(readers), folder, grace_s, limits],
+            f"keeps the store of launcher {os.getpid()}", descriptors=readers, kind=socket.SOCK_SEQPACKET, stdout=None,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # of the user's, meant for ranks, libgomp may complain
+        )  # fmt: skip
+        self._channel = self._process.channel
         self.began = time.monotonic()
         self._port = 0
-        self.pidfd = watched(self._popen)  # becomes readable when it ends
+        self.pidfd = watched(self._process.popen)  # becomes readable when it ends
 
     @property
     def channel(self) -> int:
@@ -74,16 +68,14 @@ class LaunchStore:
 
     def died(self) -> str:
         """Return how it has ended, after its descriptor became readable."""
-        status = self._popen.wait()
+        status = self._process.popen.wait()
         self._channel.close()
         os.close(self.pidfd)
-        return f"signal {-status}" if status < 0 else f"exit status {status}"
+        return in_words(status)
 
     def close(self) -> None:
-        self._popen.kill()  # first: the end of the channel is what it hears when the launcher was killed
-        self._popen.wait()
-        self._channel.close()
-        os.close(self.pidfd)
+        self._process.popen.kill()  # first: the end of the channel is what it hears when the launcher was killed
+        self.died()
 
     def _tell(self, said: Mapping[str, object], descriptors: Sequence[int]) -> None:
         with contextlib.suppress(OSError):  # it has ended: its descriptor tells

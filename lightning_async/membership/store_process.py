@@ -19,7 +19,7 @@ import threading
 import time
 
 from lightning_async._sockets import connects, keep_from_forks, listening_port, snapshot
-from lightning_async._subprocess import bare_command
+from lightning_async._subprocess import HelperProcess
 
 _OUTLIVE = b"1"
 _FOLLOW = b"0"
@@ -31,17 +31,14 @@ class StoreProcess:
     """Serves a store on this socket, which listens already; ends with this process, unless told to `outlive` it."""
 
     def __init__(self, listening: socket.socket) -> None:
-        self._channel, theirs = socket.socketpair()
+        process = HelperProcess(
+            __name__, [listening.fileno(), *listening.getsockname()[:2]], f"keeps the store of process {os.getpid()}",
+            descriptors=[listening.fileno()], stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        process.popen.returncode = 0  # nobody waits for it, as it may end last
+        self._channel = process.channel
         keep_from_forks({self._channel.fileno(): os.fstat(self._channel.fileno()).st_ino})
-        with theirs:
-            arguments = [theirs.fileno(), listening.fileno(), *listening.getsockname()[:2]]
-            process = subprocess.Popen(
-                bare_command(__name__, arguments, f"keeps the store of process {os.getpid()}"),
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno(), listening.fileno()], start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )  # fmt: skip
-        process.returncode = 0  # nobody waits for it, as it may end last
         self._lock = threading.Lock()
         self._runs = 0
 

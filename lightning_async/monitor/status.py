@@ -29,6 +29,12 @@ class ReplicaStatus:
     def trains(self) -> bool:
         return self.state not in (LOST, SILENT, ENDED, FAILED)
 
+    @property
+    def round_ago_s(self) -> float:
+        """Seconds since its last round; -1 where there was none."""
+        ago = self.standing.round_ago_s
+        return ago + self.heard_ago_s if ago >= 0.0 else -1.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
@@ -112,7 +118,7 @@ def _cells(replica: ReplicaStatus) -> tuple[str, ...]:
         state = f"{state} ({replica.heard_ago_s:.0f} s)"
     elif takes_part and standing.slow:
         state = f"{state} ({standing.slow})"
-    last = f"{standing.round_ago_s + replica.heard_ago_s:.1f} s" if standing.round_ago_s >= 0.0 else "-"
+    last = f"{replica.round_ago_s:.1f} s" if replica.round_ago_s >= 0.0 else "-"
     return (
         standing.name,
         str(standing.rank) if takes_part else "-",
@@ -142,7 +148,7 @@ _GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
     "samples": ("That it has seen.", lambda r: r.standing.samples),
     "rounds": ("That it has seen committed.", lambda r: r.standing.rounds),
     "round_seconds": ("What a round's exchange takes, on average.", lambda r: r.standing.round_s),
-    "round_ago_seconds": ("Since the last one; -1 where there was none.", lambda r: _ago(r)),
+    "round_ago_seconds": ("Since the last one; -1 where there was none.", lambda r: r.round_ago_s),
     "failed_rounds": ("That were repeated.", lambda r: r.standing.failed_rounds),
     "hidden_share": ("Of communication.", lambda r: r.standing.hidden_share),
     "idle_seconds": ("At sync points.", lambda r: r.standing.idle_s),
@@ -193,8 +199,3 @@ class _Collector:
                 for replica in job.replicas:
                     family.add_metric([job.where, replica.standing.name], number(replica))
             yield family
-
-
-def _ago(replica: ReplicaStatus) -> float:
-    ago = replica.standing.round_ago_s
-    return ago + replica.heard_ago_s if ago >= 0.0 else -1.0

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_async.algorithms.averaging import AveragingRule
-from lightning_async.algorithms.schedules import Schedule
-from lightning_async.callbacks.monitor import monitor_for_now
+from lightning_async.algorithms.schedules import Schedule, Synchronous
+from lightning_async.callbacks.monitor import AveragingMonitor
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.report import RunSummary
 from lightning_async.engine.averaging.rule_state import AveragerConfig
@@ -29,7 +29,6 @@ from lightning_async.strategies.joining_rank import JoiningRank
 from lightning_async.strategies.local_steps import LocalSteps
 from lightning_async.strategies.session import FitSessions, Session
 from lightning_async.trainer import configuration_checks
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.environment.settings import check_equal, check_settings
 from lightning_async.trainer.environment.subprocess_launcher import note_end
 from lightning_async.trainer.loops.timing import Pacing
@@ -121,9 +120,9 @@ class AsyncStrategy(ReplicatedStrategy):
         if fitting:
             self.num_fits = next(_fits)
             self.fit_sessions = FitSessions(self, trainer)
-            if not is_joining(self):
+            if not self.joining:
                 self.fit_sessions.install(self.world)
-            self.fit_sessions.undo.append(monitor_for_now(trainer))
+            self.fit_sessions.undo.append(AveragingMonitor().attach(trainer))
             self.pacing = Pacing(self, trainer, lambda: self.summary.merge_s)
             self.fit_sessions.undo += self.pacing.install()
 
@@ -131,7 +130,7 @@ class AsyncStrategy(ReplicatedStrategy):
         """Let the replicas part: all ranks hold the same model."""
         if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
             self.start_over()
-        if is_joining(self):
+        if self.joining:
             JoiningRank(self, self._trainer).join()
         elif self.fit_sessions is not None:
             self.fit_sessions.begin()
@@ -183,6 +182,10 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self.step_runner.after_backward()
+
+    @property
+    def averages_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return isinstance(self.schedule, Synchronous)
 
     @property
     def fewest(self) -> int:

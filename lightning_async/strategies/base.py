@@ -31,7 +31,7 @@ from lightning_async.strategies.rank_mapping import (
     numbered_last,
     run_name,
 )
-from lightning_async.trainer.environment.environments import is_joining
+from lightning_async.trainer.environment.environments import JoiningEnvironment
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import (
     CompiledMark,
@@ -42,12 +42,13 @@ from lightning_async.trainer.namespace import (
     make_equal,
     pytorch,
     rank_zero_info,
+    refuse_elsewhere,
     searches_lr,
     take_back,
 )
 from lightning_async.trainer.strategy_view import StrategyView
 from lightning_async.transports.base import Connection, Transport
-from lightning_async.transports.resolve import TransportName, choose_transport, register
+from lightning_async.transports.resolve import REGISTERED, TransportName, choose_transport
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +129,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     is_distributed = True
     replicated = True
+    averages_gradients = True
     strategy_name: str
     roles = Roles()
 
@@ -201,7 +203,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         """The number of this rank; it changes where others are lost and training goes on without them."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.rank
-        return min(super().global_rank, self.world_size - 1) if is_joining(self) else super().global_rank
+        return min(super().global_rank, self.world_size - 1) if self.joining else super().global_rank
 
     @property
     def world_size(self) -> int:
@@ -209,6 +211,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         if self.live_ranks is not None:
             return self.live_ranks.generation.world_size
         return super().world_size - self.roles.num_serving
+
+    @property
+    def joining(self) -> bool:
+        return isinstance(self._environment, JoiningEnvironment) and self.live_ranks is None
+
+    @property
+    def num_averaged(self) -> int:
+        return self.world_size if self.averages_gradients else 1
 
     @property
     def num_started(self) -> int:
@@ -265,7 +275,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def connect_ranks(self) -> None:
         """Join the other ranks, if there are any; all call this together."""
-        if not self.roles.is_alone(self.world_size) and not is_joining(self):
+        if not self.roles.is_alone(self.world_size) and not self.joining:
             run = count_run()
             elastic = {} if self.host is None else {"elastic": True}
             self.use(
@@ -301,7 +311,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Register the strategy's name, and the same with each way to start ranks from a notebook."""
-        register(cls, strategy_registry)
+        names = {cls.strategy_name + suffix: transport for suffix, transport in REGISTERED.items()}
+        refuse_elsewhere(cls, names)
+        for name, transport in names.items():
+            description = f"{cls.__name__}(transport={transport!r})"
+            strategy_registry.register(name, cls, description=description, override=True, transport=transport)
 
     @property
     def module(self) -> LightningModule:

@@ -19,7 +19,6 @@ from lightning_async.engine.timeouts import Timeouts
 from lightning_async.strategies.async_strategy import AsyncStrategy
 from lightning_async.strategies.window_steps import ManualWindowSteps, WindowSteps, check_apart
 from lightning_async.trainer import configuration_checks
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.environment.settings import check_optimizers
 from lightning_async.trainer.loops.updates import ExternalWindowSize, OptimizerUpdates
 from lightning_async.trainer.namespace import Undo, callbacks_of, pytorch, set_for_now, take_back
@@ -172,7 +171,7 @@ class AsyncGradientStrategy(AsyncStrategy):
             ):  # so that Lightning's count of steps to come is right, too
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
-            if self.world is not None or is_joining(self):
+            if self.world is not None or self.joining:
                 self.updates = OptimizerUpdates(
                     trainer, lambda: self.step_runner.after_batch(), lambda: self.step_runner.batch()
                 )

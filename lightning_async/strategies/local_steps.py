@@ -19,7 +19,6 @@ from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
-from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.trainer.namespace import changes_gradients, loss_scale, pulled, pulls, scaled_zero
 from lightning_async.trainer.step_runner import StepRunner
 
@@ -28,22 +27,17 @@ if TYPE_CHECKING:
 
 
 class LocalSteps(StepRunner):
-    """The step runner that tells the averager of every step; closed by `close`.
-
-    ``meet`` opens a sync point that a step needs, so that all hear of it whom it concerns.
-    """
+    """The step runner that tells the averager of every step; closed by `close`."""
 
     def __init__(
         self,
         strategy: AsyncStrategy,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
-        meet: Callable[[SyncPointKind], Arrival],
     ) -> None:
         self._strategy = strategy
         self._averager = averager
         self._gradients = gradients
-        self._meet = meet
         averager.on_healed = self._forget_state
         self._samples = self._of_batch = 0.0
         self._batch_step: Step | None = None
@@ -72,7 +66,7 @@ class LocalSteps(StepRunner):
         self._averager.sync_points.resume()
         self._batches.start(batch)
         if not self._strategy.module.automatic_optimization:
-            self._batch_step = self._averager.plan(self._meet)
+            self._batch_step = self._averager.plan()
             self._counted = self._seen
 
     def _count_samples(self, batch: Any) -> None:
@@ -95,7 +89,7 @@ class LocalSteps(StepRunner):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         if not self._strategy.module.automatic_optimization:
             return run(closure)
-        planned = self._averager.plan(self._meet)
+        planned = self._averager.plan()
         self._gradients.told = None
         synchronous = planned.action is Action.GRADIENTS
         before = self._seen

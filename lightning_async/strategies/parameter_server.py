@@ -36,7 +36,6 @@ from lightning_async.strategies.server_placement import ServerHandle, ServerRole
 from lightning_async.strategies.server_steps import PushSteps
 from lightning_async.trainer import configuration_checks
 from lightning_async.trainer.checkpoint.checkpoint_state import ALIKE, REPLICAS
-from lightning_async.trainer.environment.environments import is_joining
 from lightning_async.trainer.environment.settings import check_equal
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.trainer.namespace import pytorch
@@ -162,7 +161,7 @@ class ParameterServerStrategy(AsyncStrategy):
         return self.handle.servers
 
     def connect_ranks(self) -> None:
-        if not self.quorum.is_all and self.live_ranks is None and not is_joining(self):
+        if not self.quorum.is_all and self.live_ranks is None and not self.joining:
             self._join_or_start()
         try:
             super().connect_ranks()
@@ -239,6 +238,10 @@ class ParameterServerStrategy(AsyncStrategy):
         failed = self.failed
         super().teardown()
         self.handle.end(in_order=not failed, first=self.global_rank == 0)
+
+    @property
+    def averages_gradients(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mode == "sync" and self.update_on_server
 
     @property
     def alike(self) -> frozenset[str]:

@@ -16,7 +16,7 @@ from lightning_async.algorithms.schedules import Action, Step
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
-from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.shared_state import SyncPointKind
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.parameter_server.discovery import Agreement
@@ -208,7 +208,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
     Args:
         strategy: its module and optimizers, and how it pushes.
         averager: has the sync points, and counts the steps.
-        gradients, meet: of other step runners; unused here.
+        gradients: of other step runners; unused here.
     """
 
     def __init__(
@@ -216,7 +216,6 @@ class PushSteps(StepRunner, SyncPointParticipant):
         strategy: ParameterServerStrategy,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
-        meet: Callable[[SyncPointKind], Arrival],
     ) -> None:
         self._strategy = strategy
         self._averager = averager

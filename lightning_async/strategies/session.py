@@ -158,7 +158,8 @@ class Session:
 
     A fit has one, and another one for each time that training begins anew within it.
 
-    ``meet`` opens a sync point that a step needs; averaging goes on from ``saved``, if it holds anything.
+    ``meet`` opens a sync point that a step needs, so that all hear of it whom it concerns. Averaging goes on from
+    ``saved``, if it holds anything.
     """
 
     def __init__(
@@ -206,6 +207,7 @@ class Session:
         connection.membership.on_change = on_change
         self.averager = BackgroundAverager(control, strategy.rule, strategy.schedule, config)
         averager = self.averager
+        averager.meet = meet
         gradients = SynchronousGradients(
             control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
         )
@@ -216,7 +218,7 @@ class Session:
         self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)
-        self.step_runner = strategy.make_step_runner(strategy, self.averager, gradients, meet)
+        self.step_runner = strategy.make_step_runner(strategy, averager, gradients)
         self._publisher: StatusPublisher | None = None
 
     def start(self) -> None:

@@ -21,7 +21,7 @@ from lightning_async.algorithms.schedules import Action, Step
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.gradients.window import Window, WindowTotals
-from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.engine.shared_state import SyncPointKind
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.strategies.delay_correction import correcting
 from lightning_async.strategies.local_steps import StepBatches, learning_rate
@@ -53,7 +53,6 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         strategy: AsyncGradientStrategy,
         averager: BackgroundAverager,
         gradients: SynchronousGradients,
-        meet: Callable[[SyncPointKind], Arrival],
     ) -> None:
         self._strategy = strategy
         self._averager = averager
@@ -152,7 +151,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._made = True
 
     def after_batch(self) -> None:
-        """Add the batch's gradients to the window, and close that, if it is time."""
+        """Add the batch's gradients to the window; if that is full, step with the window before, then send it."""
         if self._made:
             self._made = False
             if not self._window.batches:
@@ -164,7 +163,10 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         if self._window_schedule.in_turn:
             full = self._window_schedule.fills(self._window.batches, self._window.samples, self._size)
             if self._pass.under_way or full or self._window_schedule.updates.ends_epoch:
-                self._close()
+                if not self._pass.under_way:
+                    self._arrive()
+                if not self._hold():
+                    self._go()
         elif not self._gradients.in_flight:
             self._take()
             if not self._hold():
@@ -178,13 +180,6 @@ class WindowSteps(StepRunner, SyncPointParticipant):
     @property
     def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._window.batches > 0
-
-    def _close(self) -> None:
-        """Step with the window before, then send this one, which is full."""
-        if not self._pass.under_way:
-            self._arrive()
-        if not self._hold():
-            self._go()
 
     def _arrive(self) -> None:
         """Wait for what is in flight, and step with it."""

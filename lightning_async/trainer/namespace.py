@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import MethodType, ModuleType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -60,6 +60,12 @@ pl = importlib.import_module(name)
 def pytorch(module: str) -> ModuleType:
     """Return a module below ``lightning.pytorch`` (or ``pytorch_lightning``), by its path there."""
     return importlib.import_module(f"{name}.{module}")
+
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback
+else:
+    Callback = pytorch("callbacks").Callback
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.sync_points import SyncPoints
+from lightning_async.trainer.namespace import pytorch
 from lightning_async.trainer.step_runner import StepRunner
 
 _PLAIN_STEPS = StepRunner()
@@ -24,6 +25,8 @@ class StrategyView:
     """The strategy itself gathers the gradients of several batches before a step; see `AsyncGradientStrategy`."""
     served = False
     """Weights are on servers: replicas are copies of them, and there is one model."""
+    averages_gradients = False
+    """Each optimizer step has the mean of all ranks' gradients; asynchronous replicas step with their own."""
     in_step = False
     """Replicas take every step together, each after the same number of its own batches, as long as it has some."""
     failed = False
@@ -38,6 +41,8 @@ class StrategyView:
     """The `RunSummary` so far."""
     updates: Any = None
     """`OptimizerUpdates` of the fit; None where a step belongs to the batch that Lightning has at hand."""
+    transport: Any = None
+    """The `Transport` of the ranks; None where Lightning starts and connects them."""
     connection: Any = None
     """The `Connection` of all ranks; None in a world of one."""
     averager: Any = None
@@ -59,6 +64,31 @@ class StrategyView:
     def step_runner(self) -> StepRunner:
         """The `StepRunner` of this replica; the base class where nothing is exchanged."""
         return _PLAIN_STEPS
+
+    @property
+    def joining(self) -> bool:
+        """Whether this rank was started while others train, and is not admitted yet."""
+        return False
+
+    @property
+    def num_averaged(self) -> int:
+        """Number of ranks whose gradients become one before an optimizer step."""
+        return 1
+
+    @property
+    def in_lockstep(self) -> bool:
+        """Whether all ranks must have as many batches before a step; replicas of our engine need not."""
+        return not self.asynchronous and self.num_averaged > 1
+
+    @property
+    def equal_gradients(self) -> bool:
+        """Whether ranks that step together have the same gradients, each of them whole."""
+        return self.replicated
+
+    @property
+    def averages_parameters(self) -> bool:
+        """Whether ranks become equal from time to time only, without this package's doing."""
+        return False
 
     @property
     def shrinks(self) -> bool:
@@ -92,9 +122,26 @@ class StrategyView:
         """Complete the summary, at the last sync point."""
 
 
-_OTHERS = StrategyView()
+class _LightningsView(StrategyView):
+    """The answers of a strategy that is none of this package."""
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+
+    @property
+    def num_averaged(self) -> int:
+        kwargs = getattr(self._strategy, "distributed_sampler_kwargs", None) or {}
+        return int(kwargs.get("num_replicas", 1))
+
+    @property
+    def equal_gradients(self) -> bool:
+        return isinstance(self._strategy, pytorch("strategies").DDPStrategy)
+
+    @property
+    def averages_parameters(self) -> bool:
+        return getattr(self._strategy, "_model_averaging_period", None) is not None
 
 
 def view_of(strategy: Any) -> Any:
-    """Return the strategy itself where it is one of this package, else the answers of one that is not."""
-    return strategy if isinstance(strategy, StrategyView) else _OTHERS
+    """Return the strategy itself where it is one of this package, else a view of it."""
+    return strategy if isinstance(strategy, StrategyView) else _LightningsView(strategy)

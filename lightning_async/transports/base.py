@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 
@@ -145,35 +146,35 @@ def short_world(root: Collectives, check: Callable[[], None] = lambda: None) -> 
         root.close()
 
 
-@runtime_checkable
-class Transport(Protocol):
+class Transport(ABC):
     """The choice of who starts the ranks, and what moves their bytes: torch.distributed or Horovod.
 
     A transport is a value: what it opens belongs to the `Connection`, so two strategies may share one.
     """
 
+    @abstractmethod
     def environment(self, lightnings: Any) -> Any:
         """Return the cluster environment, given the one that Lightning has chosen."""
-        ...
 
+    @abstractmethod
     def launcher(
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
         """Return what starts the other ranks of this host; None where that is done."""
-        ...
 
+    @abstractmethod
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
         """Return the device of the replica."""
-        ...
 
+    @abstractmethod
     def backend_on(self, root_device: torch.device) -> str:
         """Return the name of what moves payloads of replicas on such a device; equal on all ranks."""
-        ...
 
+    @abstractmethod
     def bucket_device(self, root_device: torch.device) -> torch.device:
         """Return the device of the buckets."""
-        ...
 
+    @abstractmethod
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
@@ -185,8 +186,7 @@ class Transport(Protocol):
             name: differs between the runs of one process.
             dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
         """
-        ...
 
+    @abstractmethod
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
         """Open collectives over all ranks for one operation outside of a run; all call it with the same name."""
-        ...

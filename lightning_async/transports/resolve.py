@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from lightning_async.trainer.environment.environments import started_by_horovodrun
-from lightning_async.trainer.namespace import refuse_elsewhere
 from lightning_async.transports.base import Transport
 from lightning_async.transports.torch import TorchTransport
 
@@ -23,14 +22,6 @@ REGISTERED: dict[str, Transport | TransportName] = {
     "_notebook": TorchTransport(start="fork"),
 }
 """What Lightning's registry holds, by the ending of the strategy's name there."""
-
-
-def register(strategy: Any, registry: Any) -> None:
-    refuse_elsewhere(strategy, [strategy.strategy_name + suffix for suffix in REGISTERED])
-    for suffix, transport in REGISTERED.items():
-        description = f"{strategy.__name__}(transport={transport!r})"
-        name = strategy.strategy_name + suffix
-        registry.register(name, strategy, description=description, override=True, transport=transport)
 
 
 def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:

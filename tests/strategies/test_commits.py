@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, HorovodStrategy, TorchTransport
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.errors import SettingsMismatch
-from lightning_async.horovod.elastic import Commit, agree, check_carried, fit_elastic
+from lightning_async.horovod.collectives import Committed
+from lightning_async.horovod.elastic import Commit, Commits, agree, fit_elastic
 from tests.comm.simulated import InProcessWorld
 from tests.horovod import needs_horovod
 
@@ -69,6 +71,9 @@ def test_commits_are_some_steps_apart() -> None:
 
 @needs_horovod
 def test_what_horovod_cannot_carry_is_refused_by_name() -> None:
+    def check_carried(strategy: Any) -> None:
+        Commits(Committed(Commit()), 1, SimpleNamespace(strategy=strategy))
+
     check_carried(HorovodStrategy())
     check_carried(AsyncAveragingStrategy(transport="horovod"))
     check_carried(AsyncGradientStrategy(transport="horovod"))

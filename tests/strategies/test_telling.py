@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightning_async.callbacks.monitor import monitor_for_now
+from lightning_async.callbacks.monitor import AveragingMonitor
 from tests.strategies.workers import Outcomes
 
 pytestmark = pytest.mark.processes
@@ -30,7 +30,7 @@ def test_the_monitor_that_the_strategy_adds_leaves_with_the_fit(ranks: Outcomes)
 
 def test_lightning_calls_the_monitor_that_the_strategy_adds_once_a_step() -> None:
     trainer = SimpleNamespace(callbacks=[])
-    undo = monitor_for_now(trainer)
+    undo = AveragingMonitor().attach(trainer)
     (monitor,) = trainer.callbacks
     hooks = (
         "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",

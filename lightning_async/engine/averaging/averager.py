@@ -56,6 +56,8 @@ class BackgroundAverager(SyncPointParticipant):
         self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
         self._reports = Reports(self.summary)
         self._merger = Merger(self._buckets, self.agreed, self.component, exact=self.config.compression == "none")
+        self.meet: Callable[[SyncPointKind], Arrival] = self.sync_points.rendezvous
+        """Opens a sync point that a step needs."""
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
         self.gathered: Callable[[], Any] = lambda: None  # towards a step to come, for checkpoints
@@ -79,8 +81,8 @@ class BackgroundAverager(SyncPointParticipant):
         if not self.control.close(timeout):
             log.warning("The engine's thread of rank %d did not end within %s.", self.summary.rank, timeout)
 
-    def plan(self, meet: Callable[[SyncPointKind], Arrival] | None = None) -> Step:
-        """Plan the step that the training thread is about to take; ``meet`` opens a sync point that it needs first."""
+    def plan(self) -> Step:
+        """Plan the step that the training thread is about to take; a sync point that it needs comes first."""
         box = self._box
         ledger = self.ledger
         with box.changed:
@@ -100,8 +102,7 @@ class BackgroundAverager(SyncPointParticipant):
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
-        meet = meet or self.sync_points.rendezvous
-        if step.action is Action.GRADIENTS and apart and meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
+        if step.action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
             step = Step(Action.LOCAL)  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = step.action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:

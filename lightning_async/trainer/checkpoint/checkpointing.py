@@ -28,7 +28,7 @@ from lightning_async.trainer.checkpoint.resume import Resume
 from lightning_async.trainer.checkpoint.safe_points import StepPhase
 from lightning_async.trainer.checkpoint.save_timing import Settings
 from lightning_async.trainer.checkpoint.saves import FAILED_S, AsyncSaves, LockstepSaves, SaveCoordinator, ServerSaves
-from lightning_async.trainer.environment.environments import StableIds, is_joining, names_of
+from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.loops.preemption import TRY_AGAIN, Preemption
 from lightning_async.trainer.namespace import Undo, in_words, override, pytorch, searches_lr, set_for_now, take_back
@@ -308,7 +308,7 @@ class CheckpointDirectory:
         self._store = store
         self._settings = settings
         self._gather = partial(gather, trainer)
-        self.joining = is_joining(trainer.strategy)
+        self.joining = view_of(trainer.strategy).joining
         self.program = ""
         self.group: list[int] = []
         self._claim: DirectoryLock | None = None

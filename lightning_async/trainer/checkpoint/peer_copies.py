@@ -22,7 +22,7 @@ from lightning_async.membership.launcher_channel import came_back
 from lightning_async.membership.signing import Seal
 from lightning_async.trainer.checkpoint.checkpoint_state import put, take
 from lightning_async.trainer.checkpoint.save_timing import SaveClock
-from lightning_async.trainer.environment.environments import StableIds, is_joining, names_of
+from lightning_async.trainer.environment.environments import StableIds, names_of
 from lightning_async.trainer.namespace import in_words, rank_zero_info
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Peers:
             ) from error
         strategy.fit_sessions.undo.append(self.close)  # however training ends
         board.keep_at(mine, keeper.address.note())
-        if is_joining(strategy):
+        if strategy.joining:
             self._find()
 
     def _find(self) -> None:

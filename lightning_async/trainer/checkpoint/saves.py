@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_async.algorithms.schedules import Synchronous
 from lightning_async.checkpoint.saver import PATIENCE_S, Saver
 from lightning_async.checkpoint.writer import SaveBusy
 from lightning_async.engine.shared_state import Mark, SyncPointKind
@@ -268,7 +267,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         super().__init__(trainer, saver, settings, number, group, resume)
         self._left = names_of(trainer).left
         served = trainer.strategy.served
-        if not set(self._left) <= set(group) and (served or not isinstance(trainer.strategy.schedule, Synchronous)):
+        if not set(self._left) <= set(group) and (served or not trainer.strategy.averages_gradients):
             why = "each worker writes a part of what is on the servers" if served else "replicas are asynchronous"
             raise ValueError(
                 f"`FaultTolerantCheckpoint(dirpath={settings.dirpath!r})` is one directory of ranks {list(group)}, and "

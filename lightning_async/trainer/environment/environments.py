@@ -204,7 +204,7 @@ NOBODY = StableIds(-1, (0,), 1)
 def names_of(trainer: Any) -> StableIds:
     """Return the stable ids of the Trainer's ranks; their current ranks, if none can be lost."""
     live_ranks = view_of(trainer.strategy).live_ranks
-    if is_joining(trainer.strategy):
+    if view_of(trainer.strategy).joining:
         others = frozenset(range(trainer.world_size))
         return StableIds(trainer.strategy.cluster_environment.started_as, (), trainer.world_size, others)
     if live_ranks is None:
@@ -213,10 +213,3 @@ def names_of(trainer: Any) -> StableIds:
     left = tuple(map(int, live_ranks.names))
     ever = live_ranks.ever
     return StableIds(int(live_ranks.called(generation.name)), left, 1 + max(ever), ever.difference(left))
-
-
-def is_joining(strategy: Any) -> bool:
-    """Return whether this rank was started while others train, and is not admitted yet."""
-    return (
-        isinstance(getattr(strategy, "cluster_environment", None), JoiningEnvironment) and strategy.live_ranks is None
-    )
