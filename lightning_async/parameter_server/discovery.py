@@ -243,7 +243,7 @@ class Agreement(EngineComponent):
     pushes have made, on every server; it has the highest version, and equal versions are equal bits.
     """
 
-    blank = WorkerVersion()  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+    blank = WorkerVersion()
 
     def __init__(self, control: ControlPlane) -> None:
         self._shared_state = control.shared_state
