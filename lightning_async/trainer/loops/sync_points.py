@@ -274,9 +274,9 @@ class CollectiveCallback:
     def save_together(self, world: LightningCollectives) -> None:
         """Save, after all have decided; all ranks are here and hold one model, which stays as it is."""
 
-    def for_joining_ranks(self) -> dict[str, Any] | None:
+    def for_joining_ranks(self) -> dict[str, Any]:
         """Return plain values for a joining rank, besides this callback's state; called on rank 0, at a sync point."""
-        return None
+        return {}
 
     def come(self, told: dict[str, Any]) -> None:
         """Take what was ``told``; called on the joining rank, which has this callback's state already."""
