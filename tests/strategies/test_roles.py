@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,3 +66,12 @@ def test_a_strategy_that_a_spawned_rank_gets_asks_for_its_own_place(copied: Call
     second._environment = Ranks(1, 2)
     assert second.job._place().global_rank() == 1
     assert first.cluster_environment is None
+
+
+def test_snapshots_stay_where_they_were_when_the_program_goes_to_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ServerOptions(snapshots="kept")
+    monkeypatch.chdir("/")
+    assert options.folder == str(tmp_path / "kept")
