@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 from torch.optim import Optimizer
@@ -146,7 +147,8 @@ class ParameterServerStrategy(AsyncStrategy):
         )  # fmt: skip
         self.roles.check_transport(self.transport)
         self.quorum.check_transport(self.transport)
-        self.job = JobRanks(self.transport, lambda: self.place, config.timeouts.dead_after)
+        # Unlike a lambda, this goes with the strategy to ranks that are spawned.
+        self.job = JobRanks(self.transport, partial(getattr, self, "place"), config.timeouts.dead_after)
         self.handle = ServerHandle(self.service, roles, self.job)
 
     strategy_name = "parameter_server"

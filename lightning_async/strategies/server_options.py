@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 from lightning_async._checks import check_choice, check_int, check_number, check_real
 from lightning_async.algorithms.compression import PushCompression
@@ -92,6 +92,7 @@ class ServerOptions:
         if self.snapshot_every is not None:
             check_real(self, "snapshot_every", above=0)
         self._check_address()
+        object.__setattr__(self, "snapshots", self._find_folder())  # from here on, wherever the program goes
         if self.folder is None and self.snapshot_every is not None:
             raise ValueError(
                 f"`{owner}(snapshot_every={self.snapshot_every!r})`: no snapshots are taken. Pass their folder, too "
@@ -112,6 +113,9 @@ class ServerOptions:
     @property
     def folder(self) -> str | None:
         """The absolute path, or the URL, of the folder of snapshots."""
+        return cast("str | None", self.snapshots)
+
+    def _find_folder(self) -> str | None:
         folder = self.snapshots
         if folder is None:
             return None

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from lightning_async import ParameterServerStrategy, ServerOptions
@@ -51,3 +57,21 @@ def test_all_ranks_train() -> None:
     assert roles.of(Ranks(2, 2)) == ("worker", 2), "it comes with a number that nobody had"
     assert roles.is_alone(1) and not roles.is_alone(2)
     assert not ParameterServerStrategy(options=ServerOptions(server_address="a:1")).roles.is_alone(1)
+
+
+@pytest.mark.parametrize("copied", [lambda each: pickle.loads(pickle.dumps(each)), copy.deepcopy])
+def test_a_strategy_that_a_spawned_rank_gets_asks_for_its_own_place(copied: Callable[[Any], Any]) -> None:
+    first = ParameterServerStrategy(placement="dedicated")
+    second = copied(first)
+    second._environment = Ranks(1, 2)
+    assert second.job._place().global_rank() == 1
+    assert first.cluster_environment is None
+
+
+def test_snapshots_stay_where_they_were_when_the_program_goes_to_another_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ServerOptions(snapshots="kept")
+    monkeypatch.chdir("/")
+    assert options.folder == str(tmp_path / "kept")
