@@ -85,6 +85,9 @@ class PeerMemory(CollectiveCallback, Callback):
         if self._now is not None:
             self._now.summarise()
 
+    def for_joining_ranks(self) -> dict[str, Any]:
+        return {}  # nothing, but `come` is called
+
     def come(self, told: dict[str, Any]) -> None:
         if self._now is not None:
             self._now.come()

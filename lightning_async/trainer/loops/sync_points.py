@@ -275,7 +275,10 @@ class CollectiveCallback:
         """Save, after all have decided; all ranks are here and hold one model, which stays as it is."""
 
     def for_joining_ranks(self) -> dict[str, Any] | None:
-        """Return plain values for a joining rank, besides this callback's state; called on rank 0, at a sync point."""
+        """Return plain values for a joining rank, besides this callback's state; called on rank 0, at a sync point.
+
+        None: `come` is not called there.
+        """
         return None
 
     def come(self, told: dict[str, Any]) -> None:
