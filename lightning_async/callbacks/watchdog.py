@@ -11,12 +11,12 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
 from lightning_async._checks import check_int, check_real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.trainer.namespace import Callback
-from lightning_async.trainer.strategy_view import StrategyView, view_of
+from lightning_async.trainer.strategy_view import view_of
 
 _RECENT = 51
 _TOLD_S = 5.0  # for telling the others
@@ -83,7 +83,6 @@ class HangWatchdog(Callback):
             raise ValueError(f"`HangWatchdog(exit_code={exit_code!r})` must be <= 255.")
         self.dirpath = None if dirpath is None else Path(dirpath)
         self._beat = _Beat()
-        self._strategy: StrategyView = StrategyView()
         self._steps: deque[float] = deque(maxlen=_RECENT)
         self._began: float | None = None
         self._stderr: IO[str] | None = None
@@ -100,14 +99,13 @@ class HangWatchdog(Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._end()
         self._steps.clear()
-        self._strategy = view_of(trainer.strategy)
         self._stderr = _stderr()
         self._elsewhere("the start of training")
         self._stop = threading.Event()
         rank = trainer.global_rank
         path = Path(self.dirpath or trainer.default_root_dir) / f"hang-rank-{rank}.txt"
         name = f"lightning_async-watchdog-{rank}"
-        self._thread = threading.Thread(target=self._watch, args=(rank, path, self._stop), name=name, daemon=True)
+        self._thread = threading.Thread(target=self._watch, args=(trainer, path, self._stop), name=name, daemon=True)
         self._thread.start()
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -167,7 +165,7 @@ class HangWatchdog(Callback):
             self._beat = _Beat()
         self._stop = self._thread = self._stderr = None
 
-    def _watch(self, rank: int, path: Path, stop: threading.Event) -> None:
+    def _watch(self, trainer: Any, path: Path, stop: threading.Event) -> None:
         seen = -1
         waited_s = 0.0
         last = time.monotonic()
@@ -177,17 +175,17 @@ class HangWatchdog(Callback):
             waited_s += min(now - last, 2 * tick_s)  # more than that, and the process was stopped meanwhile
             last = now
             beat = self._beat
-            if beat.number != seen or self._waits_at_sync_point():
+            if beat.number != seen or _waits_at_sync_point(trainer.strategy):
                 seen = beat.number
                 waited_s = 0.0
             _arm(beat.limit_s, self._stderr)
             if beat.limit_s is not None and waited_s > beat.limit_s:
-                self._give_up(rank, path, beat, waited_s)
+                self._give_up(trainer, path, beat, waited_s)
 
-    def _give_up(self, rank: int, path: Path, beat: _Beat, waited_s: float) -> None:
+    def _give_up(self, trainer: Any, path: Path, beat: _Beat, waited_s: float) -> None:
         usual = f"{statistics.median(self._steps):.3g} s" if self._steps else "not known yet"
         text = (
-            f"Rank {rank} hangs: no progress for {waited_s:.1f} s in {beat.place} (limit "
+            f"Rank {trainer.global_rank} hangs: no progress for {waited_s:.1f} s in {beat.place} (limit "
             f"{beat.limit_s:.1f} s, a step takes {usual}). Its stacks are in {path}. It ends with exit code "
             f"{self.exit_code}; raise `HangWatchdog(k=)` or `min_s=` if this was no hang."
         )
@@ -198,22 +196,10 @@ class HangWatchdog(Callback):
         if self._stderr is not None:
             _dump(text, self._stderr)
         _arm(_TOLD_S, self._stderr)  # the timer is not to come before that is over
-        teller = threading.Thread(target=self._tell_others, args=(text,), daemon=True)
+        teller = threading.Thread(target=_tell_others, args=(trainer.strategy, text), daemon=True)
         teller.start()
         teller.join(_TOLD_S)
         os._exit(self.exit_code)
-
-    def _waits_at_sync_point(self) -> bool:
-        """Return whether it waits for other ranks, which are watched themselves."""
-        sync_points = self._strategy.sync_points
-        live_ranks = self._strategy.live_ranks
-        waits = live_ranks is not None and live_ranks.are_short  # for other replicas
-        return sync_points is not None and (sync_points.standing or waits)
-
-    def _tell_others(self, text: str) -> None:
-        if self._strategy.replicated:
-            with contextlib.suppress(Exception):
-                cast(Any, self._strategy).on_exception(AsyncTrainingError(text))
 
 
 def _arm(limit_s: float | None, file: IO[str] | None) -> None:
@@ -239,3 +225,17 @@ def _dump(text: str, file: IO[str]) -> None:
     file.flush()
     faulthandler.dump_traceback(file, all_threads=True)
     file.flush()
+
+
+def _waits_at_sync_point(strategy: Any) -> bool:
+    """Return whether it waits for other ranks, which are watched themselves."""
+    sync_points = view_of(strategy).sync_points
+    live_ranks = view_of(strategy).live_ranks
+    waits = live_ranks is not None and live_ranks.are_short  # for other replicas
+    return sync_points is not None and (sync_points.standing or waits)
+
+
+def _tell_others(strategy: Any, text: str) -> None:
+    if view_of(strategy).replicated:
+        with contextlib.suppress(Exception):
+            strategy.on_exception(AsyncTrainingError(text))

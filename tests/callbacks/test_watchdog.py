@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from lightning_async.callbacks import watchdog
 from lightning_async.callbacks.watchdog import HangWatchdog
 from tests.support import run_ranks, start_ranks
 
@@ -87,3 +92,34 @@ def test_the_limit_follows_the_median_of_recent_steps():
     watchdog._steps.extend([0.01] * 10)
     assert watchdog.limit_s == 1.0
     assert HangWatchdog(other_s=300.0).limit_s == 300.0
+
+
+def test_a_hang_is_told_by_the_rank_that_it_is_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ended: list[int] = []
+    trainer = SimpleNamespace(global_rank=2, strategy=object(), default_root_dir=str(tmp_path))
+    watches = HangWatchdog(min_s=0.05, other_s=0.5, exit_code=7)
+
+    def end(code: int) -> None:
+        ended.append(code)
+        assert watches._stop is not None
+        watches._stop.set()
+
+    monkeypatch.setattr(watchdog, "_arm", lambda limit_s, file: None)
+    monkeypatch.setattr(os, "_exit", end)
+    watches.on_train_start(trainer, None)
+    trainer.global_rank = 1  # another rank is lost
+    until = time.monotonic() + 30
+    while not ended and time.monotonic() < until:
+        time.sleep(0.01)
+    watches.on_train_end(trainer, None)
+    assert ended == [7]
+    assert "Rank 1 hangs:" in (tmp_path / "hang-rank-2.txt").read_text()
+
+
+def test_after_training_it_keeps_nothing_of_it(tmp_path: Path):
+    strategy = SimpleNamespace(of_no_pickle=threading.Lock())
+    trainer = SimpleNamespace(global_rank=0, strategy=strategy, default_root_dir=str(tmp_path))
+    watches = HangWatchdog()
+    watches.on_train_start(trainer, None)
+    watches.on_train_end(trainer, None)
+    assert pickle.loads(pickle.dumps(watches)).k == watches.k
