@@ -147,6 +147,11 @@ def test_numbers_of_workers_that_cannot_be(told: Any) -> None:
         ParameterServerStrategy(options=ServerOptions(wait_for_workers=told))
 
 
+def test_a_folder_that_fsspec_does_not_know_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`ServerOptions\(snapshots='nosuch://a'\)` must be a folder: .*nosuch"):
+        ServerOptions(snapshots="nosuch://a")
+
+
 @pytest.mark.parametrize(
     ("quorum", "words"), [(3, "there are 2 workers"), (1, "fewer than 2 of 2 workers do not go on")]
 )
