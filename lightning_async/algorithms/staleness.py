@@ -134,24 +134,36 @@ def register_policy(name: str, *arguments: Any) -> Callable[[PolicyClass], Polic
     """Register the decorated class under a short name, which ``staleness=`` takes.
 
     Args:
-        name: which no policy of another module has.
+        name: which no other class has; one that is defined again, as by a cell of a notebook, takes its own place.
         arguments: of the class, for the policy that the name stands for.
 
     Raises:
-        ValueError: a policy of another module has the name.
+        TypeError: the name is no str, or what is decorated no class that extends `StalenessPolicy`.
+        ValueError: another policy has the name.
 
     >>> register_policy("auto")(NoCorrection)
     Traceback (most recent call last):
     ValueError: `register_policy('auto')` for NoCorrection: another policy has this name.
     """
 
+    shown = f"`register_policy({name!r})`"
+    if not isinstance(name, str) or not name:
+        raise TypeError(f'{shown} must be given a name first: `@register_policy("name")`, above the class.')
+
     def register(cls: PolicyClass) -> PolicyClass:
-        if name == AUTO or (name in NAMES and NAMES[name].func.__module__ != cls.__module__):
-            raise ValueError(f"`register_policy({name!r})` for {cls.__qualname__}: another policy has this name.")
+        if not (isinstance(cls, type) and issubclass(cls, StalenessPolicy)):
+            raise TypeError(f"{shown} must decorate a class that extends `StalenessPolicy`, got {cls!r}.")
+        named = NAMES[name].func if name in NAMES else cls
+        if name == AUTO or _place(named) != _place(cls):
+            raise ValueError(f"{shown} for {cls.__qualname__}: another policy has this name.")
         NAMES[name] = partial(cls, *arguments)
         return cls
 
     return register
+
+
+def _place(cls: Any) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__
 
 
 @register_policy("none")
@@ -637,15 +649,25 @@ def make_policy(
     """
     if isinstance(policy, StalenessPolicy):
         return policy
-    if isinstance(policy, Mapping):
+    if isinstance(policy, Mapping) and {"policy", "arguments"} <= policy.keys():
         return _from_description(policy)
     if not isinstance(policy, str):
         raise TypeError(f"`staleness={policy!r}` must be a name, or a policy that extends `StalenessPolicy`.")
     if policy == AUTO and optimizer is not None:
         return auto(optimizer, arguments)
     if policy not in NAMES:
-        raise ValueError(f"`staleness={policy!r}` must be a policy, or one of {(AUTO, *NAMES)}.")
-    return NAMES[policy]()
+        raise ValueError(
+            f"`staleness={policy!r}` must be a policy, or one of {(AUTO, *NAMES)}. A name of your own is known once "
+            "the module that registers it is imported, on every rank."
+        )
+    registered = NAMES[policy]
+    try:
+        return registered()
+    except TypeError as error:
+        raise TypeError(
+            f"`staleness={policy!r}` is {registered.func.__qualname__} with the arguments {registered.args} of "
+            f"`register_policy`: {error}"
+        ) from error
 
 
 def described(policy: StalenessPolicy) -> dict[str, Any]:

@@ -193,6 +193,7 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
     while missing:
         for other in sorted(missing):
             if not room.check([str(other)]):
+                _check_early(room, seal, rank, other)
                 continue
             theirs = _parse(seal.open(str(other), room.get(str(other))))
             if theirs is not None:
@@ -200,6 +201,40 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
                 missing.discard(other)
         if missing:
             patience.wait(lambda: f"waiting for rank(s) {sorted(missing)} of {world_size}")
+
+
+def begin_early(store: Store, rank: int, world_size: int, seal: Seal) -> Callable[[], None]:
+    """Say that this rank waits for some of the ranks only; return what raises where others `greet`, and wait for all.
+
+    A rank that waits for some never greets in this store before they begin, and one that waits for all does nothing
+    else, so that neither would hear of the other.
+    """
+    room: Any = PrefixStore("lightning_async/start", store)
+    seal = seal.within("start")
+    room.set(f"early/{rank}", seal.sign(f"early/{rank}", b"early"))
+
+    def check() -> None:
+        for other in range(world_size):
+            if other != rank and room.check([str(other)]):
+                theirs = _parse(seal.open(str(other), room.get(str(other))))
+                if theirs is not None:
+                    _refuse_unequal_waits(rank, rank, other)
+
+    return check
+
+
+def _check_early(room: Any, seal: Seal, rank: int, other: int) -> None:
+    key = f"early/{other}"
+    if room.check([key]) and seal.open(key, room.get(key)) is not None:
+        _refuse_unequal_waits(rank, other, rank)
+
+
+def _refuse_unequal_waits(rank: int, early: int, late: int) -> None:
+    time.sleep(_LINGER_S * (rank == 0))  # as in `_compare`
+    raise AsyncTrainingError(
+        f"rank {rank}: rank {early} waits for as many workers as its `ServerOptions(wait_for_workers=...)` says, and "
+        f"rank {late} for all ranks. Start all ranks with the same strategy and the same `wait_for_workers`."
+    )
 
 
 def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) -> None:

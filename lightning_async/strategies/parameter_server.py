@@ -180,7 +180,8 @@ class ParameterServerStrategy(AsyncStrategy):
         fewest = self.config.survives(world_size)
         self.quorum.check_workers(world_size, fewest)
         with naming_the_stores_host(rank):
-            workers = self.quorum.first_workers(self.job.store(early=True), rank, world_size)
+            store = self.job.store(early=True)
+            workers = self.quorum.first_workers(store, rank, world_size, self.job.begin_early())
         if rank not in workers:
             os.environ[REJOIN] = "1"
             self._environment = numbered_last(self._environment)

@@ -60,7 +60,7 @@ class StartQuorum:
         """Return what ``wait_for_workers`` asks for; raise TypeError or ValueError where it is none of its values.
 
         >>> StartQuorum.of((2, timedelta(minutes=1)))
-        StartQuorum(number=2, within=datetime.timedelta(seconds=60))
+        (2, datetime.timedelta(seconds=60))
         """
         shown = (
             f'`ServerOptions(wait_for_workers={value!r})` must be "all", a number, or (a number, a datetime.timedelta)'
@@ -73,6 +73,10 @@ class StartQuorum:
         if number < 1 or within < timedelta(0):
             raise ValueError(f"{shown}: at least 1, and no negative time.")
         return cls(number, within)
+
+    def __repr__(self) -> str:
+        """As ``wait_for_workers`` is written, since ranks compare it, and messages show it."""
+        return repr("all" if self.is_all else (self.number, self.within) if self.within else self.number)
 
     @property
     def is_all(self) -> bool:
@@ -101,14 +105,16 @@ class StartQuorum:
         enough = self.number is not None and len(come) >= self.number
         return len(come) == world_size or (enough and waited_s >= self.within.total_seconds())
 
-    def first_workers(self, store: JoinBoard, rank: int, world_size: int) -> list[int]:
+    def first_workers(
+        self, store: JoinBoard, rank: int, world_size: int, check: Callable[[], None] = check_launcher
+    ) -> list[int]:
         """Return the numbers of the workers that begin, once the first one has decided; all workers call this.
 
         Raises:
             CollectiveTimeout: they are too few for 30 minutes.
-            AsyncTrainingError: who started this rank has died.
+            AsyncTrainingError: who started this rank has died, or what else ``check`` raises while it waits.
         """
-        patience = WaitWithLog(rank, _PATIENCE, check_launcher)
+        patience = WaitWithLog(rank, _PATIENCE, check)
         began = time.monotonic()
         come: list[int] = []
 
@@ -316,6 +322,16 @@ class JobRanks:
     def store(self, early: bool = False) -> JoinBoard:
         """Return the job's store: once all workers have come, or ``early``, as soon as there is one."""
         return self._transport.early_door(self._place()) if early else self._transport.door(self._place())
+
+    def begin_early(self) -> Callable[[], None]:
+        """Say that not all workers are waited for; return what raises where somebody waits for all, or is not there."""
+        check = self._transport.begin_early(self._place())
+
+        def check_all() -> None:
+            check_launcher()
+            check()
+
+        return check_all
 
     def register(self, role: str, number: int) -> Any:
         """Send heartbeats under this name until the process ends; return what receives those of others."""

@@ -124,7 +124,10 @@ class ServerOptions:
             raise TypeError(f"{shown}, a str or a Path, got {type(folder).__name__}.")
         if not os.fspath(folder):
             raise ValueError(f"{shown}: a path, or what fsspec knows.")
-        return files_at(folder)[1]
+        try:
+            return files_at(folder)[1]
+        except (ImportError, ValueError) as error:  # of fsspec's
+            raise type(error)(f"{shown}: {error}.") from error
 
     def _check_address(self) -> None:
         address = self.server_address

@@ -33,6 +33,7 @@ from lightning_async.membership.startup import (
     ProcessHeartbeat,
     ProcessRole,
     WaitWithLog,
+    begin_early,
     greet,
     is_loopback,
     listen,
@@ -234,6 +235,12 @@ class TorchTransport(Transport):
             _stores.append(_open_store(environment, environment.global_rank(), apart=True))
             _early[:] = _stores
         return JoinBoard(_stores[0], Seal.of_job())
+
+    def begin_early(self, environment: Any) -> Callable[[], None]:
+        """Say that this rank has come through the `early_door`; return what raises where others wait for all ranks."""
+        if not _early:  # all have met, in a run before
+            return lambda: None
+        return begin_early(_stores[0], environment.global_rank(), environment.world_size(), Seal.of_job())
 
     def door(self, environment: Any) -> JoinBoard:
         """Return the board where joining ranks ask to be admitted."""

@@ -197,6 +197,43 @@ def test_a_name_is_of_one_module_only() -> None:
     assert make_policy("bounded") == Bounded(16)
 
 
+def test_a_name_is_of_one_class_only_which_may_be_defined_again(monkeypatch) -> None:
+    monkeypatch.setattr("lightning_async.algorithms.staleness.NAMES", dict(NAMES))
+
+    def define(number: int) -> type[StalenessPolicy]:
+        @register_policy("own", number)
+        @dataclass(frozen=True)
+        class Own(StalenessPolicy):
+            number: int
+
+        return Own
+
+    define(1)
+    again = define(2)
+    assert make_policy("own") == again(2)  # pyright: ignore[reportCallIssue]
+    with pytest.raises(ValueError, match=r"`register_policy\('own'\)` for Halved: another policy"):
+        register_policy("own")(Halved)
+
+
+@pytest.mark.parametrize("name", [None, 1, "", Halved])
+def test_what_is_registered_must_have_a_name(name) -> None:
+    with pytest.raises(TypeError, match=r'must be given a name first: `@register_policy\("name"\)`'):
+        register_policy(name)
+
+
+@pytest.mark.parametrize("registered", [object, Bounded(1), len])
+def test_what_is_registered_must_be_a_class_of_policies(registered) -> None:
+    with pytest.raises(TypeError, match=r"`register_policy\('own'\)` must decorate a class that extends"):
+        register_policy("own")(registered)
+
+
+def test_arguments_that_a_registered_class_does_not_take_are_named(monkeypatch) -> None:
+    monkeypatch.setattr("lightning_async.algorithms.staleness.NAMES", dict(NAMES))
+    register_policy("own", 1, 2, 3)(Halved)
+    with pytest.raises(TypeError, match=r"`staleness='own'` is Halved with the arguments \(1, 2, 3\)"):
+        make_policy("own")
+
+
 def test_a_name_that_is_none() -> None:
     with pytest.raises(ValueError, match=r"`staleness='dc'` must be a policy, or one of \('auto', 'none'"):
         make_policy("dc")

@@ -19,7 +19,7 @@ import pytest
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 from lightning_async.membership import startup
 from lightning_async.membership.signing import Seal
-from lightning_async.membership.startup import WaitWithLog, greet, is_loopback, open_store
+from lightning_async.membership.startup import WaitWithLog, begin_early, greet, is_loopback, open_store
 from lightning_async.membership.store import HashStore, TCPStore, connect
 from tests.comm.end_within_a_request import HOST
 from tests.membership.test_membership import Clock, in_thread, until
@@ -98,6 +98,36 @@ def test_another_job_is_refused() -> None:
         say_hello(store, 1, 2, "job 8")
     with pytest.raises(AsyncTrainingError, match="MASTER_PORT"):
         join()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_who_waits_for_some_ranks_and_who_waits_for_all_refuse_each_other(first: int) -> None:
+    store = HashStore()
+    seal = Seal("of the job")
+    wait = patience()
+
+    def begin() -> None:
+        check = begin_early(store, 1, 2, seal)
+        while True:
+            check()
+            wait.wait(lambda: "waiting for enough ranks")
+
+    def begin_with_all() -> None:
+        say_hello(store, 0, 2, secret="of the job")
+
+    both = [in_thread(each) for each in ((begin_with_all, begin) if first == 0 else (begin, begin_with_all))]
+    for join in both:
+        with pytest.raises(AsyncTrainingError, match=r"rank 1 waits for as many .*wait_for_workers.* rank 0 for all"):
+            join()
+
+
+def test_a_strangers_word_that_a_rank_waits_for_some_is_not_heard() -> None:
+    store = HashStore()
+    begin_early(store, 1, 2, Seal("another"))
+    join = in_thread(lambda: say_hello(store, 0, 2, secret="of the job"))
+    time.sleep(0.1)
+    say_hello(store, 1, 2, secret="of the job")
+    join()
 
 
 def test_a_rank_that_is_taken_is_refused_to_the_joining_rank_alone() -> None:

@@ -188,6 +188,13 @@ def comes_late(folder: str, dedicated: bool, wait_for_workers: Any, workers: int
     return told | {"sizes": until.sizes}
 
 
+def waits_unequally(folder: str, for_all: str) -> dict[str, Any]:
+    """One of two workers waits for all, and the other one for two."""
+    wait_for_workers = "all" if os.environ["RANK"] == for_all else 2
+    strategy = ParameterServerStrategy(options=ServerOptions(wait_for_workers=wait_for_workers))
+    return fit(strategy, Data(Path(folder)), 2)
+
+
 def never_comes(folder: str) -> dict[str, Any]:
     """Rank 1 of three workers is not started, and the others begin a little later."""
     torch.set_num_threads(1)

@@ -115,6 +115,15 @@ def test_one_worker_begins_alone_and_takes_in_the_one_that_comes_late(tmp_path: 
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("for_all", ["0", "1"])
+def test_who_waits_for_some_and_who_waits_for_all_do_not_wait_for_each_other(for_all: str, tmp_path: Path) -> None:
+    for worker in ranks("waits_unequally", 2, tmp_path, for_all=for_all):
+        assert worker.value is None and not worker.timed_out, worker
+        said = worker.stderr
+        assert f"rank {1 - int(for_all)} waits for as many workers as its `ServerOptions(wait_for_workers" in said, said
+
+
+@pytest.mark.processes
 def test_workers_begin_without_one_that_has_not_come_in_time(tmp_path: Path) -> None:
     first, _, third = ranks("never_comes", 3, tmp_path)
     alone = flat(train_alone(joined(batches(0, BATCHES), batches(1, BATCHES)), epochs=2, optimizer=adam))
@@ -145,6 +154,16 @@ def test_when_workers_begin(number: int | None, within_s: float, begins: dict[in
 def test_numbers_of_workers_that_cannot_be(told: Any) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(f"wait_for_workers={told!r}")):
         ParameterServerStrategy(options=ServerOptions(wait_for_workers=told))
+
+
+@pytest.mark.parametrize("told", ["all", 2, (2, HOUR)])
+def test_a_number_of_workers_is_shown_as_it_is_written(told: Any) -> None:
+    assert repr(StartQuorum.of(told)) == repr(told)
+
+
+def test_a_folder_that_fsspec_does_not_know_is_named() -> None:
+    with pytest.raises(ValueError, match=r"`ServerOptions\(snapshots='nosuch://a'\)` must be a folder: .*nosuch"):
+        ServerOptions(snapshots="nosuch://a")
 
 
 @pytest.mark.parametrize(
