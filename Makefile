@@ -70,11 +70,11 @@ demo: $(VENV)/.ready-demo
 
 # What no run of many tests has: numbers, other people's models, and what runs alone.
 SHARED := not benchmark and not project and not alone
-# The types take one core for a minute; the tests share both with them.
+# The types take one core for a minute; the tests share both with them, and some of them wait.
 check: export OMP_NUM_THREADS ?= 1
 check: lint
 	@$(MAKE) --no-print-directory types & types=$$!; \
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile \
+	$(BIN)/python -m pytest -q -n $(TEST_JOBS) --dist loadfile \
 	  -m "not processes and $(SHARED)" $(TEST_ARGS); tests=$$?; \
 	wait $$types && exit $$tests
 

@@ -144,7 +144,7 @@ def test_strangers_are_not_heard(keeper: PeerStore, seal: Seal) -> None:
 def test_one_who_says_nothing_is_given_up_and_holds_up_nobody(keeper: PeerStore, seal: Seal) -> None:
     deposit(keeper.address, seal, "1", {}, memoryview(b"mine"))
     with pytest.MonkeyPatch.context() as patch, socket.create_server(("127.0.0.1", 0)) as silent:
-        patch.setattr(peer_storage, "SILENCE_S", 0.1)
+        patch.setattr(peer_storage, "SILENCE_S", 2.0)
         with pytest.raises(TimeoutError):
             fetch(Address("127.0.0.1", silent.getsockname()[1], ""), seal, "1")
         with socket.create_connection((keeper.address.host, keeper.address.port)) as idle:
