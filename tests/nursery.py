@@ -39,8 +39,8 @@ _ANSWER_S = 60.0
 _ISOLATED = ("-I", "-S")
 _OPTIONS = ("-u", "-B", *_ISOLATED)
 """The first two are as the process has them that forks programs: it writes at once, byte code where the tests do."""
-_OF_SERVERS = "lightning_async.parameter_server."
-"""The helper processes of the package's whose start is dear, as they import torch, or start what does."""
+_DEAR = ("lightning_async.parameter_server.", "lightning_async.membership.store_process")
+"""The helper processes of the package's that import torch, or start what does."""
 _prctl: Any = getattr(ctypes.CDLL(None), "prctl", None)
 _fork_exec: Any = importlib.import_module("_posixsubprocess").fork_exec
 _lock = threading.Lock()
@@ -184,7 +184,7 @@ def _read(given: Sequence[Any]) -> tuple[Program | None, list[int]]:
     first = next(itertools.dropwhile(_OPTIONS.__contains__, arguments), "-")
     is_python = os.fsencode(sys.executable) in [os.fsencode(each) for each in executables]
     is_program = first in ("-c", "-m") or not first.startswith("-")
-    is_cheap = is_isolated(arguments) and not any(_OF_SERVERS in each for each in arguments)
+    is_cheap = is_isolated(arguments) and not any(dear in each for dear in _DEAR for each in arguments)
     if not (usual and close_fds and is_python and is_program and not is_cheap and (before is None or dies)):
         return None, []
     read, _, _, write, _, error, _, problem = pipes
