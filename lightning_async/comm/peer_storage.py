@@ -75,11 +75,11 @@ class Address:
 class PeerStoreConnection:
     """One connection: sealed messages, and bytes with their sum. Its errors are `OSError`."""
 
-    def __init__(self, sock: socket.socket, seal: Seal) -> None:
+    def __init__(self, sock: socket.socket, seal: Seal, silence_s: float | None = None) -> None:
         self.socket = unshared(sock)
         self._seal = seal.within("parcels")
         self._nonce = ""
-        sock.settimeout(SILENCE_S)
+        sock.settimeout(SILENCE_S if silence_s is None else silence_s)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
