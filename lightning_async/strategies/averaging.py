@@ -100,9 +100,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         )  # fmt: skip
         config.check_rule(owner, rule)
         super().__init__(
-            rule, schedule, config, buffers=buffers, optimizer_state=optimizer_state, lr_clock=lr_clock,
-            transport=transport,
-        )  # fmt: skip
+            config, buffers=buffers, optimizer_state=optimizer_state, lr_clock=lr_clock, transport=transport
+        )
+        self.rule = rule
+        self.schedule = schedule
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
