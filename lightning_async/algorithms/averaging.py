@@ -67,6 +67,7 @@ class Round(NamedTuple):
         scalars: every replica's, from `AveragingRule.message_`.
         lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
         fragment: number of the part of the parameters in this round.
+        delays: every replica's optimizer steps between its last message and the merge of that; 0 if absent.
     """
 
     id: int
@@ -76,6 +77,7 @@ class Round(NamedTuple):
     scalars: tuple[tuple[float, ...], ...] = ()
     lr: tuple[float, ...] = ()
     fragment: int = 0
+    delays: tuple[float, ...] = ()
 
 
 @runtime_checkable
@@ -155,6 +157,10 @@ class AveragingRule(Protocol[S]):
     def agree(self, mean: Tensor, state: S) -> Tensor:
         """Return the model of a sync point, by the work-weighted ``mean`` of the parameters. Default: the mean."""
         return mean
+
+    def chosen(self, round: Round) -> dict[str, float]:
+        """Return the numbers that the rule has chosen by itself for a round, by name. Default: none."""
+        return {}
 
     @abstractmethod
     def state_dict(self, state: S) -> dict[str, Any]:
