@@ -203,7 +203,6 @@ def test_over_horovod_nobody_comes_later() -> None:
     [
         ({"placement": "elsewhere"}, "placement='elsewhere'"),
         ({"placement": "dedicated", "options": {"server_address": "a:1"}}, "server_address='a:1'"),
-        ({"update_on_server": "yes"}, "update_on_server='yes'"),
         ({"placement": "dedicated", "options": {"update_frequency": 2}}, "accumulate_grad_batches=2"),
     ],
 )
