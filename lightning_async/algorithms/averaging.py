@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async._checks import check_real
+from lightning_async._checks import check_bool, check_real
 from lightning_async.flat import FlatLayout
 
 S = TypeVar("S")
@@ -281,8 +281,7 @@ class DiLoCo(RuleBase[DiLoCoState]):
     def __post_init__(self) -> None:
         check_real(self, "outer_lr", above=0)
         check_real(self, "outer_momentum", at_least=0, below=1)
-        if not isinstance(self.nesterov, bool):
-            raise TypeError(f"`DiLoCo(nesterov={self.nesterov!r})` must be a bool.")
+        check_bool("DiLoCo", "nesterov", self.nesterov)
         if self.outer_optimizer is None:
             return
         if not callable(self.outer_optimizer):

@@ -176,8 +176,7 @@ class ParameterServerStrategy(AsyncStrategy):
         fewest = self.config.survives(world_size)
         self.quorum.check_workers(world_size, fewest)
         with naming_the_stores_host(rank):
-            store = self.job.store(early=True)
-            workers = self.quorum.first_workers(store, rank, world_size, self.job.begin_early())
+            workers = self.quorum.first_workers(self.job.store(early=True), rank, world_size)
         if rank not in workers:
             os.environ[REJOIN] = "1"
             self._environment = numbered_last(self._environment)
