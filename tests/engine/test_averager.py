@@ -7,6 +7,7 @@ import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from tests.engine.fault_ranks import outcomes
 from tests.engine.ranks import run
 
 
@@ -81,3 +82,13 @@ def test_warm_up_ends_in_rounds() -> None:
         assert torch.equal(a, b)
         assert left.synchronous_steps == 8
         assert left.rounds == 4
+
+
+def test_a_schedule_that_says_something_else_is_named() -> None:
+    class Says:
+        def next(self, clock):
+            return "round"
+
+    (outcome,) = outcomes(1, lambda rank: rank.train(1), schedule=Says())
+    assert isinstance(outcome.error, TypeError)
+    assert "said 'round'; `next` must return an `Action`" in str(outcome.error)
