@@ -51,7 +51,6 @@ from lightning_async.algorithms.schedules import (
     EverySeconds,
     ReplicaClock,
     Schedule,
-    Step,
     Synchronous,
     Warmup,
 )
@@ -85,7 +84,7 @@ __all__ = [
     "DeltaMean", "DiLoCo", "DiLoCoState", "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth",
     "EverySeconds", "Fixed", "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling",
     "MatchCommunication", "Mean", "NoCorrection", "Noise", "NoiseScale", "PowerSGD", "PushFacts", "ReplicaClock",
-    "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule", "StalenessPolicy", "Step", "Synchronous", "Times",
+    "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule", "StalenessPolicy", "Synchronous", "Times",
     "TopK", "Topology", "TwoBit", "Warmup", "Weight", "WeightPrediction", "WindowProgress", "auto", "described",
     "estimate", "lr_factor", "make_policy", "momentum_warning", "register_policy",
 ]  # fmt: skip

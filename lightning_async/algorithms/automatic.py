@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_async import ops
 from lightning_async._checks import check_int, check_real
 from lightning_async.algorithms.averaging import DiLoCo, DiLoCoState, Round, RuleBase
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
 from lightning_async.flat import FlatLayout
 
 
@@ -42,7 +42,7 @@ class MatchCommunication(Schedule):
     https://arxiv.org/abs/2002.09539
 
     >>> clock = ReplicaClock(step=39, epoch=0, steps_since_round=39, seconds_since_round=0.0, step_s=0.1, round_s=2.0)
-    >>> MatchCommunication().next(clock).action.name, MatchCommunication(factor=3.0).next(clock).action.name
+    >>> MatchCommunication().next(clock).name, MatchCommunication(factor=3.0).next(clock).name
     ('ROUND', 'LOCAL')
     """
 
@@ -55,8 +55,8 @@ class MatchCommunication(Schedule):
         check_int(self, "maximum", at_least=self.minimum)
         check_real(self, "factor", at_least=1)
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.ROUND if clock.steps_since_round + 1 >= self.period(clock) else Action.LOCAL)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.ROUND if clock.steps_since_round + 1 >= self.period(clock) else Action.LOCAL
 
     def period(self, clock: ReplicaClock) -> int:
         """Return the number of steps from one round to the next, by ``clock``."""

@@ -31,7 +31,7 @@ def test_the_period_follows_the_time_of_a_round(facts: Any, period: int) -> None
     clock = CLOCK._replace(**facts)
     schedule = MatchCommunication(minimum=16, maximum=512, factor=2.0)
     assert schedule.period(clock) == period
-    actions = [schedule.next(clock._replace(steps_since_round=n)).action.name for n in (period - 2, period - 1)]
+    actions = [schedule.next(clock._replace(steps_since_round=n)).name for n in (period - 2, period - 1)]
     assert actions == ["LOCAL", "ROUND"]
 
 

@@ -9,6 +9,7 @@ import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from tests.engine.fault_ranks import outcomes
 from tests.engine.ranks import run
 
 
@@ -115,3 +116,13 @@ def test_every_replica_knows_how_late_the_last_messages_of_all_were() -> None:
     for number, delays in enumerate(seen[0][1 : min(map(len, late)) + 1]):
         assert delays == (late[0][number], late[1][number])
     assert len(seen[0]) > 3
+
+
+def test_a_schedule_that_says_something_else_is_named() -> None:
+    class Says:
+        def next(self, clock):
+            return "round"
+
+    (outcome,) = outcomes(1, lambda rank: rank.train(1), schedule=Says())
+    assert isinstance(outcome.error, TypeError)
+    assert "said 'round'; `next` must return an `Action`" in str(outcome.error)

@@ -25,7 +25,7 @@ from lightning_async import (
     ParameterServerStrategy,
     Synchronous,
 )
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard, together
@@ -159,8 +159,8 @@ def compiled(folder: Path) -> Any:
 class ThenSynchronous:
     """Local steps, which make replicas different, and then synchronous ones."""
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.LOCAL if clock.step < 4 else Action.GRADIENTS)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.LOCAL if clock.step < 4 else Action.GRADIENTS
 
 
 class Stateful(Net):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, loader, make_trainer, rank, scenario, shard
@@ -120,8 +120,8 @@ def one_gradient_that_is_not_finite() -> Any:
 class BackAndForth(Schedule):
     """Four local steps, two synchronous ones."""
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.GRADIENTS if clock.step % 6 >= 4 else Action.LOCAL)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.GRADIENTS if clock.step % 6 >= 4 else Action.LOCAL
 
 
 @scenario
