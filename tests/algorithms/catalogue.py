@@ -32,7 +32,7 @@ from lightning_async.algorithms import (
     Warmup,
     WeightPrediction,
 )
-from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum, SlowMo
+from tests.algorithms.coming import Compressed, Eager, Elastic, SlowMo
 
 
 class RuleRow(NamedTuple):
@@ -94,7 +94,6 @@ COMING = (
     RuleRow("Eager", Eager),
     RuleRow("Compressed-mean", lambda: Compressed(DiLoCo(outer_lr=1.0, outer_momentum=0.0))),
     RuleRow("Compressed-DiLoCo", lambda: Compressed(DiLoCo())),
-    RuleRow("PushSum", PushSum),
 )
 """What the interface must carry, too."""
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightning_async.algorithms import DiLoCo, Round
 from tests.algorithms.catalogue import COMING, RULES, RuleRow
-from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum, SlowMo
+from tests.algorithms.coming import Compressed, Eager, Elastic, SlowMo
 from tests.algorithms.replicas import LR, Replicas, fill
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (1,), (3,), (2, 3), (4, 1, 2), (17,)]), min_size=1, max_size=4).filter(
@@ -224,7 +224,7 @@ def test_foreign_state_is_refused_and_changes_nothing(row: RuleRow) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(replica.state), before, strict=True))
 
 
-@every([row for row in ALL if row.name != "PushSum"])
+@every(ALL)
 @LAW
 @given(seed=SEEDS, work=st.lists(WORK, min_size=1, max_size=3), rounds=st.integers(1, 3))
 def test_fragments_with_states_of_their_own_make_the_whole(row: RuleRow, seed, work, rounds) -> None:
@@ -323,21 +323,3 @@ def test_error_feedback_loses_nothing(seed, rounds) -> None:
         world.receive()
     close(replica.flat().double() - replica.state.carried_residual, learned)
     assert replica.state.carried_residual.abs().max() < 2**-7 * 8
-
-
-@LAW
-@given(seed=SEEDS, count=st.integers(2, 5))
-def test_push_sum_keeps_the_mean_and_finds_it(seed, count) -> None:
-    world = Replicas(PushSum(), [torch.zeros(7)], count)
-    progress = [fill(7, seed + rank) for rank in range(count)]
-    for replica, mine in zip(world.all, progress, strict=True):
-        replica.learn(mine)
-    mean = torch.stack(progress).double().mean(0)
-    for _ in range(80):
-        for replica in world.all:
-            replica.work = 1.0
-        world.send()
-        world.receive()
-        close(sum(r.state.weight * r.flat().double() for r in world.all) / count, mean, scale=64)
-    for replica in world.all:
-        close(replica.flat(), mean, scale=64)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
-from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum
+from tests.algorithms.coming import Compressed, Eager, Elastic
 from tests.engine.ranks import Rank, bits, run
 
 
@@ -156,12 +154,6 @@ def test_a_checkpoint_holds_what_is_common_once_and_the_rest_for_each_replica() 
     without = {**own, "rule_state": {}}  # from a run with another number of replicas
     for _, clocks in resumed([without, without]):
         assert torch.equal(clocks["rule_state"]["carried_residual"], torch.zeros(8))
-
-
-def test_a_topology_without_a_transport_is_refused() -> None:
-    control: Any = None
-    with pytest.raises(ValueError, match=r"PushSum\(\).*DirectedRing\(\).*only AllMean\(\)"):
-        BackgroundAverager(control, PushSum(), EveryNSteps(3))
 
 
 @dataclass(frozen=True)
