@@ -33,7 +33,7 @@ from lightning_async.algorithms.checkpoint_policies import (
     SaveProgress,
 )
 from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PowerSGD, TopK, TwoBit
-from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState
+from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState, SlowMo, SlowMoState
 from lightning_async.algorithms.schedules import (
     Action,
     DyLU,
@@ -76,7 +76,7 @@ __all__ = [
     "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed", "Fp8", "GapAware",
     "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling", "Mean", "NoCorrection", "Noise", "NoiseScale",
     "PowerSGD", "PushFacts", "ReplicaClock", "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule",
-    "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "TwoBit", "Warmup", "Weight",
+    "SlowMo", "SlowMoState", "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "TwoBit", "Warmup", "Weight",
     "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
     "momentum_warning", "register_policy",
 ]  # fmt: skip

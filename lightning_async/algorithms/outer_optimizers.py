@@ -157,3 +157,79 @@ def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) ->
     optimizer.step()
     for p in parameters:
         p.grad = None
+
+
+class SlowMoState(NamedTuple):
+    """The memory of slow momentum between rounds."""
+
+    anchor: Tensor  # the last agreed parameters, flat fp32
+    momentum: Tensor  # of gradients, not of displacements: its size does not depend on the learning rate
+
+
+@dataclass(frozen=True)
+class SlowMo(RuleBase[SlowMoState]):
+    r"""Slow momentum: heavy-ball momentum on the mean progress, measured in steps of the inner learning rate.
+
+    .. math::
+        u &\leftarrow \beta u + \frac{1}{\gamma} \sum_j w_j (a - s_j) \\
+        a &\leftarrow a - \alpha \gamma u \\
+        x_i &\leftarrow x_i + (a - s_i)
+
+    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot, and :math:`\gamma`
+    the inner learning rate: the largest of all replicas' at their snapshots, which may be at different places of a
+    schedule. As it decays, momentum from larger steps decays with it; with a constant one this is `DiLoCo` without
+    nesterov. Where :math:`\gamma` is 0 for all, there is no momentum in the step: :math:`a` moves by :math:`\alpha`
+    times the mean progress, the equations' limit.
+
+    Args:
+        beta: :math:`\beta`, the slow momentum. The authors used 0.2 with 4 replicas, 0.5 with 8 and 0.6 with 16.
+            Default: 0.5.
+        alpha: :math:`\alpha`, the slow learning rate. Default: 1.0.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: ``beta`` is not in [0, 1), or ``alpha`` not positive.
+
+    Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020,
+    https://arxiv.org/abs/1910.00643
+
+    >>> rule = SlowMo(beta=0.5)
+    >>> params = torch.tensor([1.0])
+    >>> state = rule.init(params, FlatLayout([params]))
+    >>> sent = torch.tensor([0.75])
+    >>> _ = rule.message_(sent, state)
+    >>> state = rule.merge_(sent, sent.clone(), state, Round(id=0, rank=0, work=(1.0,), lr=(0.5,)))
+    >>> state
+    SlowMoState(anchor=tensor([0.7500]), momentum=tensor([0.5000]))
+    >>> rule.merge_(None, torch.zeros(1), state, Round(id=1, rank=0, work=(1.0,), lr=(0.25,)))
+    SlowMoState(anchor=tensor([0.6875]), momentum=tensor([0.2500]))
+    """
+
+    beta: float = 0.5
+    alpha: float = 1.0
+
+    sends_difference = True
+
+    def __post_init__(self) -> None:
+        check_real(self, "beta", at_least=0, below=1)
+        check_real(self, "alpha", above=0)
+
+    def init(self, params: Tensor, layout: FlatLayout) -> SlowMoState:
+        return SlowMoState(params.detach().clone(), torch.zeros_like(params))
+
+    def message_(self, out: Tensor, state: SlowMoState) -> tuple[float, ...]:
+        torch.sub(state.anchor, out, out=out)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: SlowMoState, round: Round) -> SlowMoState:
+        if sent is not None:
+            torch.sub(state.anchor, sent, out=sent)
+        lr = max(round.lr)
+        state.momentum.mul_(self.beta)
+        if lr > 0.0:
+            state.momentum.add_(received, alpha=1 / lr)
+            state.anchor.sub_(state.momentum, alpha=self.alpha * lr)
+        else:
+            state.anchor.sub_(received, alpha=self.alpha)
+        received.copy_(state.anchor)
+        return state

@@ -27,12 +27,13 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     Schedule,
+    SlowMo,
     StalenessPolicy,
     Synchronous,
     Warmup,
     WeightPrediction,
 )
-from tests.algorithms.coming import Compressed, Eager, Elastic, SlowMo
+from tests.algorithms.coming import Compressed, Eager, Elastic
 
 
 class RuleRow(NamedTuple):
@@ -86,11 +87,12 @@ RULES = (
     RuleRow("DiLoCo-heavy-ball", lambda: DiLoCo(outer_lr=0.5, outer_momentum=0.5, nesterov=False)),
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
+    RuleRow("SlowMo", SlowMo),
+    RuleRow("SlowMo-plain", lambda: SlowMo(beta=0.0), is_mean=True),
 )
 
 COMING = (
     RuleRow("Elastic", Elastic),
-    RuleRow("SlowMo", SlowMo),
     RuleRow("Eager", Eager),
     RuleRow("Compressed-mean", lambda: Compressed(DiLoCo(outer_lr=1.0, outer_momentum=0.0))),
     RuleRow("Compressed-DiLoCo", lambda: Compressed(DiLoCo())),

@@ -44,35 +44,6 @@ class Elastic(RuleBase[CentreState]):
         return state.centre
 
 
-class MomentumState(NamedTuple):
-    anchor: Tensor
-    momentum: Tensor
-
-
-@dataclass(frozen=True)
-class SlowMo(RuleBase[MomentumState]):
-    """Slow momentum over the inner learning rate that the replicas have in common; https://arxiv.org/abs/1910.00643."""
-
-    slow_lr: float = 1.0
-    slow_momentum: float = 0.5
-
-    def init(self, params: Tensor, layout: FlatLayout) -> MomentumState:
-        return MomentumState(params.detach().clone(), torch.zeros_like(params))
-
-    def message_(self, out: Tensor, state: MomentumState) -> tuple[float, ...]:
-        torch.sub(state.anchor, out, out=out)
-        return ()
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: MomentumState, round: Round) -> MomentumState:
-        if sent is not None:
-            torch.sub(state.anchor, sent, out=sent)
-        lr = sum(w * each for w, each in zip(round.work, round.lr, strict=True)) / sum(round.work)
-        state.momentum.mul_(self.slow_momentum).add_(received, alpha=1 / lr)
-        state.anchor.add_(state.momentum, alpha=-self.slow_lr * lr)
-        received.copy_(state.anchor)
-        return state
-
-
 class EagerState(NamedTuple):
     anchor: Tensor
     hidden: Tensor

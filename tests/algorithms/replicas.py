@@ -67,11 +67,12 @@ class Replicas:
                 assert len(replica.scalars) == self.rule.num_scalars
             replica.moved = False
 
-    def receive(self) -> None:
-        """The messages arrive, weighted as the rule has it, and are merged everywhere."""
+    def receive(self, lr: Sequence[float] | None = None) -> None:
+        """The messages arrive, weighted as the rule has it, and are merged everywhere; ``lr`` is each replica's."""
         work = tuple(replica.work for replica in self.all)
-        lr, scalars = tuple(LR * (w > 0) for w in work), tuple(replica.scalars for replica in self.all)
-        rounds = [Round(self.rounds, rank, work, scalars=scalars, lr=lr) for rank in range(len(work))]
+        rates = tuple(lr or (LR * (w > 0) for w in work))
+        scalars = tuple(replica.scalars for replica in self.all)
+        rounds = [Round(self.rounds, rank, work, scalars=scalars, lr=rates) for rank in range(len(work))]
         arriving = [self.received(round) for round in rounds]
         for replica, target, round in zip(self.all, arriving, rounds, strict=True):
             replica.state = self.rule.merge_(replica.sent, target, replica.state, round)

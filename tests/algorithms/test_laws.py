@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_async.algorithms import DiLoCo, Round
 from tests.algorithms.catalogue import COMING, RULES, RuleRow
-from tests.algorithms.coming import Compressed, Eager, Elastic, SlowMo
-from tests.algorithms.replicas import LR, Replicas, fill
+from tests.algorithms.coming import Compressed, Eager, Elastic
+from tests.algorithms.replicas import Replicas, fill
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (1,), (3,), (2, 3), (4, 1, 2), (17,)]), min_size=1, max_size=4).filter(
     lambda shapes: any(torch.Size(s).numel() for s in shapes)
@@ -267,25 +267,6 @@ def test_elastic_pulls_replicas_and_centre_at_each_other_and_leaves_the_absent_a
     for replica in world.all:
         assert torch.equal(replica.flat(), replica.state.centre)
         close(replica.flat(), centre)
-
-
-@LAW
-@given(seed=SEEDS, rounds=st.integers(1, 4), work=st.lists(WORK, min_size=1, max_size=3))
-def test_slowmo_is_its_equations(seed, rounds, work) -> None:
-    rule = SlowMo(slow_lr=0.7, slow_momentum=0.5)
-    world = Replicas(rule, [fill(7, seed)], len(work))
-    x, u = fill(7, seed).double(), torch.zeros(7, dtype=torch.float64)
-    for number in range(rounds):
-        progress = [fill(7, seed + 10 * number + rank, scale=LR) for rank in range(len(work))]
-        for replica, mine, amount in zip(world.all, progress, work, strict=True):
-            replica.learn(mine, amount)
-        world.send()
-        world.receive()
-        mean = sum(w / sum(work) * p.double() for w, p in zip(work, progress, strict=True))
-        u = 0.5 * u - mean / LR
-        x = x - 0.7 * LR * u
-        for replica in world.all:
-            close(replica.flat(), x)
 
 
 @LAW

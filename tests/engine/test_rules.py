@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
+from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, SlowMo, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from tests.algorithms.coming import Compressed, Eager, Elastic
 from tests.engine.ranks import Rank, bits, run
@@ -54,6 +54,24 @@ def test_elastic_averaging_is_its_equations() -> None:
         x, centre = x - 0.25 * (x - centre), centre + 0.5 * (x.mean() - centre)
     for mine, expected in zip(found, x, strict=True):
         torch.testing.assert_close(mine.double(), expected.expand(1, 8), atol=1e-6, rtol=0)
+
+
+def test_slow_momentum_hears_the_inner_learning_rate() -> None:
+    def body(rank: Rank):
+        rank.train(12)
+        return rank.x.clone()
+
+    rule = SlowMo(beta=0.5, alpha=0.75)
+    left, right = run(2, body, rule=rule, schedule=EveryNSteps(3), config={"overlap": False}, lr=0.2)
+    x, u = 1.0, 0.0
+    for _ in range(4):
+        replicas = [x, x]
+        for _ in range(3):
+            replicas = [each - 0.2 * (each - goal) for each, goal in zip(replicas, (0.0, 1.0), strict=True)]
+        u = 0.5 * u + (x - sum(replicas) / 2) / 0.2
+        x -= 0.75 * 0.2 * u
+    assert torch.equal(left, right)
+    torch.testing.assert_close(left, torch.full((1, 8), x))
 
 
 def test_an_absent_replica_with_a_model_of_its_own_stays_where_it_is() -> None:
