@@ -39,6 +39,14 @@ class Round(NamedTuple):
     lr: tuple[float, ...] = ()
     fragment: int = 0
 
+    def is_absent(self) -> bool:
+        """Return whether no message of this replica is in the round.
+
+        >>> Round(id=1, rank=0, work=(0.0, 2.0), steps=(0.0, 1.0)).is_absent()
+        True
+        """
+        return not (self.work[self.rank] or any(self.steps[self.rank : self.rank + 1]))
+
 
 @runtime_checkable
 class AveragingRule(Protocol[S]):

@@ -49,14 +49,19 @@ class DiLoCo(RuleBase[DiLoCoState]):
         outer_optimizer: builds any `torch.optim.Optimizer` (one that steps without a closure) for the anchor, which
             it is given as one fp32 tensor per parameter, in its shape; it must take all of them. A checkpoint
             restores the optimizer's options too, as in torch. Default: None, the equations above.
+        mixing: :math:`\alpha`, where a replica has taken steps while the round travelled: in place of the
+            displacement :math:`x_i \leftarrow \alpha\, x_i + (1 - \alpha)\, a`. Replicas stay closer together, and
+            lose :math:`1 - \alpha` of those steps. An absent replica, whose steps no message holds, keeps all of
+            them. Default: None, all local progress is kept.
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: ``outer_lr`` is not positive, ``outer_momentum`` not in [0, 1), or one of the three is set
-            besides ``outer_optimizer``, which would ignore it.
+        ValueError: ``outer_lr`` is not positive, ``outer_momentum`` or ``mixing`` not in [0, 1), or one of the first
+            three is set besides ``outer_optimizer``, which would ignore it.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
-    https://arxiv.org/abs/2311.08105
+    https://arxiv.org/abs/2311.08105; ``mixing``: Douillard et al., "Streaming DiLoCo with overlapping communication",
+    2025, https://arxiv.org/abs/2501.18512
 
     >>> rule = DiLoCo(outer_lr=0.5, outer_momentum=0.5)
     >>> params = torch.tensor([1.0])
@@ -73,12 +78,19 @@ class DiLoCo(RuleBase[DiLoCoState]):
     outer_momentum: float = _OUTER_MOMENTUM
     nesterov: bool = _NESTEROV
     outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
+    mixing: float | None = None
 
     sends_difference = True
+
+    @property
+    def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mixing is not None
 
     def __post_init__(self) -> None:
         check_real(self, "outer_lr", above=0)
         check_real(self, "outer_momentum", at_least=0, below=1)
+        if self.mixing is not None:
+            check_real(self, "mixing", at_least=0, below=1)
         if not isinstance(self.nesterov, bool):
             raise TypeError(f"`DiLoCo(nesterov={self.nesterov!r})` must be a bool.")
         if self.outer_optimizer is None:
@@ -124,6 +136,12 @@ class DiLoCo(RuleBase[DiLoCoState]):
             torch.sub(state.anchor, sent, out=sent)
         _step(state.optimizer, state.anchor, received)
         received.copy_(state.anchor)
+        return state
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
+        if self.mixing is None or round.is_absent():
+            return super().mix_(live, base, target, state, round)
+        live.lerp_(target, 1 - self.mixing)
         return state
 
     def state_dict(self, state: DiLoCoState) -> dict[str, Any]:

@@ -87,6 +87,7 @@ RULES = (
     RuleRow("DiLoCo-heavy-ball", lambda: DiLoCo(outer_lr=0.5, outer_momentum=0.5, nesterov=False)),
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
+    RuleRow("DiLoCo-mixing", lambda: DiLoCo(mixing=0.25)),
     RuleRow("SlowMo", SlowMo),
     RuleRow("SlowMo-plain", lambda: SlowMo(beta=0.0), is_mean=True),
 )

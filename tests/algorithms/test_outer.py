@@ -85,6 +85,32 @@ def test_outer_torch_sgd_is_the_built_in_rule() -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), mixing=st.floats(0.0, 0.99), work=st.lists(st.floats(0.5, 40), min_size=2, max_size=3)
+)
+def test_mixing_keeps_a_share_of_where_a_replica_stands_and_all_of_it_where_that_was_absent(seed, mixing, work) -> None:
+    world = Replicas(DiLoCo(outer_lr=0.5, outer_momentum=0.0, mixing=mixing), [fill(7, seed)], 1 + len(work))
+    absent, present = world.all[0], world.all[1:]
+    x = fill(7, seed).double()
+    mean = torch.zeros(7, dtype=torch.float64)
+    for rank, (replica, amount) in enumerate(zip(present, work, strict=True)):
+        progress = fill(7, seed + rank)
+        replica.learn(progress, amount)
+        mean += amount / sum(work) * progress.double()
+    world.send()
+    for rank, replica in enumerate(world.all):
+        replica.learn(fill(7, seed + 10 + rank))
+    before = [replica.flat().double() for replica in present]
+    world.receive()
+    target = x + 0.5 * mean
+    for replica, stood in zip(present, before, strict=True):
+        torch.testing.assert_close(
+            replica.flat().double(), mixing * stood + (1 - mixing) * target, rtol=1e-5, atol=2e-5
+        )
+    torch.testing.assert_close(absent.flat().double(), target + fill(7, seed + 10).double(), rtol=1e-5, atol=2e-5)
+
+
 def test_a_round_without_progress_still_moves_by_the_momentum() -> None:
     """Why a rendezvous must not be an outer step."""
     rule = DiLoCo()
@@ -188,6 +214,9 @@ def test_state_with_and_without_a_torch_optimizer_do_not_mix() -> None:
         ({"outer_momentum": 1.0}, ValueError, r"`DiLoCo\(outer_momentum=1\.0\)` must be < 1\."),
         ({"outer_momentum": -0.1}, ValueError, "must be >= 0"),
         ({"nesterov": 1}, TypeError, "must be a bool"),
+        ({"mixing": 1.0}, ValueError, r"`DiLoCo\(mixing=1\.0\)` must be < 1\."),
+        ({"mixing": -0.1}, ValueError, "must be >= 0"),
+        ({"mixing": "half"}, TypeError, "must be a number, got str"),
         ({"outer_optimizer": "SGD"}, TypeError, "must be callable"),
         ({"outer_optimizer": adam, "outer_lr": 0.5}, ValueError, r"`DiLoCo\(outer_lr=0\.5\)` has no effect"),
         ({"outer_optimizer": adam, "outer_momentum": 0.0}, ValueError, "has no effect"),
