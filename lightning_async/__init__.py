@@ -20,6 +20,7 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     PowerSGD,
+    SlowMo,
     StalenessPolicy,
     Synchronous,
     TopK,
@@ -55,6 +56,6 @@ __all__ = [
     "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
     "FaultTolerantCheckpoint", "GapAware", "HangWatchdog", "HorovodStrategy", "HorovodTransport", "MatchCommunication",
     "Mean", "NoCorrection", "ParameterServerStrategy", "PartitionedSampler", "PartitionedStream", "PeerLost",
-    "PeerMemory", "PowerSGD", "ServerOptions", "StalenessPolicy", "Synchronous", "Timeouts", "TopK", "TorchTransport",
-    "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
+    "PeerMemory", "PowerSGD", "ServerOptions", "SlowMo", "StalenessPolicy", "Synchronous", "Timeouts", "TopK",
+    "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
 ]  # fmt: skip
