@@ -39,6 +39,8 @@ from tests.strategies.workers import PATIENT, logged, make_trainer, rank, scenar
 BATCHES, EPOCHS = 22, 2
 STOP = BATCHES + 17
 """The batch, of all, in which training is interrupted: within the second epoch, and within a window."""
+BEHIND_VALIDATION = BATCHES + 11
+"""The same, nine batches before the next validation, where all meet."""
 Make = Callable[[], AsyncGradientStrategy]
 
 
@@ -262,7 +264,7 @@ class Slow(pl.Callback):
 
 def preempted_in_between(folder: Path, slow: int) -> dict[str, Any]:
     """One rank is told to go where each batch is a window, and one of the two ranks is always a window ahead."""
-    tells = AtBatch(STOP, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == 1 else None)
+    tells = AtBatch(BEHIND_VALIDATION, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == 1 else None)
     with contextlib.suppress(SystemExit):
         train(folder, windows(1), Slow(slow), tells, every=1000)
     return told(folder, lambda: windows(1), every=1000)
