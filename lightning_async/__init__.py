@@ -1,6 +1,7 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
 from lightning_async.algorithms import (
+    EASGD,
     AdaptiveDelayCompensation,
     AdaptiveLr,
     BalancedWindows,
@@ -48,7 +49,7 @@ from lightning_async.transports.torch import TorchTransport
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveDelayCompensation", "AdaptiveGradientAccumulation", "AdaptiveLr", "AsyncAveragingStrategy",
+    "EASGD", "AdaptiveDelayCompensation", "AdaptiveGradientAccumulation", "AdaptiveLr", "AsyncAveragingStrategy",
     "AsyncGradientStrategy", "AsyncTrainingError", "AveragingMonitor", "BalancedBatchSizes", "BalancedWindows",
     "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana", "DelayCompensation", "DeltaMean",
     "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds", "FaultTolerantCheckpoint", "GapAware",

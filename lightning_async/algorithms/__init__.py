@@ -15,7 +15,15 @@ from lightning_async.algorithms.accumulation import (
     estimate,
     lr_factor,
 )
-from lightning_async.algorithms.averaging import AveragingRule, AveragingState, DeltaMean, Mean, Round
+from lightning_async.algorithms.averaging import (
+    EASGD,
+    AveragingRule,
+    AveragingState,
+    DeltaMean,
+    EASGDState,
+    Mean,
+    Round,
+)
 from lightning_async.algorithms.checkpoint_policies import (
     Adaptive,
     AnySave,
@@ -69,14 +77,14 @@ from lightning_async.algorithms.staleness import (
 )
 
 __all__ = [
-    "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveLr",
+    "EASGD", "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveLr",
     "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16", "Bounded",
     "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare",
     "Dana", "DelayCompensation", "DelayCorrection", "DeltaMean", "DiLoCo", "DiLoCoState",
-    "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed", "Fp8", "GapAware",
-    "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling", "Mean", "NoCorrection", "Noise", "NoiseScale",
-    "PowerSGD", "PushFacts", "ReplicaClock", "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule",
-    "SlowMo", "SlowMoState", "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "TwoBit", "Warmup", "Weight",
-    "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
+    "DyLU", "EASGDState", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed",
+    "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling", "Mean", "NoCorrection",
+    "Noise", "NoiseScale", "PowerSGD", "PushFacts", "ReplicaClock", "Round", "SavePolicy", "SaveProgress", "Saved",
+    "Schedule", "SlowMo", "SlowMoState", "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "TwoBit", "Warmup",
+    "Weight", "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
     "momentum_warning", "register_policy",
 ]  # fmt: skip

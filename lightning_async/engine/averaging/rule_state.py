@@ -248,7 +248,8 @@ class RuleState:
         """
         state = {k: v for k, v in self.rule.state_dict(self._states[0]).items() if k not in self.rule.per_replica}
         layout = self._replica.layout
-        flat = {"model": self._replica.of_rule(target), **state}
+        model = self.rule.agree(self._replica.of_rule(target), self._states[0])
+        flat = {"model": model, **state}
         return {
             "round": self._shared_state.next_exchange,
             "rule": type(self.rule).__qualname__,
