@@ -19,6 +19,7 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     PowerSGD,
+    PseudoGradientPenalty,
     SlowMo,
     StalenessPolicy,
     Synchronous,
@@ -54,7 +55,7 @@ __all__ = [
     "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana", "DelayCompensation", "DeltaMean",
     "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds", "FaultTolerantCheckpoint", "GapAware",
     "HangWatchdog", "HorovodStrategy", "HorovodTransport", "Mean", "NoCorrection", "ParameterServerStrategy",
-    "PartitionedSampler", "PartitionedStream", "PeerLost", "PeerMemory", "PowerSGD", "ServerOptions", "SlowMo",
-    "StalenessPolicy", "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction",
-    "fit_elastic",
+    "PartitionedSampler", "PartitionedStream", "PeerLost", "PeerMemory", "PowerSGD", "PseudoGradientPenalty",
+    "ServerOptions", "SlowMo", "StalenessPolicy", "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit",
+    "Warmup", "WeightPrediction", "fit_elastic",
 ]  # fmt: skip

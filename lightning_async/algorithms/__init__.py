@@ -41,7 +41,14 @@ from lightning_async.algorithms.checkpoint_policies import (
     SaveProgress,
 )
 from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PowerSGD, TopK, TwoBit
-from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState, SlowMo, SlowMoState
+from lightning_async.algorithms.outer_optimizers import (
+    DiLoCo,
+    DiLoCoState,
+    PenaltyState,
+    PseudoGradientPenalty,
+    SlowMo,
+    SlowMoState,
+)
 from lightning_async.algorithms.schedules import (
     Action,
     DyLU,
@@ -83,7 +90,8 @@ __all__ = [
     "Dana", "DelayCompensation", "DelayCorrection", "DeltaMean", "DiLoCo", "DiLoCoState",
     "DyLU", "EASGDState", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed",
     "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling", "Mean", "NoCorrection",
-    "Noise", "NoiseScale", "PowerSGD", "PushFacts", "ReplicaClock", "Round", "SavePolicy", "SaveProgress", "Saved",
+    "Noise", "NoiseScale", "PenaltyState", "PowerSGD", "PseudoGradientPenalty", "PushFacts", "ReplicaClock", "Round",
+    "SavePolicy", "SaveProgress", "Saved",
     "Schedule", "SlowMo", "SlowMoState", "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "TwoBit", "Warmup",
     "Weight", "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
     "momentum_warning", "register_policy",

@@ -27,6 +27,7 @@ from lightning_async.algorithms import (
     GapAware,
     Mean,
     NoCorrection,
+    PseudoGradientPenalty,
     Schedule,
     SlowMo,
     StalenessPolicy,
@@ -90,6 +91,7 @@ RULES = (
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
     RuleRow("DiLoCo-mixing", lambda: DiLoCo(mixing=0.25)),
     RuleRow("EASGD", EASGD),
+    RuleRow("PseudoGradientPenalty", lambda: PseudoGradientPenalty(DiLoCo())),
     RuleRow("SlowMo", SlowMo),
     RuleRow("SlowMo-plain", lambda: SlowMo(beta=0.0), is_mean=True),
 )

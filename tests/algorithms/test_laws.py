@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_async.algorithms import DiLoCo, Round
+from lightning_async.algorithms import DiLoCo, PseudoGradientPenalty, Round
 from tests.algorithms.catalogue import COMING, RULES, RuleRow
 from tests.algorithms.coming import Compressed, Eager
 from tests.algorithms.replicas import Replicas, fill
@@ -225,7 +225,7 @@ def test_foreign_state_is_refused_and_changes_nothing(row: RuleRow) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(replica.state), before, strict=True))
 
 
-@every(ALL)
+@every([row for row in ALL if not isinstance(row.make(), PseudoGradientPenalty)])  # a norm is of all elements
 @LAW
 @given(seed=SEEDS, work=st.lists(WORK, min_size=1, max_size=3), rounds=st.integers(1, 3))
 def test_fragments_with_states_of_their_own_make_the_whole(row: RuleRow, seed, work, rounds) -> None:

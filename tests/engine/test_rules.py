@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.algorithms import EASGD, DiLoCo, EveryNSteps, SlowMo, Synchronous, Warmup
+from lightning_async.algorithms import EASGD, DiLoCo, EveryNSteps, PseudoGradientPenalty, SlowMo, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from tests.algorithms.coming import Compressed, Eager
 from tests.engine.ranks import Rank, bits, run
@@ -126,6 +126,25 @@ def test_elastic_averaging_goes_on_from_a_checkpoint_as_if_it_had_not_been_inter
 
     for start in run(2, anew, **options):
         assert torch.equal(bits(start), bits(told[0][0][0])), "from the center"
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_message_that_is_anomalous_weighs_nothing(compression: str) -> None:
+    def body(rank: Rank):
+        for _ in range(12):
+            rank.train(1)
+        before = rank.x.clone()
+        if rank.averager.summary.rank == 1:
+            rank.goal = 50.0
+        rank.train(1)
+        return before, rank.x.clone(), rank.averager.state_dict()["rule_state"].keys(), rank.averager.clocks()
+
+    rule = PseudoGradientPenalty(DiLoCo(outer_lr=1.0, outer_momentum=0.0))
+    config = {"overlap": False, "compression": compression}
+    for before, after, shared, clocks in run(2, body, rule=rule, schedule=EveryNSteps(1), config=config):
+        torch.testing.assert_close(after, 0.9 * before, atol=2e-3, rtol=0)
+        assert shared == {"anchor", "momentum"}
+        assert clocks["rule_state"]["norms"][0] == 13
 
 
 def test_slow_momentum_hears_the_inner_learning_rate() -> None:

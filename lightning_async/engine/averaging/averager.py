@@ -249,6 +249,7 @@ class BackgroundAverager(SyncPointParticipant):
         replica.tensors.check_unchanged(thawed_too=False)
         if not (thawed := replica.tensors.thawed()):
             return
+        self._merger.restore_local()  # it is a bucket of the old layout
         while not followed:
             self._take()
             with buckets.alone(self.control.see):
