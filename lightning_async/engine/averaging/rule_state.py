@@ -248,7 +248,8 @@ class RuleState:
         """
         state = {k: v for k, v in self.rule.state_dict(self._states[0]).items() if k not in self.rule.per_replica}
         layout = self._replica.layout
-        flat = {"model": self._replica.of_rule(target), **state}
+        model = self.rule.agree(self._replica.of_rule(target), self._states[0])
+        flat = {"model": model, **state}
         return {
             "round": self._shared_state.next_exchange,
             "rule": type(self.rule).__qualname__,
@@ -317,9 +318,9 @@ class RuleState:
     def follow_layout(self, before: FlatLayout) -> None:
         """Begin the rule's state anew for another layout than ``before``, with what is known of old parameters."""
         after = self._replica.layout
-        old = _flat_tensors(self._states[0], before.numel)
+        old = _flat_tensors(self.rule.state_dict(self._states[0]), before.numel)
         self.begin(self._buckets.received)
-        for name, tensor in _flat_tensors(self._states[0], after.numel).items():
+        for name, tensor in _flat_tensors(self.rule.state_dict(self._states[0]), after.numel).items():
             if name in old:
                 _carry_over(old[name], before.names, before.sizes, tensor, after)
 
@@ -332,7 +333,6 @@ def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Te
             part.copy_(was[name])
 
 
-def _flat_tensors(state: Any, numel: int) -> dict[str, Tensor]:
-    """Return the fields of a rule's state that hold one number per element of the parameters."""
-    fields = state._asdict() if hasattr(state, "_asdict") else {}
-    return {name: t for name, t in fields.items() if isinstance(t, Tensor) and t.shape == (numel,)}
+def _flat_tensors(state: dict[str, Any], numel: int) -> dict[str, Tensor]:
+    """Return what of a rule's state holds one number per element of the parameters."""
+    return {name: t for name, t in state.items() if isinstance(t, Tensor) and t.shape == (numel,)}
