@@ -373,6 +373,9 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
         learned = count + 1, mean + rate * change, (1 - rate) * (variance + rate * change**2)
         norms.copy_(torch.tensor(learned, dtype=torch.float64))
 
+    def chosen(self, round: Round) -> dict[str, float]:
+        return self.rule.chosen(round)
+
     def abandon_(self, sent: Tensor, state: PenaltyState) -> PenaltyState:
         return state._replace(inner=self.rule.abandon_(sent, state.inner))
 
