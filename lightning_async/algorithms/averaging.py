@@ -30,7 +30,6 @@ class Round(NamedTuple):
         scalars: every replica's, from `AveragingRule.message_`.
         lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
         fragment: number of the part of the parameters in this round.
-        delays: every replica's optimizer steps between its last message and the merge of that; 0 if absent.
     """
 
     id: int
@@ -40,7 +39,6 @@ class Round(NamedTuple):
     scalars: tuple[tuple[float, ...], ...] = ()
     lr: tuple[float, ...] = ()
     fragment: int = 0
-    delays: tuple[float, ...] = ()
 
     def is_absent(self) -> bool:
         """Return whether no message of this replica is in the round.

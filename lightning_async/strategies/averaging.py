@@ -33,7 +33,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     Args:
         rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from period, delay and number of replicas; `DiLoCo`, `DeltaMean`, or, without overlap,
+            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `DeltaMean`, or, without overlap,
             `Mean`.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
             `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.

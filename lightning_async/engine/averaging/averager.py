@@ -156,8 +156,6 @@ class BackgroundAverager(SyncPointParticipant):
                 if action is not Action.GRADIENTS:
                     self.ledger.step(samples)
         report = self._take()
-        if report is not None and not report.is_consensus and report.share > 0.0:
-            self._reports.delay = float(report.staleness_steps)
         if action is Action.ROUND:
             if self.config.overlap:
                 self._pack(lr)
@@ -188,8 +186,7 @@ class BackgroundAverager(SyncPointParticipant):
         ledger = self.ledger
         started = self._now()
         with box.changed:
-            delay = self._reports.delay
-            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr, delay=delay)
+            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr)
             opened = not due and box.sync_point is SyncPointKind.NONE
             if opened or self.component.showing or not buckets.can_pack() or not self._has_news():
                 return False
