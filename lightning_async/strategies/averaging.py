@@ -31,7 +31,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
     train, until every one holds the same model to the bit. Between sync points nothing waits for all ranks.
 
     Args:
-        rule: how replicas become one model: `DeltaMean` (default), `DiLoCo`, or, without overlap, `Mean`.
+        rule: how replicas become one model: `DeltaMean` (default), `DiLoCo`, `SlowMo`, `PseudoGradientPenalty` around
+            such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of their own around a center.
         schedule: when: `EveryNSteps` (default: 32), `EverySeconds`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
