@@ -1,7 +1,8 @@
 """Averaging rules: what replicas send, and what the mean of all messages means.
 
 `AveragingRule` is what a rule must answer, without I/O, threads or clocks; `RuleBase` is what most rules share, so that
-a rule is little more than its equations. The messages of `Mean` and `DeltaMean` are the parameters themselves.
+a rule is little more than its equations. The messages of `Mean` and `DeltaMean` are the parameters themselves; with
+`EASGD` replicas keep models of their own.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ class AveragingRule(Protocol[S]):
     def weights(self, round: Round) -> tuple[float, ...]:
         r"""Return the weight of every replica's message; they add up to 1, and are the same on every replica.
 
+        Asked before the payload moves: of ``round`` work, steps and scalars are known, and of an absent replica none.
         Default: the shares of the work, :math:`w_i = n_i / \sum_j n_j`. Where nobody has any, the first replica that
         brings steps stands for all.
 

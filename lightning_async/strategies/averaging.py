@@ -33,8 +33,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     Args:
         rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `DeltaMean`, or, without overlap,
-            `Mean`.
+            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `DeltaMean`, `PseudoGradientPenalty`
+            around such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of their own around a center.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
             `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
