@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-from lightning_async.algorithms import DeltaMean, EveryNSteps, Synchronous
+from lightning_async.algorithms import Synchronous
+from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
@@ -31,8 +32,11 @@ class AsyncAveragingStrategy(AsyncStrategy):
     train, until every one holds the same model to the bit. Between sync points nothing waits for all ranks.
 
     Args:
-        rule: how replicas become one model: `DeltaMean` (default), `DiLoCo`, or, without overlap, `Mean`.
-        schedule: when: `EveryNSteps` (default: 32), `EverySeconds`, `Synchronous`, `Warmup`.
+        rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
+            settings follow from period, delay and number of replicas; `DiLoCo`, `DeltaMean`, or, without overlap,
+            `Mean`.
+        schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
+            `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
             its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
@@ -45,7 +49,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
-            such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
+            such as `DiLoCo`), ``"bf16"`` (half), or ``"none"``; ``"auto"`` (default) is int8 where the rule sends
+            differences, else none. Nothing is lost: what a message cannot hold
             stays in the replica's parameters and goes with the next one. Sync points exchange fp32.
         fragments: each round moves one of so many parts of the parameters, in turn, and each part has a round per
             period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, of a quarter of the bytes.
@@ -76,15 +81,15 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     def __init__(
         self,
-        rule: AveragingRule | None = None,
-        schedule: Schedule | None = None,
+        rule: AveragingRule | Literal["auto"] = "auto",
+        schedule: Schedule | Literal["auto"] = "auto",
         overlap: bool = True,
         *,
         weighting: Weighting | Callable[[Any], float] = "samples",
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
-        compression: Compression = "none",
+        compression: Compression | Literal["auto"] = "auto",
         fragments: int = 1,
         min_replicas: int | None = None,
         max_replicas: int | None = None,
@@ -92,9 +97,13 @@ class AsyncAveragingStrategy(AsyncStrategy):
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
-        rule = DeltaMean() if rule is None else rule
-        schedule = EveryNSteps(32) if schedule is None else schedule
+        chosen = {"rule": rule, "schedule": schedule, "compression": compression}
+        self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
+        rule = AdaptiveDiLoCo() if rule == "auto" else rule
+        schedule = MatchCommunication() if schedule == "auto" else schedule
         configuration_checks.check_arguments(rule, schedule, overlap)
+        if compression == "auto":
+            compression = "int8" if rule.sends_difference else "none"
         owner = type(self).__name__
         configuration_checks.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.weighting = weighting
@@ -108,9 +117,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         )  # fmt: skip
         config.check_rule(owner, rule)
         super().__init__(
-            rule, schedule, config, buffers=buffers, optimizer_state=optimizer_state, lr_clock=lr_clock,
-            transport=transport,
-        )  # fmt: skip
+            config, buffers=buffers, optimizer_state=optimizer_state, lr_clock=lr_clock, transport=transport
+        )
+        self.rule = rule
+        self.schedule = schedule
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_async.algorithms import (
     AdaptiveDelayCompensation,
+    AdaptiveDiLoCo,
     AdaptiveLr,
     AveragingRule,
     Bounded,
@@ -24,15 +25,17 @@ from lightning_async.algorithms import (
     EveryNSteps,
     EverySeconds,
     GapAware,
+    MatchCommunication,
     Mean,
     NoCorrection,
     Schedule,
+    SlowMo,
     StalenessPolicy,
     Synchronous,
     Warmup,
     WeightPrediction,
 )
-from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum, SlowMo
+from tests.algorithms.coming import Compressed, Eager, Elastic
 
 
 class RuleRow(NamedTuple):
@@ -82,24 +85,27 @@ RULES = (
     RuleRow("Mean", Mean, is_mean=True),
     RuleRow("DeltaMean", DeltaMean, is_mean=True),
     RuleRow("DiLoCo", DiLoCo),
+    RuleRow("AdaptiveDiLoCo", AdaptiveDiLoCo),
     RuleRow("DiLoCo-plain", lambda: DiLoCo(outer_lr=1.0, outer_momentum=0.0), is_mean=True),
     RuleRow("DiLoCo-heavy-ball", lambda: DiLoCo(outer_lr=0.5, outer_momentum=0.5, nesterov=False)),
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
+    RuleRow("DiLoCo-mixing", lambda: DiLoCo(mixing=0.25)),
+    RuleRow("SlowMo", SlowMo),
+    RuleRow("SlowMo-plain", lambda: SlowMo(beta=0.0), is_mean=True),
 )
 
 COMING = (
     RuleRow("Elastic", Elastic),
-    RuleRow("SlowMo", SlowMo),
     RuleRow("Eager", Eager),
     RuleRow("Compressed-mean", lambda: Compressed(DiLoCo(outer_lr=1.0, outer_momentum=0.0))),
     RuleRow("Compressed-DiLoCo", lambda: Compressed(DiLoCo())),
-    RuleRow("PushSum", PushSum),
 )
 """What the interface must carry, too."""
 
 SCHEDULES = (
     ScheduleRow("EveryNSteps", lambda: EveryNSteps(4)),
+    ScheduleRow("MatchCommunication", lambda: MatchCommunication(minimum=4)),
     ScheduleRow("DyLU", lambda: DyLU(8, minimum=2)),
     ScheduleRow("EverySeconds", lambda: EverySeconds(0.5)),
     ScheduleRow("Synchronous", Synchronous),

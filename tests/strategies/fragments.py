@@ -75,7 +75,8 @@ def train(
         callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,
     )  # fmt: skip
     model = Net()
-    trainer.fit(model, DataLoader(batches(rank, BATCHES), batch_size=None))
+    data: Any = batches(rank, BATCHES)
+    trainer.fit(model, DataLoader(data, batch_size=None))
     summary = strategy.summary
     told = {
         "from": [begins.step, begins.rounds], "momentum": begins.momentum, "step": trainer.global_step,

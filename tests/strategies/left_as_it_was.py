@@ -19,6 +19,7 @@ from torchmetrics import MeanMetric, MetricCollection
 from lightning_async import (
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
+    DeltaMean,
     FaultTolerantCheckpoint,
     Mean,
     ParameterServerStrategy,
@@ -308,7 +309,7 @@ def _copies(strategy: Any, folder: Path, *callbacks: Any) -> dict[str, Any]:
 
 @scenario
 def copied_under_averaging(folder: Path) -> Any:
-    return _copies(AsyncAveragingStrategy(min_replicas=1), folder)
+    return _copies(AsyncAveragingStrategy(rule=DeltaMean(), min_replicas=1), folder)
 
 
 @scenario

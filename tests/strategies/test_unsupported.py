@@ -23,7 +23,6 @@ from lightning_async import (
     Timeouts,
     TorchTransport,
 )
-from lightning_async.algorithms import AllMean
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
@@ -120,8 +119,6 @@ def test_wrong_deadlines_are_named(arguments: dict[str, Any], error: type[Except
 
 def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
     class Half:
-        exchange = AllMean()  # as it was once called
-
         init = message_ = merge_ = mix_ = agree = state_dict = load_state_dict = lambda *_: None
         num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
         restores_local = mixes = False
@@ -130,7 +127,7 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
             return "Half()"
 
     rule: Any = Half()
-    with pytest.raises(TypeError, match=r"rule=Half\(\).*Half lacks \['sends_difference', 'topology', 'abandon_'\]"):
+    with pytest.raises(TypeError, match=r"rule=Half\(\).*Half lacks \['sends_difference', 'weights', 'abandon_'\]"):
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):
         rule = nothing

@@ -157,6 +157,8 @@ class BackgroundAverager(SyncPointParticipant):
                 if action is not Action.GRADIENTS:
                     self.ledger.step(samples)
         report = self._take()
+        if report is not None and not report.is_consensus and report.share > 0.0:
+            self._reports.delay = float(report.staleness_steps)
         if action is Action.ROUND:
             if self.config.overlap:
                 self._pack(lr)
@@ -191,7 +193,8 @@ class BackgroundAverager(SyncPointParticipant):
         with box.changed:
             fragment = self.agreed.next_fragment  # no round is under way where a message may be packed
             since = ledger.since_round[fragment]
-            message = LocalMessage(ROUND, self.step, ledger.work[fragment], since, due, lr, fragment)
+            delay = self._reports.delay
+            message = LocalMessage(ROUND, self.step, ledger.work[fragment], since, due, lr, fragment, delay=delay)
             opened = not due and box.sync_point is SyncPointKind.NONE
             if opened or self.component.showing or not buckets.can_pack() or not self._has_news():
                 return False
@@ -220,6 +223,9 @@ class BackgroundAverager(SyncPointParticipant):
         self._reports.merge_s += self._now() - started
         if arrived.healed:
             self.on_healed()
+        if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus:
+            settings = self.agreed.rule.chosen(arrived.round)
+            self.summary.settings = {"period_steps": arrived.message.steps, "step_s": self._step_s, **settings}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
@@ -251,7 +257,8 @@ class BackgroundAverager(SyncPointParticipant):
         self._merger.restore_local()
 
     def leave_sync_point(self) -> None:
-        """Follow parameters that were unfrozen at a sync point: they travel with the others from now on."""
+        """Begin the next step; parameters that were unfrozen at the sync point travel with the others from now on."""
+        self._last_tick = self._now()  # what was done at the sync point is no part of a step
         replica = self.replica
         buckets = self._buckets
         followed = False

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from lightning_async.algorithms.averaging import AllMean, AveragingRule, Round
+from lightning_async.algorithms.averaging import AveragingRule, Round
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.compressed_mean import Compression
 from lightning_async.engine.shared_state import SharedState
@@ -95,10 +95,6 @@ class AveragerConfig:
             raise ValueError(
                 f"`{owner}(rule={rule!r}, overlap=True)`: this rule overwrites the parameters, so the steps taken "
                 "during a round would be lost. Pass `overlap=False`, or `rule=DeltaMean()`."
-            )
-        if not isinstance(rule.topology, AllMean):
-            raise ValueError(
-                f"`{owner}(rule={rule!r})`: its topology is {rule.topology!r}; only AllMean() can be served."
             )
         if self.compression in ("fp8", "int8") and not rule.sends_difference:
             raise ValueError(
