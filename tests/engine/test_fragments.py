@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Warmup
+from lightning_async.algorithms import EASGD, DeltaMean, DiLoCo, EveryNSteps, PseudoGradientPenalty, Warmup
 from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rule_state import AveragerConfig
@@ -331,18 +331,23 @@ def test_a_replica_that_is_not_finite_takes_over_all_fragments_at_once() -> None
 # ---- sync points and synchronous steps ----
 
 
-@pytest.mark.parametrize("rule", [DeltaMean(), DiLoCo()], ids=lambda rule: type(rule).__name__)
+@pytest.mark.parametrize("rule", [
+    DeltaMean(), DiLoCo(), DiLoCo(mixing=0.5), EASGD(), PseudoGradientPenalty(DiLoCo()),
+], ids=repr)  # fmt: skip
 def test_a_sync_point_twice_in_a_row_changes_no_bit(rule: Any) -> None:
     def body(rank: FaultyRank) -> Any:
         train(rank, 5)
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         first, state = flat(rank), rank.rule_state
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        second = flat(rank)
+        rank.averager.sync_points.resume()
         train(rank, 1)
-        return first, flat(rank), state, rank.rule_state, rank.averager.agreed.num_rounds
+        return first, second, state, rank.rule_state, rank.averager.agreed.num_rounds
 
-    left, right = values(2, body, module=Parts, fragments=3, rule=rule, schedule=EveryNSteps(6))
+    left, right = values(2, body, **{**STREAMS, "rule": rule})
     assert torch.equal(bits(left[0]), bits(right[0]))
+    assert torch.equal(bits(left[0]), bits(left[1])) and torch.equal(bits(right[0]), bits(right[1]))
     assert left[-1] == right[-1] == 3, "a sync point is no round: the third fragment is next"
     for name, tensor in left[2].items():
         here = PLACES[3][2]
@@ -459,6 +464,9 @@ def test_what_belongs_to_whole_fragments_goes_on_with_the_same_ones_only() -> No
     assert [sum(buffer.numel() for buffer in each) for each in momenta] == [5, 10, 5]
     with pytest.raises(ValueError, match=r"`fragments=2` cannot go on .* `fragments=3`: `optimizer` of .*DiLoCo"):
         alone(2, rule).load_state_dict(saved, clocks)
+    rule = PseudoGradientPenalty(DiLoCo())  # the norms of a fragment's messages are those of no other one's
+    with pytest.raises(ValueError, match=r"`fragments=3` cannot go on .* `fragments=1`: `norms` of "):
+        alone(3, rule).load_state_dict(*saved_with(1, rule)[:2])
 
 
 def test_parameters_that_are_unfrozen_join_the_fragments() -> None:

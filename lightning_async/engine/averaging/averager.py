@@ -110,6 +110,8 @@ class BackgroundAverager(SyncPointParticipant):
         synchronous = action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:
             self._leave_synchronous()
+        if synchronous:
+            self._merger.go_on_from(None)
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
         return action
@@ -265,6 +267,7 @@ class BackgroundAverager(SyncPointParticipant):
         replica.tensors.check_unchanged(thawed_too=False)
         if not (thawed := replica.tensors.thawed()):
             return
+        self._merger.restore_local()  # it is a bucket of the old layout
         while not followed:
             self._take()
             with buckets.alone(self.control.see):
@@ -285,8 +288,26 @@ class BackgroundAverager(SyncPointParticipant):
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
-            "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(), "alike": self.alike(),
+            "rule_state": self.agreed.rule_state_dict(own=True), "local": self._local_state(),
+            "gathered": self.gathered(), "alike": self.alike(),
         }  # fmt: skip
+
+    def _local_state(self) -> dict[str, Any] | None:
+        """Return this replica's own model and its work since the last round, where a sync point shows another model."""
+        if (model := self._merger.local) is None:
+            return None
+        return {"model": model, "work": self.ledger.work_dict()}
+
+    def _load_local(self, saved: dict[str, Any]) -> None:
+        model = saved["model"].to(self.replica.device)
+        if model.shape != self._buckets.received.shape:
+            log.warning(
+                "Rank %d goes on from the model that the checkpoint shows, not from its own: its parameters or buffers "
+                "that are averaged are others now.", self.summary.rank,
+            )  # fmt: skip
+            return
+        self._merger.go_on_from(model)
+        self.ledger.load_work(saved["work"])
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Go on from `state_dict` and `clocks`; raise ValueError for the state of another rule. Before `start`.
@@ -299,6 +320,8 @@ class BackgroundAverager(SyncPointParticipant):
         self.epoch = int(clocks["epoch"])
         self._resumed = True
         self.ledger.load_state_dict(clocks)
+        if (local := clocks.get("local")) is not None:
+            self._load_local(local)
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.steps = float(self.step)
         box.mean_steps = float(clocks.get("mean_steps", self.step))
@@ -339,7 +362,9 @@ class Merger:
         target = arrived.target
         if stood_still:
             base = None
-        if consensus and rule.restores_local and self._local is None:
+        if consensus and arrived.plan.fresh:
+            self._local = None  # after synchronous steps all replicas are one
+        elif consensus and self._local is None and self._component.keeps_own_model():
             self._local = torch.empty_like(target)
             replica.pack_(self._local)
         if base is not None and rule.mixes:
@@ -375,7 +400,16 @@ class Merger:
         if self._local is None:
             return False
         self._replica.merge_(self._local, None, with_state=True)
-        self._local = None
+        self.go_on_from(None)
         self._buckets.at_target = False
-        self._component.showing = False
         return True
+
+    @property
+    def local(self) -> Tensor | None:
+        """This replica's own model, as a bucket, where the parameters show another one."""
+        return self._local
+
+    def go_on_from(self, local: Tensor | None) -> None:
+        """Restore the model in the bucket ``local`` at the next batch; None: go on from what the parameters are."""
+        self._local = local
+        self._component.showing = local is not None

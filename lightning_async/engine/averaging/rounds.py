@@ -159,10 +159,14 @@ class AveragingComponent(EngineComponent):
     def _compared(self, part: AveragingPart) -> AveragingPart:
         """Add what this replica holds, for the sync point at which all ranks stand."""
         whole, rest = self._replica.digests()
-        if self.rule.restores_local and not self.showing:
+        if self.keeps_own_model() and not self.showing:
             whole = UNLIKE  # a replica's own model, in place of the one that the sync point shows
         healthy, sound = self._replica.judge()
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
+
+    def keeps_own_model(self) -> bool:
+        """Return whether a sync point only shows a model; not amid synchronous steps, where all replicas are one."""
+        return self.rule.restores_local and not self._ledger.synchronous
 
     def weigh_step(self, samples: float) -> float:
         """Return the weight of gradients in a synchronous step: that of a local step of as many samples."""
@@ -310,8 +314,8 @@ class AveragingRound(_Round):
         facts = Round(
             id=id,
             rank=rank,
-            work=tuple(p.work for p in parts),
-            steps=tuple(p.steps for p in parts),
+            work=tuple(p.work * able for p, able in zip(parts, plan.able, strict=True)),
+            steps=tuple(p.steps * able for p, able in zip(parts, plan.able, strict=True)),
             scalars=tuple(p.scalars for p in parts),
             lr=tuple(p.lr for p in parts),
             fragment=plan.fragment,
@@ -434,11 +438,18 @@ class ConsensusRound(_Round):
         plan = exchange.plan
         rank = exchange.round.rank
         shares = {fragment: weights[rank] for fragment, weights in enumerate(plan.shares)}
-        replica.scale_(target, sent, shares, rank == plan.source, of_rule=not plan.alike)
+        shows_state = self._agreed.rule.restores_local and not plan.fresh
+        replica.scale_(target, sent, shares, rank == plan.source, of_rule=not (plan.alike or shows_state))
         if plan.alike:
             self._transfer.sum_(replica.beyond_rule(target))
             replica.of_rule(target).copy_(replica.of_rule(sent))
             exchange.message_bytes -= 4 * replica.layout.numel
+        elif shows_state and plan.source is not None:
+            # One rank's, for all: unlike processors may have rounded it differently, and it has to be one to the bit.
+            self._transfer.sum_(replica.beyond_rule(target))
+            with self._shared_state.committing:
+                self._agreed.agree_(target)
+            self._transfer.broadcast_(replica.of_rule(target), plan.source)
         else:
             self._transfer.sum_(target)
         self._move_apart(exchange)
@@ -474,7 +485,8 @@ class ConsensusRound(_Round):
         return flat.view(tensor.shape)
 
     def commit(self, exchange: Merge) -> None:
-        self._agreed.agree_(exchange.target)
+        if not self._agreed.rule.restores_local:  # else the target is what it shows
+            self._agreed.agree_(exchange.target)
         if exchange.plan.fresh:
             self._agreed.begin(exchange.target)
         self._average.forget_debts()

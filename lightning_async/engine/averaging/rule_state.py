@@ -284,7 +284,9 @@ class RuleState:
         Only what is equal on all replicas. Under `SharedState.committing`.
         """
         state = self._by_name(own=False)
-        tensors = {"model": [self._replica.of_rule(target)]}
+        of_rule = self._replica.of_rule
+        models = [self.rule.agree(of_rule(target, f), each) for f, each in enumerate(self._states)]
+        tensors = {"model": models}
         tensors |= {name: parts for name, parts in state.items() if self._is_joined(parts)}
         return {
             **self._origin(),
@@ -332,7 +334,7 @@ class RuleState:
 
     def _is_flat(self, parts: Sequence[Any]) -> bool:
         sizes = zip(parts, self._sizes, strict=True)
-        return all(isinstance(part, Tensor) and part.shape == (size,) for part, size in sizes)
+        return all(isinstance(p, Tensor) and p.dtype is torch.float32 and p.shape == (size,) for p, size in sizes)
 
     def _is_joined(self, parts: Sequence[Any]) -> bool:
         return self._is_flat(parts) or (len(parts) == 1 and isinstance(parts[0], Tensor))
@@ -357,8 +359,8 @@ class RuleState:
     def _part(self, name: str, value: Any, fragment: int) -> Any:
         """Return one fragment's part of a field of a saved state."""
         count = len(self._sizes)
-        if isinstance(value, Tensor):  # one that does not fit is the rule's to refuse
-            return value.split(self._sizes)[fragment] if value.shape == (sum(self._sizes),) else value
+        if isinstance(value, Tensor) and value.shape == (sum(self._sizes),):
+            return value.split(self._sizes)[fragment]
         parts = value[_BY_FRAGMENT] if isinstance(value, dict) and value.keys() == {_BY_FRAGMENT} else [value]
         if len(parts) != count:
             raise ValueError(
@@ -394,8 +396,7 @@ class RuleState:
 
     def _flat_fields(self) -> dict[str, list[Tensor]]:
         """Return the fields of the rule's state that hold one number per element of the parameters, by fragment."""
-        states = [state._asdict() if hasattr(state, "_asdict") else {} for state in self._states]
-        fields = {name: [state[name] for state in states] for name in states[0]}
+        fields = {**self._by_name(own=False), **self._by_name(own=True)}
         return {name: parts for name, parts in fields.items() if self._is_flat(parts)}
 
 
