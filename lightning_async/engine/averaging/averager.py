@@ -47,7 +47,7 @@ class BackgroundAverager(SyncPointParticipant):
         self._buckets = control.buckets
         self._now = control.now
         self.replica = control.buckets.replica
-        self.ledger = WorkLedger(self._now)
+        self.ledger = WorkLedger(self._now, self.replica.num_fragments)
         self.agreed = RuleState(rule, self._buckets, self._box)
         self.component = AveragingComponent(control, self.agreed, self.ledger, self.config)
         control.register(self.component)
@@ -89,15 +89,18 @@ class BackgroundAverager(SyncPointParticipant):
             self.control.see()
             committed = ledger.last_round
             message = self._buckets.message
-            since = ledger.since_round - (message.steps if isinstance(message, LocalMessage) else 0.0)
+            since = list(ledger.since_round)
+            if isinstance(message, LocalMessage):
+                since[message.fragment] -= message.steps
+        times = self.replica.num_fragments  # rounds in a period of the schedule: one for each fragment
         action = self._ask(
             ReplicaClock(
                 step=self.step,
                 epoch=self.epoch,
-                steps_since_round=int(since),
-                seconds_since_round=self._now() - committed,
+                steps_since_round=times * int(min(since)) + times - 1,
+                seconds_since_round=times * (self._now() - committed),
                 step_s=self._step_s,
-                round_s=self._reports.round_s,
+                round_s=times * self._reports.round_s,
                 speed=box.speed,
             )
         )
@@ -177,7 +180,9 @@ class BackgroundAverager(SyncPointParticipant):
         return self._take() or report
 
     def _has_news(self) -> bool:
-        return self.ledger.work.weight(self.config.weighting) > 0.0 or self.ledger.since_round > 0.0
+        fragment = self.agreed.next_fragment
+        work = self.ledger.work[fragment]
+        return work.weight(self.config.weighting) > 0.0 or self.ledger.since_round[fragment] > 0.0
 
     def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
         """Pack the parameters as this rank's message, if the buckets are free; return whether they were."""
@@ -186,15 +191,18 @@ class BackgroundAverager(SyncPointParticipant):
         ledger = self.ledger
         started = self._now()
         with box.changed:
-            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr)
+            fragment = self.agreed.next_fragment  # no round is under way where a message may be packed
+            since = ledger.since_round[fragment]
+            message = LocalMessage(ROUND, self.step, ledger.work[fragment], since, due, lr, fragment)
             opened = not due and box.sync_point is SyncPointKind.NONE
             if opened or self.component.showing or not buckets.can_pack() or not self._has_news():
                 return False
             buckets.take()
         with buckets.used(message):
             self.replica.tensors.check_unchanged()
-            self.replica.pack_(buckets.sent, for_round=True)
-            message.updates = self.replica.updates()
+            self.replica.pack_(buckets.sent, fragment)
+            if fragment == self.replica.last_fragment:
+                message.updates = self.replica.updates()
             message.state_is_finite = all_finite(self.replica.watched())
         self._reports.merge_s += self._now() - started
         return True
@@ -285,7 +293,7 @@ class BackgroundAverager(SyncPointParticipant):
         """Return this replica's own model and its work since the last round, where a sync point shows another model."""
         if (model := self._merger.local) is None:
             return None
-        return {"model": model, "work": [self.ledger.work.samples, self.ledger.work.steps]}
+        return {"model": model, "work": self.ledger.work_dict()}
 
     def _load_local(self, saved: dict[str, Any]) -> None:
         model = saved["model"].to(self.replica.device)
@@ -296,7 +304,7 @@ class BackgroundAverager(SyncPointParticipant):
             )  # fmt: skip
             return
         self._merger.go_on_from(model)
-        self.ledger.work = Work(*saved["work"])
+        self.ledger.load_work(saved["work"])
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Go on from `state_dict` and `clocks`; raise ValueError for the state of another rule. Before `start`.
@@ -338,13 +346,19 @@ class Merger:
         message = arrived.message
         consensus = arrived.is_consensus
         self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
-        stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
-        copies = consensus or arrived.base is None or stood_still
+        if message is not None:  # of other fragments, the snapshot tells nothing
+            stood_still = message.step == step and self._exact and len(arrived.fragments) == 1
+        else:
+            stood_still = self._buckets.at_target
+        base = None if consensus else arrived.base
+        takes_all = base is None
+        rest = message if isinstance(message, LocalMessage) and message.fragment == replica.last_fragment else None
         # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
-        if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
-            replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
+        if rest is not None and base is not None:
+            replica.merge_late_(arrived.target, base, rest.updates, arrived.plan.source is not None)
         target = arrived.target
-        base = None if copies else arrived.base
+        if stood_still:
+            base = None
         if consensus and arrived.plan.fresh:
             self._local = None  # after synchronous steps all replicas are one
         elif consensus and self._local is None and self._component.keeps_own_model():
@@ -357,11 +371,13 @@ class Merger:
             target,
             base,
             with_state=consensus or (message is not None and arrived.base is None),
-            buffers_too=arrived.plan.source is not None,
-            still=stood_still and not consensus and arrived.base is not None,
+            buffers_too=arrived.plan.source is not None and (consensus or rest is not None),
+            still=stood_still and not takes_all,
             of_round=not consensus,
+            fragments=None if takes_all else arrived.fragments,
         )
-        self._buckets.at_target = copies
+        is_whole = replica.num_fragments == 1 or self._buckets.at_target
+        self._buckets.at_target = takes_all or (stood_still and is_whole)
         if consensus:
             replica.tensors.set_apart(arrived.apart)
             self._component.showing = self._local is not None
@@ -370,9 +386,10 @@ class Merger:
         """Return the target, with as much of the progress since ``base`` as the rule takes up."""
         replica = self._replica
         mixed = arrived.target.clone()
-        live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
-        replica.pack_parameters_(live)
-        self._agreed.mix_(live, snapshot, target, arrived.round)
+        replica.pack_parameters_(mixed, arrived.fragments)
+        for fragment in arrived.fragments:
+            live, snapshot, target = (replica.of_rule(each, fragment) for each in (mixed, base, arrived.target))
+            self._agreed.mix_(live, snapshot, target, arrived.round._replace(fragment=fragment))
         return mixed
 
     def restore_local(self) -> bool:
