@@ -18,6 +18,7 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     PowerSGD,
+    SparseLoCo,
     StalenessPolicy,
     Synchronous,
     TopK,
@@ -52,6 +53,7 @@ __all__ = [
     "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana", "DelayCompensation", "DeltaMean",
     "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds", "FaultTolerantCheckpoint", "GapAware",
     "HangWatchdog", "HorovodStrategy", "HorovodTransport", "Mean", "NoCorrection", "ParameterServerStrategy",
-    "PartitionedSampler", "PartitionedStream", "PeerLost", "PeerMemory", "PowerSGD", "ServerOptions", "StalenessPolicy",
-    "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
+    "PartitionedSampler", "PartitionedStream", "PeerLost", "PeerMemory", "PowerSGD", "ServerOptions", "SparseLoCo",
+    "StalenessPolicy", "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction",
+    "fit_elastic",
 ]  # fmt: skip

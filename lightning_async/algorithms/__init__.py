@@ -54,6 +54,7 @@ from lightning_async.algorithms.schedules import (
     Synchronous,
     Warmup,
 )
+from lightning_async.algorithms.sparse_loco import SparseLoCo, SparseLoCoState
 from lightning_async.algorithms.staleness import (
     NAMES,
     AdaptiveDelayCompensation,
@@ -85,7 +86,7 @@ __all__ = [
     "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed", "Fp8", "GapAware",
     "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling", "Mean", "NoCorrection", "Noise", "NoiseScale",
     "PowerSGD", "PushFacts", "ReplicaClock", "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule",
-    "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "Topology", "TwoBit", "Warmup", "Weight",
-    "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
-    "momentum_warning", "register_policy",
+    "SparseLoCo", "SparseLoCoState", "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "Topology", "TwoBit",
+    "Warmup", "Weight", "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor",
+    "make_policy", "momentum_warning", "register_policy",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning_async.algorithms import DeltaMean, EveryNSteps, Synchronous
 from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.compression import TopK
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
 from lightning_async.engine.compressed_mean import Compression
@@ -31,7 +32,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
     train, until every one holds the same model to the bit. Between sync points nothing waits for all ranks.
 
     Args:
-        rule: how replicas become one model: `DeltaMean` (default), `DiLoCo`, or, without overlap, `Mean`.
+        rule: how replicas become one model: `DeltaMean` (default), `DiLoCo`, `SparseLoCo`, or, without overlap, `Mean`.
         schedule: when: `EveryNSteps` (default: 32), `EverySeconds`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
@@ -45,8 +46,9 @@ class AsyncAveragingStrategy(AsyncStrategy):
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
-            such as `DiLoCo`), ``"bf16"`` (half), or ``"none"`` (default). Nothing is lost: what a message cannot hold
-            stays in the replica's parameters and goes with the next one. Sync points exchange fp32.
+            such as `DiLoCo`), `TopK(fraction, bits)` (the largest elements; for the same rules), ``"bf16"`` (half), or
+            ``"none"`` (default). Nothing is lost: what a message cannot hold stays in the replica's parameters, or in
+            the residual of `SparseLoCo`, and goes with the next one. Sync points exchange fp32.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
             the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
@@ -61,7 +63,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
     Raises:
         TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer; a number of replicas is none.
         ValueError: an unknown policy, numbers of replicas that cannot be, a rule that overwrites together with
-            ``overlap=True``, or one that sends its parameters together with 8 bits of compression.
+            ``overlap=True``, or one that sends its parameters together with 8 bits of compression or `TopK`.
 
     Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), and asynchronous model averaging as in Bagua.
     """
@@ -78,7 +80,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
-        compression: Compression = "none",
+        compression: Compression | TopK = "none",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,

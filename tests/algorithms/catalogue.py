@@ -27,6 +27,7 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     Schedule,
+    SparseLoCo,
     StalenessPolicy,
     Synchronous,
     Warmup,
@@ -86,6 +87,8 @@ RULES = (
     RuleRow("DiLoCo-heavy-ball", lambda: DiLoCo(outer_lr=0.5, outer_momentum=0.5, nesterov=False)),
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
+    RuleRow("SparseLoCo", SparseLoCo, is_mean=True),
+    RuleRow("SparseLoCo-half", lambda: SparseLoCo(outer_lr=0.5, decay=1.0)),
 )
 
 COMING = (

@@ -130,7 +130,9 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
             return "Half()"
 
     rule: Any = Half()
-    with pytest.raises(TypeError, match=r"rule=Half\(\).*Half lacks \['sends_difference', 'topology', 'abandon_'\]"):
+    with pytest.raises(
+        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'topology', 'abandon_'\]"
+    ):
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):
         rule = nothing

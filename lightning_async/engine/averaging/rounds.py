@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lightning_async import ops
 from lightning_async.algorithms.averaging import Round
-from lightning_async.engine.averaging.rule_state import REST, AveragerConfig, RuleState, Work, WorkLedger
+from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
-from lightning_async.engine.compressed_mean import CompressedMean
+from lightning_async.engine.compressed_mean import CompressedMean, SparseMean, mean_of
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.fingerprint import digests
@@ -119,9 +119,7 @@ class AveragingComponent(EngineComponent):
     def compose(self) -> AveragingPart:
         ledger = self._ledger
         weighting = self._config.weighting
-        weight = ledger.work.weight(weighting)
-        if self._config.compression != "none":
-            weight += REST * ledger.reported.weight(weighting)
+        weight = ledger.work.weight(weighting) + self._config.rest(self.rule) * ledger.reported.weight(weighting)
         return self.blank._replace(unreported=weight, fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
@@ -263,14 +261,14 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
-        self._compressed: CompressedMean | None = None
+        self._compressed: CompressedMean | SparseMean | None = None
         self.follow_layout()
 
     def follow_layout(self) -> None:
         config = self._config
         transfer = self._transfer
         if config.compression != "none":
-            self._compressed = CompressedMean(
+            self._compressed = mean_of(
                 transfer.large, transfer.result, config.compression, self._replica.layout.numel, transfer.part_bytes,
                 self._replica.device,
             )  # fmt: skip
