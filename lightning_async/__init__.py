@@ -2,6 +2,7 @@
 
 from lightning_async.algorithms import (
     AdaptiveDelayCompensation,
+    AdaptiveDiLoCo,
     AdaptiveLr,
     BalancedWindows,
     Bounded,
@@ -15,6 +16,7 @@ from lightning_async.algorithms import (
     EveryNSteps,
     EverySeconds,
     GapAware,
+    MatchCommunication,
     Mean,
     NoCorrection,
     PowerSGD,
@@ -48,12 +50,12 @@ from lightning_async.transports.torch import TorchTransport
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveDelayCompensation", "AdaptiveGradientAccumulation", "AdaptiveLr", "AsyncAveragingStrategy",
-    "AsyncGradientStrategy", "AsyncTrainingError", "AveragingMonitor", "BalancedBatchSizes", "BalancedWindows",
-    "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana", "DelayCompensation", "DeltaMean",
-    "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds", "FaultTolerantCheckpoint", "GapAware",
-    "HangWatchdog", "HorovodStrategy", "HorovodTransport", "Mean", "NoCorrection", "ParameterServerStrategy",
-    "PartitionedSampler", "PartitionedStream", "PeerLost", "PeerMemory", "PowerSGD", "ServerOptions", "SparseLoCo",
-    "StalenessPolicy", "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction",
-    "fit_elastic",
+    "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveGradientAccumulation", "AdaptiveLr",
+    "AsyncAveragingStrategy", "AsyncGradientStrategy", "AsyncTrainingError", "AveragingMonitor", "BalancedBatchSizes",
+    "BalancedWindows", "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana",
+    "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
+    "FaultTolerantCheckpoint", "GapAware", "HangWatchdog", "HorovodStrategy", "HorovodTransport", "MatchCommunication",
+    "Mean", "NoCorrection", "ParameterServerStrategy", "PartitionedSampler", "PartitionedStream", "PeerLost",
+    "PeerMemory", "PowerSGD", "ServerOptions", "SparseLoCo", "StalenessPolicy", "Synchronous", "Timeouts", "TopK",
+    "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
 ]  # fmt: skip

@@ -8,8 +8,15 @@ from datetime import timedelta
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError unless the argument is one of ``allowed``."""
-    if value not in allowed:
+    is_array = getattr(value, "shape", ()) != ()  # which is compared element by element
+    if is_array or value not in allowed:
         raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
+
+
+def check_bool(owner: str, argument: str, value: object) -> None:
+    """Raise TypeError unless the argument is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"`{owner}({argument}={value!r})` must be True or False.")
 
 
 def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from lightning_async._sockets import keep_from_forks
+
 _BOOT = """
 import importlib, json, sys, types
 folder, path, module, arguments = json.loads(sys.argv[1])
@@ -37,8 +39,8 @@ def bare_command(module: str, arguments: list[Any], title: str) -> list[str]:
 class HelperProcess:
     """A process that calls ``main`` of a module, in a session of its own, and a socket to it: its first argument.
 
-    The ``kind`` is the socket's; the process inherits ``descriptors``. Raises OSError where the system does not let it
-    start.
+    The ``kind`` is the socket's; the process inherits ``descriptors``. Forks of this process do not have the socket, so
+    that the helper hears of this one's end. Raises OSError where the system does not let it start.
     """
 
     _left: ClassVar[list[subprocess.Popen[bytes]]] = []
@@ -49,6 +51,8 @@ class HelperProcess:
         env: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
+        # Now, not after the start: another thread may fork during that, which takes milliseconds.
+        keep_from_forks({self.channel.fileno(): os.fstat(self.channel.fileno()).st_ino})
         try:
             with theirs:
                 self.popen = subprocess.Popen(

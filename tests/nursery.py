@@ -120,6 +120,8 @@ def fork_from_here(can_fork: CanFork, become: Callable[[Program], None]) -> None
             status = 0
         except SystemExit as end:
             status = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if not isinstance(end.code, int | None):
+                print(end.code, file=sys.stderr)
         except BaseException:
             traceback.print_exc()
         _end(status)
@@ -151,6 +153,11 @@ def _keep_only(places: Sequence[int], numbers: Sequence[int]) -> None:
         if number > 2 and number not in moved:
             with contextlib.suppress(OSError):  # of the listing itself
                 os.close(number)
+    _put(moved, numbers)
+
+
+def _put(moved: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give descriptors that `_move` has moved the numbers that a program looks for."""
     for place, number in zip(moved, numbers, strict=True):
         os.dup2(place, number)
         os.close(place)
@@ -244,12 +251,10 @@ def _begin(program: Program, control: socket.socket, descriptors: Sequence[int],
     else:
         os.setpgid(0, group)
     control.close()
-    moved = [_move(each) for each in descriptors]
-    for place, number in zip(moved[1:], program.descriptors, strict=True):
-        os.dup2(place, number)
-        os.close(place)
+    asked_by, *moved = [_move(each) for each in descriptors]
+    _put(moved, program.descriptors)
     os.chdir(program.cwd)
-    with socket.socket(fileno=moved[0]) as asker:
+    with socket.socket(fileno=asked_by) as asker:
         asker.send(str(os.getpid()).encode())
 
 

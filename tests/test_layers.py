@@ -38,7 +38,7 @@ ALLOWED = {
     "flat": {"errors"},
     "_checks": set(),
     "_sockets": {"errors"},
-    "_subprocess": set(),
+    "_subprocess": {"_sockets"},
     "ops": set(GROUND),
     "algorithms": {"ops", *GROUND},
     "membership": set(GROUND),

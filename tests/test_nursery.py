@@ -99,3 +99,30 @@ def test_a_forked_program_looks_like_a_fresh_one(tmp_path: Path) -> None:
     spawned: list[Any] = [json.loads(each[1]) for each in forked[5:]]
     assert [each[0] for each in spawned] == [True, True]
     assert [each[1:] for each in spawned] == [json.loads(each[1])[1:] for each in fresh[5:]]
+
+
+HELPERS = """
+import subprocess, sys
+print("torch" in sys.modules, flush=True)
+if sys.argv[-1] == "supervises":
+    done = subprocess.run([*sys.orig_argv[:-1], "serves"], capture_output=True, text=True)
+    print(done.returncode, done.stdout, done.stderr)
+else:
+    sys.exit("no room at the inn")
+"""
+
+STARTS_HELPERS = """
+import subprocess, sys
+of_the_package = "lightning_async.parameter_server."
+command = [sys.executable, "-I", "-S", "-c", open("helpers.py").read(), of_the_package, "supervises"]
+print(subprocess.run(command, capture_output=True, text=True).stdout)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or Path("/dev/nvidiactl").exists(), reason="where ranks are forked")
+@pytest.mark.parametrize("forks", [True, False])
+def test_a_helper_of_a_helper_ends_with_a_text_as_an_interpreter_does(forks: bool, tmp_path: Path) -> None:
+    (tmp_path / "helpers.py").write_text(HELPERS)
+    (script := tmp_path / "starter.py").write_text(STARTS_HELPERS)
+    (rank,) = run_ranks(script, 1, cwd=tmp_path, launched=False, forks=forks)
+    assert rank.stdout.split("\n") == [f"{forks}", f"1 {forks}", " no room at the inn", "", "", ""]

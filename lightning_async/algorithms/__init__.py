@@ -15,6 +15,7 @@ from lightning_async.algorithms.accumulation import (
     estimate,
     lr_factor,
 )
+from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import (
     AllMean,
     AveragingRule,
@@ -50,7 +51,6 @@ from lightning_async.algorithms.schedules import (
     EverySeconds,
     ReplicaClock,
     Schedule,
-    Step,
     Synchronous,
     Warmup,
 )
@@ -79,14 +79,13 @@ from lightning_async.algorithms.staleness import (
 )
 
 __all__ = [
-    "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveLr", "AllMean",
-    "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16", "Bounded",
-    "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare",
-    "Dana", "DelayCompensation", "DelayCorrection", "DeltaMean", "DiLoCo", "DiLoCoState",
-    "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed", "Fp8", "GapAware",
-    "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling", "Mean", "NoCorrection", "Noise", "NoiseScale",
-    "PowerSGD", "PushFacts", "ReplicaClock", "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule",
-    "SparseLoCo", "SparseLoCoState", "StalenessPolicy", "Step", "Synchronous", "Times", "TopK", "Topology", "TwoBit",
-    "Warmup", "Weight", "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor",
-    "make_policy", "momentum_warning", "register_policy",
+    "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveLr",
+    "AllMean", "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16", "Bounded",
+    "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare", "Dana", "DelayCompensation", "DelayCorrection",
+    "DeltaMean", "DiLoCo", "DiLoCoState", "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth",
+    "EverySeconds", "Fixed", "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling",
+    "MatchCommunication", "Mean", "NoCorrection", "Noise", "NoiseScale", "PowerSGD", "PushFacts", "ReplicaClock",
+    "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule", "SparseLoCo", "SparseLoCoState", "StalenessPolicy",
+    "Synchronous", "Times", "TopK", "Topology", "TwoBit", "Warmup", "Weight", "WeightPrediction", "WindowProgress",
+    "auto", "described", "estimate", "lr_factor", "make_policy", "momentum_warning", "register_policy",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async._checks import check_real
+from lightning_async._checks import check_bool, check_real
 from lightning_async.flat import FlatLayout
 
 S = TypeVar("S")
@@ -67,6 +67,7 @@ class Round(NamedTuple):
         scalars: every replica's, from `AveragingRule.message_`.
         lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
         fragment: number of the part of the parameters in this round.
+        delays: every replica's optimizer steps between its last message and the merge of that; 0 if absent.
     """
 
     id: int
@@ -76,6 +77,7 @@ class Round(NamedTuple):
     scalars: tuple[tuple[float, ...], ...] = ()
     lr: tuple[float, ...] = ()
     fragment: int = 0
+    delays: tuple[float, ...] = ()
 
 
 @runtime_checkable
@@ -158,6 +160,10 @@ class AveragingRule(Protocol[S]):
     def agree(self, mean: Tensor, state: S) -> Tensor:
         """Return the model of a sync point, by the work-weighted ``mean`` of the parameters. Default: the mean."""
         return mean
+
+    def chosen(self, round: Round) -> dict[str, float]:
+        """Return the numbers that the rule has chosen by itself for a round, by name. Default: none."""
+        return {}
 
     @abstractmethod
     def state_dict(self, state: S) -> dict[str, Any]:
@@ -278,8 +284,7 @@ class DiLoCo(RuleBase[DiLoCoState]):
     def __post_init__(self) -> None:
         check_real(self, "outer_lr", above=0)
         check_real(self, "outer_momentum", at_least=0, below=1)
-        if not isinstance(self.nesterov, bool):
-            raise TypeError(f"`DiLoCo(nesterov={self.nesterov!r})` must be a bool.")
+        check_bool("DiLoCo", "nesterov", self.nesterov)
         if self.outer_optimizer is None:
             return
         if not callable(self.outer_optimizer):

@@ -1,7 +1,7 @@
 """Schedules: when replicas talk, as pure functions of one replica's own clock.
 
-A `Schedule` answers each `ReplicaClock` with a `Step`. `Pace` is the speed of a replica, and `straggler` finds the slow
-one, and why.
+A `Schedule` answers each `ReplicaClock` with an `Action`. `Pace` is the speed of a replica, and `straggler` finds the
+slow one, and why.
 """
 
 from __future__ import annotations
@@ -99,30 +99,6 @@ class Action(enum.Enum):
     ROUND = "round"  # step alone, then start an averaging round
 
 
-class Step(NamedTuple):
-    """A schedule's answer for one step."""
-
-    action: Action  # of the replica
-    fragment: int = 0  # of a round, the part of the parameters in it; replicas have one part, number 0, so far
-
-    @classmethod
-    def of(cls, said: object, schedule: object, num_fragments: int | None = None) -> Step:
-        """Return a schedule's answer as a step; an action alone is one of the first fragment.
-
-        Raises:
-            TypeError, ValueError: it is neither, or there is no such fragment.
-
-        >>> Step.of(Action.ROUND, None)
-        Step(action=<Action.ROUND: 'round'>, fragment=0)
-        """
-        step = cls(said) if isinstance(said, Action) else said
-        if not isinstance(step, cls):
-            raise TypeError(f"`schedule={schedule!r}` said {said!r}; `next` must return a `Step`, or an `Action`.")
-        if step.fragment < 0 or (num_fragments is not None and step.fragment >= num_fragments):
-            raise ValueError(f"`schedule={schedule!r}` asks for fragment {step.fragment} of {num_fragments}.")
-        return step
-
-
 class ReplicaClock(NamedTuple):
     """One replica's own facts, before it takes its next optimizer step.
 
@@ -150,7 +126,7 @@ class Schedule(Protocol):
     """A choice of steps with rounds: a pure function of one replica's clock."""
 
     @abstractmethod
-    def next(self, clock: ReplicaClock) -> Step:
+    def next(self, clock: ReplicaClock) -> Action:
         """Return what to do with the step that comes after ``clock``."""
         ...
 
@@ -174,7 +150,7 @@ class DyLU(Schedule):
     Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, https://arxiv.org/abs/2401.09135
 
     >>> clock = ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.0)
-    >>> DyLU(32).next(clock).action, DyLU(32).next(clock._replace(speed=0.3)).action
+    >>> DyLU(32).next(clock), DyLU(32).next(clock._replace(speed=0.3))
     (<Action.LOCAL: 'local'>, <Action.ROUND: 'round'>)
     """
 
@@ -185,9 +161,9 @@ class DyLU(Schedule):
         check_int(self, "minimum", at_least=1)
         check_int(self, "n", at_least=self.minimum)
 
-    def next(self, clock: ReplicaClock) -> Step:
+    def next(self, clock: ReplicaClock) -> Action:
         share = max(self.minimum, round(self.n * clock.speed))
-        return Step(Action.ROUND if clock.steps_since_round + 1 >= share else Action.LOCAL)
+        return Action.ROUND if clock.steps_since_round + 1 >= share else Action.LOCAL
 
 
 @dataclass(frozen=True)
@@ -207,7 +183,7 @@ class Denser(Schedule):
         TypeError, ValueError: ``schedule`` is no schedule, or ``times`` no int of at least 1.
 
     >>> clock = ReplicaClock(step=15, epoch=0, steps_since_round=15, seconds_since_round=0.0)
-    >>> EveryNSteps(32).next(clock).action.name, Denser(EveryNSteps(32)).next(clock).action.name
+    >>> EveryNSteps(32).next(clock).name, Denser(EveryNSteps(32)).next(clock).name
     ('LOCAL', 'ROUND')
     """
 
@@ -218,7 +194,7 @@ class Denser(Schedule):
         check_protocol("Denser", "schedule", self.schedule, Schedule, "a schedule")
         check_int(self, "times", at_least=1)
 
-    def next(self, clock: ReplicaClock) -> Step:
+    def next(self, clock: ReplicaClock) -> Action:
         return self.schedule.next(
             clock._replace(
                 steps_since_round=self.times * clock.steps_since_round + self.times - 1,
@@ -245,7 +221,7 @@ class EveryNSteps(Schedule):
     Source: the synchronisation interval H of local SGD, https://arxiv.org/abs/1805.09767
 
     >>> clock = ReplicaClock(step=1, epoch=0, steps_since_round=1, seconds_since_round=0.0)
-    >>> EveryNSteps(2).next(clock).action, EveryNSteps(3).next(clock).action
+    >>> EveryNSteps(2).next(clock), EveryNSteps(3).next(clock)
     (<Action.ROUND: 'round'>, <Action.LOCAL: 'local'>)
     """
 
@@ -254,8 +230,8 @@ class EveryNSteps(Schedule):
     def __post_init__(self) -> None:
         check_int(self, "n", at_least=1)
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.ROUND if clock.steps_since_round + 1 >= self.n else Action.LOCAL)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.ROUND if clock.steps_since_round + 1 >= self.n else Action.LOCAL
 
 
 @dataclass(frozen=True)
@@ -276,7 +252,7 @@ class EverySeconds(Schedule):
     Source: the time-triggered averaging of Bagua's asynchronous model averaging, https://github.com/BaguaSys/bagua
 
     >>> clock = ReplicaClock(step=9, epoch=0, steps_since_round=9, seconds_since_round=0.4)
-    >>> EverySeconds(0.3).next(clock).action, EverySeconds(0.5).next(clock).action
+    >>> EverySeconds(0.3).next(clock), EverySeconds(0.5).next(clock)
     (<Action.ROUND: 'round'>, <Action.LOCAL: 'local'>)
     """
 
@@ -285,8 +261,8 @@ class EverySeconds(Schedule):
     def __post_init__(self) -> None:
         check_real(self, "seconds", above=0)
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.ROUND if clock.seconds_since_round >= self.seconds else Action.LOCAL)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.ROUND if clock.seconds_since_round >= self.seconds else Action.LOCAL
 
 
 @dataclass(frozen=True)
@@ -299,11 +275,11 @@ class Synchronous(Schedule):
     https://arxiv.org/abs/2006.15704
 
     >>> Synchronous().next(ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0))
-    Step(action=<Action.GRADIENTS: 'gradients'>, fragment=0)
+    <Action.GRADIENTS: 'gradients'>
     """
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.GRADIENTS)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.GRADIENTS
 
 
 @dataclass(frozen=True)
@@ -332,7 +308,7 @@ class Warmup(Schedule):
     Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
 
     >>> clock = ReplicaClock(step=99, epoch=0, steps_since_round=0, seconds_since_round=0.0)
-    >>> Warmup(EveryNSteps(8), steps=100).next(clock).action, Warmup(EveryNSteps(8), steps=99).next(clock).action
+    >>> Warmup(EveryNSteps(8), steps=100).next(clock), Warmup(EveryNSteps(8), steps=99).next(clock)
     (<Action.GRADIENTS: 'gradients'>, <Action.LOCAL: 'local'>)
     """
 
@@ -350,14 +326,14 @@ class Warmup(Schedule):
             if getattr(self, argument) is not None:
                 check_int(self, argument, at_least=1)
 
-    def next(self, clock: ReplicaClock) -> Step:
+    def next(self, clock: ReplicaClock) -> Action:
         if self.steps is not None:
             warm = clock.step >= self.steps
         else:
             assert self.epochs is not None  # exactly one is given
             warm = clock.epoch >= self.epochs
         if warm:
-            return Step.of(self.schedule.next(clock), self.schedule)
+            return self.schedule.next(clock)
         if self.warmup_sync_every is None:
-            return Step(Action.GRADIENTS)
+            return Action.GRADIENTS
         return EveryNSteps(self.warmup_sync_every).next(clock)

@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar, get_args, runtime_checkable
 
 import torch
@@ -701,10 +701,15 @@ def described(policy: StalenessPolicy) -> dict[str, Any]:
 def _from_description(description: Mapping[str, Any]) -> StalenessPolicy:
     name = description["policy"]
     given = description["arguments"]
-    module, _, path = name.rpartition(":")
-    cls: Any = importlib.import_module(module or __name__)
-    for part in path.split("."):
-        cls = getattr(cls, part)
+    module, _, path = str(name).rpartition(":")
+    try:
+        cls: Any = reduce(getattr, path.split("."), importlib.import_module(module or __name__))
+    except (ImportError, AttributeError) as error:
+        known = sorted({each.func.__qualname__ for each in NAMES.values()})
+        raise ValueError(
+            f"the policy of a description must be one of {known}, or 'module:class' of a module that can be imported, "
+            f"got {name!r}: {error}"
+        ) from error
     if not (isinstance(cls, type) and issubclass(cls, StalenessPolicy)):
         raise TypeError(f"{name} is no class that extends `StalenessPolicy`.")
     described_ = {key: isinstance(each, Mapping) and "policy" in each for key, each in given.items()}

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import torch
 
-from lightning_async._checks import check_choice, check_int, check_protocol
+from lightning_async._checks import check_bool, check_choice, check_int, check_protocol
 from lightning_async.algorithms import AccumulationPolicy, Fixed, LrScaling
 from lightning_async.algorithms.staleness import GradientCorrection, Prediction
 from lightning_async.trainer.namespace import Undo, callbacks_of, override, pulls
@@ -34,8 +34,7 @@ def check_arguments(callback: Any) -> AccumulationPolicy:
     check_choice(owner, "lr_scaling", callback.lr_scaling, (*get_args(LrScaling), None))
     if callback.count is not None and not callable(callback.count):
         raise TypeError(f"`{owner}(count={callback.count!r})` must be a function of a batch.")
-    if not isinstance(callback.split_on_oom, bool):
-        raise TypeError(f"`{owner}(split_on_oom={callback.split_on_oom!r})` must be True or False.")
+    check_bool(owner, "split_on_oom", callback.split_on_oom)
     name, unit = ("accumulation_steps", "batches") if target is None else ("target_batch_size", "samples")
     given = getattr(callback, name)
     if isinstance(given, int):

@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_async._checks import check_choice, check_int, check_number, check_protocol, check_time
+from lightning_async._checks import check_bool, check_choice, check_int, check_number, check_protocol, check_time
 from lightning_async.algorithms import (
     Adaptive,
     AnySave,
@@ -126,6 +126,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         check_choice(owner, "busy", busy, get_args(Busy))
         check_choice(owner, "buffers", buffers, (1, 2))
         check_choice(owner, "objects", objects, get_args(Objects))
+        check_bool(owner, "save_on_exception", save_on_exception)
         best = _best(keep)
         if recover is not None and not (recover.startswith("step=") and recover[5:].isdecimal()):
             check_choice(owner, "recover", recover, (*STRATEGIES, "step=N", None))

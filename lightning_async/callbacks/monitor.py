@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_async.trainer.loops.loop_state import show
-from lightning_async.trainer.namespace import Callback
+from lightning_async.trainer.namespace import Callback, rank_zero_info
 from lightning_async.trainer.strategy_view import view_of
 
 _EMPTY = (
@@ -32,6 +32,7 @@ class AveragingMonitor(Callback):
 
     def __init__(self) -> None:
         self._logged = 0
+        self._told: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         summary = view_of(trainer.strategy).summary
@@ -42,6 +43,9 @@ class AveragingMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         show(trainer._logger_connector, summary.shown())
+        if summary.automatic and summary.settings and self._is_news(summary.settings):
+            self._told = summary.settings
+            rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
         """Return whether to log. Steps that take a window of gradients, or a push, each are many: then as often as
@@ -51,6 +55,13 @@ class AveragingMonitor(Callback):
             return False
         self._logged = number
         return True
+
+    def _is_news(self, settings: dict[str, float]) -> bool:
+        """Return whether some setting has changed by a third or more since it was told."""
+        if self._told.keys() != settings.keys():
+            return True
+        pairs = [(self._told[name], value) for name, value in settings.items() if name != "step_s"]
+        return any(max(before, now) > 4 / 3 * min(before, now) for before, now in pairs)
 
     def attach(self, trainer: Any) -> Callable[[], None]:
         """Join the Trainer's callbacks, unless it has a monitor; return what takes this one away again."""

@@ -356,7 +356,7 @@ class WriterChannel:
 
     def close(self) -> str:
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_WR)  # forks of this process may have it open, too
+            self._channel.shutdown(socket.SHUT_WR)  # forks that Python has not made may have it open, too
         self._channel.close()
         status = self._process.wait(_EXIT_S)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()

@@ -73,7 +73,7 @@ def _death_of(trainer: int) -> Iterator[list[int]]:
 
 
 def _next(channel: socket.socket, trainer: int, death: Sequence[int]) -> tuple[int, int, int, bool] | None:
-    # Forks of the trainer have the other end of the channel, too: that it ends is not heard as long as they live.
+    # Forks of the trainer that Python has not made have the other end of the channel, too, and hide that it ends.
     while not wait_for(channel, 1.0, death):
         if os.getppid() != trainer:
             return None

@@ -41,6 +41,8 @@ _CONNECTS = timedelta(seconds=60)  # many at once stand in a queue while the ser
 _LINGER_S = 1.0
 _BACKLOG = 2048
 _GOES_S = 3.0
+_FIRST = "how"
+_OTHERWISE = "how otherwise"
 
 
 class WaitWithLog:
@@ -193,7 +195,6 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
     while missing:
         for other in sorted(missing):
             if not room.check([str(other)]):
-                _check_early(room, seal, rank, other)
                 continue
             theirs = _parse(seal.open(str(other), room.get(str(other))))
             if theirs is not None:
@@ -203,38 +204,33 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
             patience.wait(lambda: f"waiting for rank(s) {sorted(missing)} of {world_size}")
 
 
-def begin_early(store: Store, rank: int, world_size: int, seal: Seal) -> Callable[[], None]:
-    """Say that this rank waits for some of the ranks only; return what raises where others `greet`, and wait for all.
+def agree_on_start(store: Store, rank: int, how: str, seal: Seal) -> Callable[[], None]:
+    """Say ``how`` this rank's arguments have ranks begin; return what raises once another rank says otherwise.
 
-    A rank that waits for some never greets in this store before they begin, and one that waits for all does nothing
-    else, so that neither would hear of the other.
+    The first word stands. Ranks that differ in it would wait for each other, at places where neither hears of that.
+
+    Raises:
+        AsyncTrainingError: this rank says otherwise.
     """
     room: Any = PrefixStore("lightning_async/start", store)
     seal = seal.within("start")
-    room.set(f"early/{rank}", seal.sign(f"early/{rank}", b"early"))
+    mine = f"rank {rank} has {how}"
+    found = seal.open(_FIRST, room.compare_set(_FIRST, "", seal.sign(_FIRST, mine.encode())))
+    first = mine if found is None else found.decode(errors="replace")  # None: a stranger's
+
+    def refuse(other: str) -> None:
+        time.sleep(_LINGER_S * (rank == 0))  # as in `_compare`
+        raise AsyncTrainingError(f"rank {rank}: {first}, and {other}. Start all ranks with the same strategy.")
 
     def check() -> None:
-        for other in range(world_size):
-            if other != rank and room.check([str(other)]):
-                theirs = _parse(seal.open(str(other), room.get(str(other))))
-                if theirs is not None:
-                    _refuse_unequal_waits(rank, rank, other)
+        other = seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
+        if other is not None:
+            refuse(other.decode(errors="replace"))
 
+    if not first.endswith(f" has {how}"):
+        room.set(_OTHERWISE, seal.sign(_OTHERWISE, mine.encode()))
+        refuse(mine)
     return check
-
-
-def _check_early(room: Any, seal: Seal, rank: int, other: int) -> None:
-    key = f"early/{other}"
-    if room.check([key]) and seal.open(key, room.get(key)) is not None:
-        _refuse_unequal_waits(rank, other, rank)
-
-
-def _refuse_unequal_waits(rank: int, early: int, late: int) -> None:
-    time.sleep(_LINGER_S * (rank == 0))  # as in `_compare`
-    raise AsyncTrainingError(
-        f"rank {rank}: rank {early} waits for as many workers as its `ServerOptions(wait_for_workers=...)` says, and "
-        f"rank {late} for all ranks. Start all ranks with the same strategy and the same `wait_for_workers`."
-    )
 
 
 def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import threading
 import time
 
-from lightning_async._sockets import connects, keep_from_forks, listening_port, snapshot
+from lightning_async._sockets import connects, listening_port, snapshot
 from lightning_async._subprocess import HelperProcess
 
 _OUTLIVE = b"1"
@@ -38,7 +38,6 @@ class StoreProcess:
         )  # fmt: skip
         process.popen.returncode = 0  # nobody waits for it, as it may end last
         self._channel = process.channel
-        keep_from_forks({self._channel.fileno(): os.fstat(self._channel.fileno()).st_ino})
         self._lock = threading.Lock()
         self._runs = 0
 

@@ -11,17 +11,15 @@ import errno
 import logging
 import os
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from lightning_async._subprocess import bare_command
+from lightning_async._subprocess import HelperProcess
 from lightning_async.comm.p2p import listen
 from lightning_async.comm.p2p_gloo import address_of
-from lightning_async.comm.peer_storage import unshared
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.partition import TABLES
@@ -33,7 +31,6 @@ _LOOK_S = 0.1
 _REPLACING_ENDS_S = 20.0
 _ENDS_S = 10.0
 _BACKLOG = 128
-_left: list[subprocess.Popen[bytes]] = []
 
 
 class ServerProcess:
@@ -68,7 +65,7 @@ class ServerProcess:
             "terms": (worker_rules or WorkerRules()).plain(), "linger_s": linger_s, "server": server,
             "snapshots": snapshots, "snapshot_every": snapshot_every,
         }  # fmt: skip
-        self._popen: subprocess.Popen[bytes] | None = None
+        self._process: HelperProcess | None = None
         self.name = ""
         """Argument of `ShmDial`."""
         self.address: dict[str, Any] = {}
@@ -93,22 +90,17 @@ class ServerProcess:
             listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             listeners.append(opened.enter_context(listener))
             self.address = address_of(self.name, host, listener.getsockname()[1])
-        ours, theirs = socket.socketpair()
-        opened.callback(theirs.close)
-        self._control = unshared(ours)
-        control = theirs.fileno()
         handed = [*memories, *(each.fileno() for each in listeners)]
-        arguments = [control, handed, {**self._settings, "address": self.address}]
-        self._popen = subprocess.Popen(
-            bare_command("lightning_async.parameter_server.supervisor", arguments, "supervises a server"),
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=[control, *handed], start_new_session=True,
+        self._process = HelperProcess(
+            "lightning_async.parameter_server.supervisor", [handed, {**self._settings, "address": self.address}],
+            "supervises a server", descriptors=handed,
         )  # fmt: skip
 
     @property
     def supervisor(self) -> int:
         """The supervisor's process id."""
-        assert self._popen is not None
-        return self._popen.pid
+        assert self._process is not None
+        return self._process.popen.pid
 
     @property
     def pid(self) -> int | None:
@@ -122,7 +114,7 @@ class ServerProcess:
     @property
     def killed(self) -> bool:
         """Whether the supervisor has been killed: all memory is gone with it."""
-        return self._popen is not None and (self._popen.poll() or 0) < 0
+        return self._process is not None and (self._process.popen.poll() or 0) < 0
 
     def tell_to_end(self) -> None:
         """Tell the server to end, with a last snapshot where any are taken; `close` waits for it."""
@@ -138,43 +130,38 @@ class ServerProcess:
         Returns:
             0; 1 where it could not take its last snapshot, or has ended before, as it could not serve.
         """
-        if self._popen is None:
+        if (process := self._process) is None:
             return 0
         if drain_s > 0.0:
             self._order(DRAIN)
-        status = self._ended(drain_s)
+        status = process.wait(drain_s)
         if status is None:
             self.tell_to_end()
-            status = self._ended(snapshot_s)
+            status = process.wait(snapshot_s)
         if status is None:
             status = 1
             self._order(STOP)
-            if self._ended(_ENDS_S) is None:
-                self._popen.kill()  # the server sees that, and ends
-                self._popen.wait()
-        self._control.close()
-        self._popen = None
+            if process.wait(_ENDS_S) is None:
+                process.popen.kill()  # the server sees that, and ends
+                process.wait()
+        process.channel.close()
+        self._process = None
         return int(status != 0)
 
     def leave(self, within_s: float = 1.0) -> None:
         """Leave the server to others: it ends when nobody is connected; wait for that for ``within_s`` at most."""
-        if self._popen is None:
+        if (process := self._process) is None:
             return
         self._order(DRAIN)
-        if self._ended(within_s) is None:
-            _left.append(self._popen)  # a process that is not waited for has no end of its own here
-        self._control.close()
-        self._popen = None
+        if process.wait(within_s) is None:
+            process.leave()
+        process.channel.close()
+        self._process = None
 
     def _order(self, word: bytes) -> None:
-        with contextlib.suppress(OSError):
-            self._control.send(word)
-
-    def _ended(self, within_s: float) -> int | None:
-        assert self._popen is not None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self._popen.wait(within_s)
-        return None
+        if (process := self._process) is not None:
+            with contextlib.suppress(OSError):
+                process.channel.send(word)
 
 
 class Shelving(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.averaging import AveragingRule, DeltaMean
 from lightning_async.algorithms.schedules import Schedule, Synchronous
 from lightning_async.callbacks.monitor import AveragingMonitor
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -45,9 +45,7 @@ class AsyncStrategy(ReplicatedStrategy):
     """Replicas that meet at sync points, and in the background in between.
 
     Args:
-        rule: how they become one model where they differ.
-        schedule: when.
-        config: the rest of what the engine must know.
+        config: what the engine must know.
         buffers: what happens to floating-point buffers.
         optimizer_state: what happens to the optimizers' state.
         lr_clock: whose steps the learning rates follow that change per batch.
@@ -59,6 +57,12 @@ class AsyncStrategy(ReplicatedStrategy):
 
     asynchronous = True
     checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
+    rule: AveragingRule = DeltaMean()
+    """Makes one model of replicas that differ at a sync point: by default their mean."""
+    schedule: Schedule = Synchronous()
+    """Says which steps replicas take alone: by default none, so that there are no rounds between sync points."""
+    automatic: tuple[str, ...] = ()
+    """Names the arguments that follow from what is measured."""
     make_step_runner: Callable[..., StepRunner] = LocalSteps
     """Makes what takes the steps of a session."""
     make_totals: Callable[[], Any] | None = None
@@ -66,8 +70,6 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def __init__(
         self,
-        rule: AveragingRule,
-        schedule: Schedule,
         config: AveragerConfig,
         *,
         buffers: BufferPolicy,
@@ -77,8 +79,6 @@ class AsyncStrategy(ReplicatedStrategy):
     ) -> None:
         dead_after = config.timeouts.dead_after
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
-        self.rule = rule
-        self.schedule = schedule
         self.config = config
         self.num_fits = 0
         self.host = JoinCoordinator(self) if isinstance(self.transport, TorchTransport) else None

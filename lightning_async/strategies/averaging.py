@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
-from lightning_async.algorithms import DeltaMean, EveryNSteps, Synchronous
+from lightning_async.algorithms import Synchronous
+from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.compression import TopK
 from lightning_async.algorithms.schedules import Schedule
@@ -32,8 +33,11 @@ class AsyncAveragingStrategy(AsyncStrategy):
     train, until every one holds the same model to the bit. Between sync points nothing waits for all ranks.
 
     Args:
-        rule: how replicas become one model: `DeltaMean` (default), `DiLoCo`, `SparseLoCo`, or, without overlap, `Mean`.
-        schedule: when: `EveryNSteps` (default: 32), `EverySeconds`, `Synchronous`, `Warmup`.
+        rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
+            settings follow from period, delay and number of replicas; `DiLoCo`, `SparseLoCo`, `DeltaMean`, or,
+            without overlap, `Mean`.
+        schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
+            `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
             its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
@@ -47,8 +51,9 @@ class AsyncAveragingStrategy(AsyncStrategy):
             default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
             such as `DiLoCo`), `TopK(fraction, bits)` (the largest elements; for the same rules), ``"bf16"`` (half), or
-            ``"none"`` (default). Nothing is lost: what a message cannot hold stays in the replica's parameters, or in
-            the residual of `SparseLoCo`, and goes with the next one. Sync points exchange fp32.
+            ``"none"``; ``"auto"`` (default) is int8 where the rule sends differences, else none. Nothing is lost: what
+            a message cannot hold stays in the replica's parameters, or in the residual of `SparseLoCo`, and goes with
+            the next one. Sync points exchange fp32.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
             the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
@@ -72,24 +77,28 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     def __init__(
         self,
-        rule: AveragingRule | None = None,
-        schedule: Schedule | None = None,
+        rule: AveragingRule | Literal["auto"] = "auto",
+        schedule: Schedule | Literal["auto"] = "auto",
         overlap: bool = True,
         *,
         weighting: Weighting | Callable[[Any], float] = "samples",
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
-        compression: Compression | TopK = "none",
+        compression: Compression | TopK | Literal["auto"] = "auto",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
-        rule = DeltaMean() if rule is None else rule
-        schedule = EveryNSteps(32) if schedule is None else schedule
+        chosen = {"rule": rule, "schedule": schedule, "compression": compression}
+        self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
+        rule = AdaptiveDiLoCo() if rule == "auto" else rule
+        schedule = MatchCommunication() if schedule == "auto" else schedule
         configuration_checks.check_arguments(rule, schedule, overlap)
+        if compression == "auto":
+            compression = "int8" if rule.sends_difference else "none"
         owner = type(self).__name__
         configuration_checks.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.weighting = weighting
@@ -102,9 +111,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         )  # fmt: skip
         config.check_rule(owner, rule)
         super().__init__(
-            rule, schedule, config, buffers=buffers, optimizer_state=optimizer_state, lr_clock=lr_clock,
-            transport=transport,
-        )  # fmt: skip
+            config, buffers=buffers, optimizer_state=optimizer_state, lr_clock=lr_clock, transport=transport
+        )
+        self.rule = rule
+        self.schedule = schedule
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)

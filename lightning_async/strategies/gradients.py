@@ -7,7 +7,6 @@ from typing import Any, Literal, get_args
 from torch.optim import LBFGS, SparseAdam
 
 from lightning_async._checks import check_choice, check_int
-from lightning_async.algorithms import DeltaMean, Synchronous
 from lightning_async.algorithms.accumulation import BalancedWindows
 from lightning_async.algorithms.compression import PowerSGD, TopK
 from lightning_async.algorithms.staleness import DelayCorrection
@@ -134,7 +133,7 @@ class AsyncGradientStrategy(AsyncStrategy):
             timeouts=Timeouts.or_default(timeouts), part_bytes=max(4, int(part_mb * 2**20)),
             min_replicas=min_replicas, max_replicas=max_replicas,
         )  # fmt: skip
-        super().__init__(DeltaMean(), Synchronous(), config, buffers=buffers, transport=transport)
+        super().__init__(config, buffers=buffers, transport=transport)
         self.sizes: ExternalWindowSize | None = None
         """Says how large windows are, in place of `accumulate`."""
         self.lent = False

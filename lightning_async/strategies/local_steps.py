@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_async.algorithms.schedules import Action, Step, Synchronous
+from lightning_async.algorithms.schedules import Action, Synchronous
 from lightning_async.callbacks.accumulation import AdaptiveGradientAccumulation
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import RECENT_BATCHES, reset
@@ -40,7 +40,7 @@ class LocalSteps(StepRunner):
         self._gradients = gradients
         averager.on_healed = self._forget_state
         self._samples = self._of_batch = 0.0
-        self._batch_step: Step | None = None
+        self._batch_step: Action | None = None
         self._seen = self._counted = self._dropped = 0
         self._reduced = False
         """Manual optimization: gradients were averaged since the last batch with a step."""
@@ -91,7 +91,7 @@ class LocalSteps(StepRunner):
             return run(closure)
         planned = self._averager.plan()
         self._gradients.told = None
-        synchronous = planned.action is Action.GRADIENTS
+        synchronous = planned is Action.GRADIENTS
         before = self._seen
         self._skipped = False
         output = run(self._synchronised(closure) if synchronous else closure)
@@ -141,7 +141,7 @@ class LocalSteps(StepRunner):
 
     def _is_synchronous(self) -> bool:
         """Manual optimization: this batch's step is one on averaged gradients."""
-        return self._batch_step is not None and self._batch_step.action is Action.GRADIENTS
+        return self._batch_step is Action.GRADIENTS
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
@@ -193,7 +193,7 @@ class LocalSteps(StepRunner):
         what batches before have made in accumulation is a mean already."""
         return self._samples if self._strategy.module.automatic_optimization else self._of_batch
 
-    def _tick(self, planned: Step, stepped: bool) -> None:
+    def _tick(self, planned: Action, stepped: bool) -> None:
         self._batches.see()
         strategy = self._strategy
         samples = self._samples

@@ -10,7 +10,6 @@ from typing import Any, cast
 
 from torch.optim import Optimizer
 
-from lightning_async.algorithms import DeltaMean, Synchronous
 from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PushCompressionName, TopK, TwoBit, make_compression
 from lightning_async.algorithms.staleness import StalenessPolicy
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -141,10 +140,7 @@ class ParameterServerStrategy(AsyncStrategy):
         )
         roles = ServerRoles(self.service)
         self.roles: ServerRoles = roles  # pyright: ignore[reportIncompatibleVariableOverride]
-        super().__init__(
-            DeltaMean(), Synchronous(), config, buffers=buffers, lr_clock=self.service.lr_clock,
-            transport=roles.transport(transport),
-        )  # fmt: skip
+        super().__init__(config, buffers=buffers, lr_clock=self.service.lr_clock, transport=roles.transport(transport))
         self.roles.check_transport(self.transport)
         self.quorum.check_transport(self.transport)
         # Unlike a lambda, this goes with the strategy to ranks that are spawned.
@@ -180,8 +176,7 @@ class ParameterServerStrategy(AsyncStrategy):
         fewest = self.config.survives(world_size)
         self.quorum.check_workers(world_size, fewest)
         with naming_the_stores_host(rank):
-            store = self.job.store(early=True)
-            workers = self.quorum.first_workers(store, rank, world_size, self.job.begin_early())
+            workers = self.quorum.first_workers(self.job.store(early=True), rank, world_size)
         if rank not in workers:
             os.environ[REJOIN] = "1"
             self._environment = numbered_last(self._environment)

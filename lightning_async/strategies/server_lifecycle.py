@@ -31,10 +31,9 @@ from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.discovery import ROOM, Attendance, DedicatedServer, JobBoard
 from lightning_async.parameter_server.partition import ServerPartition
 from lightning_async.parameter_server.process import Guard, ServerProcess, ServerStart
-from lightning_async.trainer.environment.subprocess_launcher import check_launcher
 from lightning_async.trainer.namespace import in_words
 from lightning_async.transports.base import Transport
-from lightning_async.transports.torch import TorchTransport
+from lightning_async.transports.torch import TorchTransport, check_start
 
 log = logging.getLogger(__name__)
 
@@ -105,16 +104,14 @@ class StartQuorum:
         enough = self.number is not None and len(come) >= self.number
         return len(come) == world_size or (enough and waited_s >= self.within.total_seconds())
 
-    def first_workers(
-        self, store: JoinBoard, rank: int, world_size: int, check: Callable[[], None] = check_launcher
-    ) -> list[int]:
+    def first_workers(self, store: JoinBoard, rank: int, world_size: int) -> list[int]:
         """Return the numbers of the workers that begin, once the first one has decided; all workers call this.
 
         Raises:
             CollectiveTimeout: they are too few for 30 minutes.
-            AsyncTrainingError: who started this rank has died, or what else ``check`` raises while it waits.
+            AsyncTrainingError: who started this rank has died, or another rank is to begin otherwise.
         """
-        patience = WaitWithLog(rank, _PATIENCE, check)
+        patience = WaitWithLog(rank, _PATIENCE, check_start)
         began = time.monotonic()
         come: list[int] = []
 
@@ -323,16 +320,6 @@ class JobRanks:
         """Return the job's store: once all workers have come, or ``early``, as soon as there is one."""
         return self._transport.early_door(self._place()) if early else self._transport.door(self._place())
 
-    def begin_early(self) -> Callable[[], None]:
-        """Say that not all workers are waited for; return what raises where somebody waits for all, or is not there."""
-        check = self._transport.begin_early(self._place())
-
-        def check_all() -> None:
-            check_launcher()
-            check()
-
-        return check_all
-
     def register(self, role: str, number: int) -> Any:
         """Send heartbeats under this name until the process ends; return what receives those of others."""
         if os.getpid() not in _beats:
@@ -375,6 +362,8 @@ def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignal
                     f"rank {rank}: no worker has come within {attendance.silent_s:.0f} s. Do all ranks call the "
                     "Trainer?"
                 )
+            if not attendance.came:
+                check_start()
             server.follow()
             server.wait(signals.descriptor)
     except (DistNetworkError, DistStoreError, ConnectionError):

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal, cast, get_args
 
-from lightning_async._checks import check_choice, check_int, check_number, check_real
+from lightning_async._checks import check_bool, check_choice, check_int, check_number, check_real
 from lightning_async.algorithms.compression import PushCompression
 from lightning_async.algorithms.staleness import AUTO, NoCorrection, StalenessPolicy, make_policy
 from lightning_async.checkpoint.storage import files_at
@@ -43,7 +43,7 @@ def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str |
         TypeError, ValueError: there is no such policy.
     """
     if staleness == AUTO:
-        return AUTO if update_on_server else NoCorrection()
+        return NoCorrection() if update_on_server is False else AUTO  # it is checked later
     return make_policy(staleness)
 
 
@@ -87,7 +87,7 @@ class ServerOptions:
         owner = type(self).__name__
         check_int(self, "bigarray_bound", at_least=1)
         check_int(self, "update_frequency", at_least=1)
-        check_choice(owner, "consistent_pull", self.consistent_pull, (True, False))
+        check_bool(owner, "consistent_pull", self.consistent_pull)
         check_choice(owner, "lr_clock", self.lr_clock, (*get_args(LrClock), None))
         if self.snapshot_every is not None:
             check_real(self, "snapshot_every", above=0)
@@ -174,7 +174,7 @@ class ServiceSettings:
         check_number(owner, "pull_every", self.pull_every, at_least=1)
         check_choice(owner, "placement", self.placement, get_args(Placement))
         for name in ("update_on_server", "overlap"):
-            check_choice(owner, name, getattr(self, name), (True, False))
+            check_bool(owner, name, getattr(self, name))
         if self.num_servers is not None:
             check_number(owner, "num_servers", self.num_servers, at_least=1)
         if self.max_staleness is not None:

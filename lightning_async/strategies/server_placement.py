@@ -43,7 +43,7 @@ from lightning_async.strategies.server_options import REQUEST_S, ServiceSettings
 from lightning_async.trainer.namespace import rank_zero_info
 from lightning_async.transports.base import Connection, Transport
 from lightning_async.transports.resolve import TransportName
-from lightning_async.transports.torch import TorchTransport
+from lightning_async.transports.torch import TorchTransport, check_start, start_is_over
 
 log = logging.getLogger(__name__)
 
@@ -300,11 +300,16 @@ class ServerHandle:
         shelving = self._shelving(world)
         if world.rank == 0:
             board.call(run, self._roles.num_servers, rules, shelving)
-        patience = WaitWithLog(world.rank, _ANSWERS, connection.membership.check)
-        return self._at(board.answers(run, self._roles.num_servers, patience))
+
+        def check() -> None:
+            connection.membership.check()
+            check_start()
+
+        return self._at(board.answers(run, self._roles.num_servers, WaitWithLog(world.rank, _ANSWERS, check)))
 
     def _at(self, addresses: Sequence[Mapping[str, Any]]) -> Servers:
         """Return the servers at these addresses; those that are ranks say why one cannot go on."""
+        start_is_over()
         options = self._service.options
         run = self._run
         if run is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
 
-from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.optimizer_state import reset
 from lightning_async.engine.gradients.reduction import SynchronousGradients
@@ -191,7 +191,6 @@ class Requests:
 
 
 _ALWAYS = 2  # steps before which all values are looked at
-_STEP = Step(Action.GRADIENTS)
 
 
 class PushSteps(StepRunner, SyncPointParticipant):
@@ -462,7 +461,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
     def _tick(self, stepped: bool = True) -> None:
         self._batches.see()
         samples = self._samples.report()
-        self._averager.tick(_STEP, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
+        self._averager.tick(Action.GRADIENTS, samples, stepped=stepped, lr=learning_rate(self._strategy.optimizers))
 
     def _ask(self, ask: Callable[[], Any]) -> Any:
         """Make a request, and wait for its answer."""

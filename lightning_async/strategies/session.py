@@ -215,6 +215,7 @@ class Session:
         # A scaler sees them, skips on all ranks, and lowers its scale.
         gradients.rounds.drops = scaler_of(strategy.precision_plugin) is None
         gradients.rounds.on_drop = averager.summary.drop
+        self.averager.summary.automatic = strategy.automatic
         self.averager.summary.totals = None if strategy.make_totals is None else strategy.make_totals()
         self._saved = saved
         saved.resume(self.averager, strategy.global_rank, strategy.world_size)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_async.algorithms.accumulation import BalancedWindows
-from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.gradients.window import Window, WindowTotals
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from lightning_async.strategies.gradients import AsyncGradientStrategy
 
 
-_GRADIENTS = Step(Action.GRADIENTS)
 _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 
 
@@ -261,7 +260,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._totals.arrive(arrived, averager.sync_points, gradients.rounds.message_bytes)
         stepped = self._seen > before
         lr = learning_rate(strategy.optimizers)
-        averager.tick(_GRADIENTS, samples, stepped=stepped, lr=lr)
+        averager.tick(Action.GRADIENTS, samples, stepped=stepped, lr=lr)
         gradients.stepped()
 
     def _step(self) -> None:

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchmetrics import Metric
 
-from lightning_async._checks import check_choice, check_protocol
+from lightning_async._checks import check_bool, check_choice, check_protocol
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.data.partition import PartitionedSampler
@@ -32,8 +32,7 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
     """Check the first three arguments of `AsyncAveragingStrategy`."""
     check_protocol("AsyncAveragingStrategy", "rule", rule, AveragingRule, "an averaging rule such as DeltaMean()")
     check_protocol("AsyncAveragingStrategy", "schedule", schedule, Schedule, "a schedule such as EveryNSteps(32)")
-    if not isinstance(overlap, bool):
-        raise TypeError(f"`AsyncAveragingStrategy(overlap={overlap!r})` must be True or False.")
+    check_bool("AsyncAveragingStrategy", "overlap", overlap)
 
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:

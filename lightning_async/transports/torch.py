@@ -33,7 +33,7 @@ from lightning_async.membership.startup import (
     ProcessHeartbeat,
     ProcessRole,
     WaitWithLog,
-    begin_early,
+    agree_on_start,
     greet,
     is_loopback,
     listen,
@@ -55,6 +55,7 @@ START_TIMEOUT = timedelta(minutes=30)
 _stores: list[Any] = []  # of this process: one, from its first run on
 _processes: list[StoreProcess] = []  # of this process: the one that serves, where it is rank 0
 _early: list[Any] = []  # the store, where it is open and no group is yet
+_agreed: list[Callable[[], None]] = []  # what raises where ranks differ in how they begin, until they have begun
 _assembled: list[Any] = []  # what the ranks have assembled in: another that came in its place would know nothing of it
 
 
@@ -66,11 +67,30 @@ def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
     if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":  # somebody else has made the group
         return distributed_c10d._get_default_store()
     if not _stores:
-        store = _open_store(environment, rank, apart)
+        _stores.append(_open_store(environment, rank, apart))
+        _agree(environment, rank, "wait_for_workers='all'")
         if came_back() is None:
-            greet(store, rank, environment.world_size(), _job(environment), Seal.of_job(), _patience(rank))
-        _stores.append(store)
+            greet(_stores[0], rank, environment.world_size(), _job(environment), Seal.of_job(), _patience(rank))
     return _stores[0]
+
+
+def _agree(environment: Any, rank: int, waits: str) -> None:
+    if came_back() is None:
+        num_serving = getattr(environment, "launchers", environment).world_size() - environment.world_size()
+        placement = f"placement='dedicated', num_servers={num_serving}" if num_serving else "placement='colocated'"
+        _agreed[:] = [agree_on_start(_stores[0], rank, f"`{placement}` and `{waits}`", Seal.of_job())]
+
+
+def check_start() -> None:
+    """Raise AsyncTrainingError where who started this rank has died, or another rank is to begin otherwise."""
+    check_launcher()
+    for check in _agreed:
+        check()
+
+
+def start_is_over() -> None:
+    """Note that all have begun: a rank that is to begin otherwise comes late, and fails alone."""
+    _agreed.clear()
 
 
 def assemble(environment: Any) -> ProcessRole:
@@ -120,7 +140,7 @@ def _open_store(environment: Any, rank: int, apart: bool) -> Any:
 
 
 def _patience(rank: int) -> WaitWithLog:
-    return WaitWithLog(rank, START_TIMEOUT, check_launcher)
+    return WaitWithLog(rank, START_TIMEOUT, check_start)
 
 
 def _job(environment: Any) -> str:
@@ -234,13 +254,8 @@ class TorchTransport(Transport):
         if not _stores:  # rank 0's is in a process of its own
             _stores.append(_open_store(environment, environment.global_rank(), apart=True))
             _early[:] = _stores
+            _agree(environment, environment.global_rank(), "wait_for_workers=<a number>")
         return JoinBoard(_stores[0], Seal.of_job())
-
-    def begin_early(self, environment: Any) -> Callable[[], None]:
-        """Say that this rank has come through the `early_door`; return what raises where others wait for all ranks."""
-        if not _early:  # all have met, in a run before
-            return lambda: None
-        return begin_early(_stores[0], environment.global_rank(), environment.world_size(), Seal.of_job())
 
     def door(self, environment: Any) -> JoinBoard:
         """Return the board where joining ranks ask to be admitted."""
@@ -339,6 +354,7 @@ def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
         nccl.set_variables()
     if not _early:  # the group is formed above a store of its own
         _stores.clear()
+        _agreed.clear()
         while _processes:
             _processes.pop().close()
     _early.clear()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_async.algorithms import (
     AdaptiveDelayCompensation,
+    AdaptiveDiLoCo,
     AdaptiveLr,
     AveragingRule,
     Bounded,
@@ -24,6 +25,7 @@ from lightning_async.algorithms import (
     EveryNSteps,
     EverySeconds,
     GapAware,
+    MatchCommunication,
     Mean,
     NoCorrection,
     Schedule,
@@ -83,6 +85,7 @@ RULES = (
     RuleRow("Mean", Mean, is_mean=True),
     RuleRow("DeltaMean", DeltaMean, is_mean=True),
     RuleRow("DiLoCo", DiLoCo),
+    RuleRow("AdaptiveDiLoCo", AdaptiveDiLoCo),
     RuleRow("DiLoCo-plain", lambda: DiLoCo(outer_lr=1.0, outer_momentum=0.0), is_mean=True),
     RuleRow("DiLoCo-heavy-ball", lambda: DiLoCo(outer_lr=0.5, outer_momentum=0.5, nesterov=False)),
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
@@ -103,6 +106,7 @@ COMING = (
 
 SCHEDULES = (
     ScheduleRow("EveryNSteps", lambda: EveryNSteps(4)),
+    ScheduleRow("MatchCommunication", lambda: MatchCommunication(minimum=4)),
     ScheduleRow("DyLU", lambda: DyLU(8, minimum=2)),
     ScheduleRow("EverySeconds", lambda: EverySeconds(0.5)),
     ScheduleRow("Synchronous", Synchronous),

@@ -67,10 +67,10 @@ def test_windows_keep_their_bounds_and_about_their_sum(speeds, batches) -> None:
 @given(speed=st.floats(0.01, 1.0), n=st.integers(1, 500))
 def test_local_steps_by_speed(speed, n) -> None:
     clock = ReplicaClock(step=0, epoch=0, steps_since_round=0, seconds_since_round=0.0, speed=speed)
-    taken = next(h for h in range(n) if DyLU(n).next(clock._replace(steps_since_round=h)).action is Action.ROUND) + 1
+    taken = next(h for h in range(n) if DyLU(n).next(clock._replace(steps_since_round=h)) is Action.ROUND) + 1
     assert taken == max(1, round(n * speed))
-    assert DyLU(n, minimum=n).next(clock._replace(steps_since_round=n - 1)).action is Action.ROUND
-    assert n == 1 or DyLU(n, minimum=n).next(clock._replace(steps_since_round=n - 2)).action is Action.LOCAL
+    assert DyLU(n, minimum=n).next(clock._replace(steps_since_round=n - 1)) is Action.ROUND
+    assert n == 1 or DyLU(n, minimum=n).next(clock._replace(steps_since_round=n - 2)) is Action.LOCAL
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_state_with_and_without_a_torch_optimizer_do_not_mix() -> None:
         ({"outer_lr": True}, TypeError, "must be a number, got bool"),
         ({"outer_momentum": 1.0}, ValueError, r"`DiLoCo\(outer_momentum=1\.0\)` must be < 1\."),
         ({"outer_momentum": -0.1}, ValueError, "must be >= 0"),
-        ({"nesterov": 1}, TypeError, "must be a bool"),
+        ({"nesterov": 1}, TypeError, "must be True or False"),
         ({"outer_optimizer": "SGD"}, TypeError, "must be callable"),
         ({"outer_optimizer": adam, "outer_lr": 0.5}, ValueError, r"`DiLoCo\(outer_lr=0\.5\)` has no effect"),
         ({"outer_optimizer": adam, "outer_momentum": 0.0}, ValueError, "has no effect"),

@@ -14,7 +14,6 @@ from lightning_async.algorithms import (
     EverySeconds,
     ReplicaClock,
     Schedule,
-    Step,
     Synchronous,
     Warmup,
 )
@@ -39,9 +38,7 @@ def play(schedule: Schedule, steps: int, step_s: float = 1.0, steps_per_epoch: i
         now = step * step_s
         if pending and step >= pending[0]:
             committed, pending = now, pending[1:]
-        action = Step.of(
-            schedule.next(ReplicaClock(step, step // steps_per_epoch, since, now - committed)), schedule
-        ).action
+        action = schedule.next(ReplicaClock(step, step // steps_per_epoch, since, now - committed))
         letters += action.name[0]
         since += 1
         if action is Action.ROUND and not pending:
@@ -79,13 +76,13 @@ def test_every_seconds_counts_from_the_last_commit() -> None:
 @given(clock=CLOCKS, seconds=st.floats(0.001, 1000))
 def test_every_seconds_looks_at_the_time_alone(clock: ReplicaClock, seconds: float) -> None:
     expected = Action.ROUND if clock.seconds_since_round >= seconds else Action.LOCAL
-    assert EverySeconds(seconds).next(clock) == Step(expected)
-    assert EverySeconds(seconds).next(clock._replace(steps_since_round=0, step=0)) == Step(expected)
+    assert EverySeconds(seconds).next(clock) == expected
+    assert EverySeconds(seconds).next(clock._replace(steps_since_round=0, step=0)) == expected
 
 
 @given(clock=CLOCKS)
 def test_synchronous_always_averages_gradients(clock: ReplicaClock) -> None:
-    assert Synchronous().next(clock) == Step(Action.GRADIENTS)
+    assert Synchronous().next(clock) == Action.GRADIENTS
 
 
 def test_warmup_by_steps() -> None:
@@ -109,7 +106,7 @@ def test_warmups_nest_on_the_same_clock() -> None:
 @given(clock=CLOCKS, steps=st.integers(1, 1000))
 def test_after_the_warmup_the_schedule_decides_alone(clock: ReplicaClock, steps: int) -> None:
     inner = EverySeconds(10)
-    expected = inner.next(clock) if clock.step >= steps else Step(Action.GRADIENTS)
+    expected = inner.next(clock) if clock.step >= steps else Action.GRADIENTS
     assert Warmup(inner, steps=steps).next(clock) == expected
 
 

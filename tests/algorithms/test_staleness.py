@@ -185,6 +185,14 @@ def test_what_another_process_could_not_make_is_refused() -> None:
         make_policy({"policy": "json:JSONDecoder", "arguments": {}})
 
 
+@pytest.mark.parametrize(
+    "name", ["Bounded2", "Bounded.nosuch", "nosuch:Bounded", "tests.algorithms.test_staleness:Nosuch", 3]
+)
+def test_a_description_of_no_class_says_what_it_names_and_what_is_known(name: Any) -> None:
+    with pytest.raises(ValueError, match=rf"must be one of \['AdaptiveDela.*'Bounded'.*got {name!r}: "):
+        make_policy({"policy": "Dana", "arguments": {"policy": {"policy": name, "arguments": {}}}})
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_name_is_a_policy(name) -> None:
     assert isinstance(make_policy(name), StalenessPolicy)

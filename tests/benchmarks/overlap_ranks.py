@@ -18,7 +18,7 @@ from torch.distributed import TCPStore
 from torch.nn import functional as F
 
 from lightning_async.algorithms import DeltaMean, EveryNSteps
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
 from lightning_async.comm.gpu_staging import StagedCollectives
 from lightning_async.comm.torch_collectives import TorchCollectives
 from lightning_async.engine.averaging.averager import BackgroundAverager
@@ -134,14 +134,13 @@ class Switch:
         self.allowed, self.started = allowed, 0
         self._schedule, self._asked = schedule, False
 
-    def next(self, clock: ReplicaClock) -> Step:
+    def next(self, clock: ReplicaClock) -> Action:
         """What the schedule says, or a local step."""
         if self._asked and clock.steps_since_round == 0:  # all steps are in a message: it was packed
             self.started += 1
-        said = self._schedule.next(clock) if self.started < self.allowed else Action.LOCAL
-        step = Step.of(said, self._schedule)
-        self._asked = step.action is Action.ROUND
-        return step
+        action = self._schedule.next(clock) if self.started < self.allowed else Action.LOCAL
+        self._asked = action is Action.ROUND
+        return action
 
 
 class Marks:

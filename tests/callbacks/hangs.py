@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps
 from lightning_async.callbacks.watchdog import HangWatchdog
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.errors import PeerLost
@@ -82,7 +82,7 @@ def one_of_two(folder: str) -> str:
     """Rank 1 hangs."""
     rank = int(os.environ["RANK"])
     timeouts = Timeouts(dead_after=timedelta(seconds=30))
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=2, timeouts=timeouts)
+    strategy = AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(4), min_replicas=2, timeouts=timeouts)
     module = Hangs(20, a_sleep if rank == 1 else lambda: None)
     watchdog = HangWatchdog(k=5, min_s=0.5, warmup=5, dirpath=folder)
     try:

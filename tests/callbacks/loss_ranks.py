@@ -129,7 +129,7 @@ def train(
 ) -> None:
     strategy = AsyncAveragingStrategy(
         DiLoCo(), SCHEDULES[schedule](), min_replicas=min_replicas,
-        timeouts=Timeouts(dead_after=timedelta(seconds=3)),
+        timeouts=Timeouts(dead_after=timedelta(seconds=3)), compression="none"
     )  # fmt: skip
     saves = FaultTolerantCheckpoint(
         folder, every_n_train_steps=3, keep=Latest(99), save_on_exception=place == "raises", max_failures=9, busy="wait"

@@ -53,7 +53,7 @@ class Rank:
         for i in range(steps):
             step = self.averager.plan()
             weight.grad = (weight - self.goal).detach()
-            if step.action is Action.GRADIENTS:
+            if step is Action.GRADIENTS:
                 self.gradients.reduce_(samples)
             with torch.no_grad():
                 weight -= self.lr * weight.grad

@@ -265,7 +265,7 @@ def test_a_header_survives_its_row() -> None:
             7, ROUND, Vote.END | Vote.STOP, True, SyncPointKind.EPOCH_END, 4, 2**52 - 1, 1, 1e9, 0.7, 3,
             SyncPointKind.STOP, True, 5.0, 6
         ),
-        AveragingPart(True, 0.1, 2.0, 0.3, 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, (0.5, -1.0)),
+        AveragingPart(True, 0.1, 2.0, 0.3, 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, 7.5, (0.5, -1.0)),
         reduction.GradientPart(3.0, 2**48 - 1, 3),
     )  # fmt: skip
     blanks = [Header(), AveragingPart(scalars=(0.0, 0.0)), reduction.GradientPart()]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_async.algorithms import DiLoCo, EveryNSteps, Mean, Warmup
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock
 from lightning_async.engine.fingerprint import is_finite, real
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
@@ -128,7 +128,7 @@ def test_a_complex_parameter_may_be_given_new_memory() -> None:
 
     def body(rank: Rank, module: Any, number: int) -> Any:
         module.weight.data = torch.full((2,), 2.0 + number, dtype=torch.complex64)
-        rank.averager.tick(Step(Action.LOCAL), 1.0)
+        rank.averager.tick(Action.LOCAL, 1.0)
         rank.meet(SyncPointKind.VALIDATE)
         return module.weight.tolist()
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_async.algorithms import Synchronous
-from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.algorithms.schedules import Action
 from lightning_async.engine import backward
 from lightning_async.engine.gradients import overlap
 from lightning_async.engine.gradients.window import Window
@@ -23,7 +23,6 @@ from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, PAYLOAD, FaultyRank, Turnstile, outcomes, values
 from tests.engine.test_overlap import SHAPES, Crash, Net, every, few, grads
 
-GRADIENTS = Step(Action.GRADIENTS)
 Batch = tuple[float, dict[int, float]]
 """Samples, and each parameter's gradient."""
 
@@ -72,7 +71,7 @@ def take(rank: FaultyRank, net: Any, scale: float = 1.0) -> list[float | None]:
     found = [None if g is None else g / scale for g in grads(net)]
     for p in net.p:
         p.grad = None
-    rank.averager.tick(GRADIENTS, 1.0)
+    rank.averager.tick(Action.GRADIENTS, 1.0)
     rank.gradients.stepped()
     return found
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_async.algorithms import PowerSGD, Synchronous, TopK
-from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.gradients.window import Window
 from tests.engine.fault_ranks import FaultyRank, values
 from tests.engine.test_last_backward import gather, leave_with, take
@@ -39,7 +39,7 @@ def take_step(rank: FaultyRank, window: Window, way: str, factors: dict[int, flo
     net.zero_grad(set_to_none=True)
     net.loss(factors).backward()
     rank.gradients.reduce_(samples)
-    rank.averager.tick(Step(Action.GRADIENTS), samples)
+    rank.averager.tick(Action.GRADIENTS, samples)
     return grads(net)
 
 

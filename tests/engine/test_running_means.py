@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from torch import nn
 
-from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.replica import PIECE, Replica, RunningMean, count, late_mean, merge_late_, remaining
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from lightning_async.engine.timeouts import Timeouts
@@ -189,12 +189,12 @@ def test_forward_passes_are_counted_and_not_steps() -> None:
 def in_flight(rank: Rank, meanwhile: Callable[[], None]) -> None:
     """One round, whose result this replica takes after ``meanwhile``."""
     averager = rank.averager
-    averager.tick(Step(Action.ROUND), 1.0)
+    averager.tick(Action.ROUND, 1.0)
     meanwhile()
     buckets, changed = averager.control.buckets, averager.control.shared_state.changed
     with changed:
         assert changed.wait_for(lambda: buckets.arrived is not None, timeout=60.0)
-    averager.tick(Step(Action.LOCAL), 1.0)
+    averager.tick(Action.LOCAL, 1.0)
 
 
 def on_ranks(body: Callable[[Rank, Any, int], Any], make: Callable[[], nn.Module], **kwargs: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, LIMIT_S, NEVER, PAYLOAD, FaultyRank, Turnstile, values
@@ -85,7 +85,7 @@ def move(rank: Rank, steps: int, by: float, last: Action = Action.LOCAL) -> None
     for i in range(steps):
         rank.averager.plan()
         rank.x.sub_(by)
-        rank.averager.tick(Step(last if i == steps - 1 else Action.LOCAL), 1.0)
+        rank.averager.tick(last if i == steps - 1 else Action.LOCAL, 1.0)
 
 
 def test_what_no_work_is_counted_for_is_brought_by_one_for_all() -> None:
@@ -95,7 +95,7 @@ def test_what_no_work_is_counted_for_is_brought_by_one_for_all() -> None:
         move(rank, 4, 0.1)
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         rank.averager.sync_points.resume()
-        rank.averager.tick(Step(Action.ROUND), 1.0, stepped=False)  # mixed precision skips a step
+        rank.averager.tick(Action.ROUND, 1.0, stepped=False)  # mixed precision skips a step
         return rank.x.clone(), rank.averager.summary.rounds
 
     for x, rounds in run(2, body, rule=DiLoCo(), schedule=NEVER, config={"overlap": False}):
@@ -110,9 +110,9 @@ def test_seconds_go_on_over_sync_points() -> None:
         def __init__(self) -> None:
             self.seconds = []
 
-        def next(self, clock: ReplicaClock) -> Step:
+        def next(self, clock: ReplicaClock) -> Action:
             self.seconds.append(clock.seconds_since_round)
-            return Step(Action.LOCAL)
+            return Action.LOCAL
 
     schedules = [Noted(), Noted()]
 

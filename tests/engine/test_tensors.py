@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_async.algorithms import DiLoCo, EveryNSteps
-from lightning_async.algorithms.schedules import Action, Step
+from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.fingerprint import digest
 from lightning_async.engine.gradients.overlap import Plans, gradients_of, pack_, unpack_
 from lightning_async.engine.replica import Replica
@@ -91,7 +91,7 @@ def test_complex_parameters_are_pairs_of_real_ones() -> None:
     def body(rank: Rank, module: Any, number: int) -> Any:
         with torch.no_grad():
             module.weight.add_(complex(number, 2 * number))
-        rank.averager.tick(Step(Action.ROUND), 1.0)
+        rank.averager.tick(Action.ROUND, 1.0)
         return module.weight.detach().clone()
 
     for x in on_ranks(Complex, body, config=BLOCKING):
@@ -203,7 +203,7 @@ def test_buffers_that_move_without_a_step_are_agreed_on() -> None:
         rank.averager.sync_points.resume()
         shown = rank.x.clone()
         module.norm.running_mean += number
-        rank.averager.tick(Step(Action.LOCAL), 1.0, stepped=False)
+        rank.averager.tick(Action.LOCAL, 1.0, stepped=False)
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         return shown, rank.x.clone(), module.norm.running_mean.clone(), rank.averager.sync_points.moved_at_sync_point
 

@@ -19,7 +19,7 @@ import pytest
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 from lightning_async.membership import startup
 from lightning_async.membership.signing import Seal
-from lightning_async.membership.startup import WaitWithLog, begin_early, greet, is_loopback, open_store
+from lightning_async.membership.startup import WaitWithLog, agree_on_start, greet, is_loopback, open_store
 from lightning_async.membership.store import HashStore, TCPStore, connect
 from tests.comm.end_within_a_request import HOST
 from tests.membership.test_membership import Clock, in_thread, until
@@ -101,33 +101,38 @@ def test_another_job_is_refused() -> None:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_who_waits_for_some_ranks_and_who_waits_for_all_refuse_each_other(first: int) -> None:
+def test_ranks_that_are_to_begin_in_different_ways_hear_of_each_other(first: int) -> None:
     store = HashStore()
     seal = Seal("of the job")
-    wait = patience()
+    how = {first: "`placement='dedicated'`", 1 - first: "`placement='colocated'`", 2: "`placement='dedicated'`"}
 
-    def begin() -> None:
-        check = begin_early(store, 1, 2, seal)
+    def begin(rank: int) -> None:
+        check = agree_on_start(store, rank, how[rank], seal)
+        wait = WaitWithLog(rank, timedelta(seconds=30), check)
         while True:
-            check()
-            wait.wait(lambda: "waiting for enough ranks")
+            wait.wait(lambda: "waiting for the others")
 
-    def begin_with_all() -> None:
-        say_hello(store, 0, 2, secret="of the job")
+    def joins(rank: int) -> Callable[[], object]:
+        return in_thread(lambda: begin(rank))
 
-    both = [in_thread(each) for each in ((begin_with_all, begin) if first == 0 else (begin, begin_with_all))]
-    for join in both:
-        with pytest.raises(AsyncTrainingError, match=r"rank 1 waits for as many .*wait_for_workers.* rank 0 for all"):
-            join()
-
-
-def test_a_strangers_word_that_a_rank_waits_for_some_is_not_heard() -> None:
-    store = HashStore()
-    begin_early(store, 1, 2, Seal("another"))
-    join = in_thread(lambda: say_hello(store, 0, 2, secret="of the job"))
+    waiting = [joins(first), joins(2)]
     time.sleep(0.1)
-    say_hello(store, 1, 2, secret="of the job")
-    join()
+    began = time.monotonic()
+    for join in [*waiting, joins(1 - first)]:
+        with pytest.raises(
+            AsyncTrainingError,
+            match=rf"rank {first} has `placement='dedicated'`, and rank {1 - first} has `placement='colocated'`\.",
+        ):
+            join()
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_strangers_word_of_how_to_begin_is_not_heard() -> None:
+    store = HashStore()
+    agree_on_start(store, 1, "some way", Seal("another"))
+    agree_on_start(store, 0, "our way", Seal("of the job"))()
+    with pytest.raises(AsyncTrainingError, match="rank 2 has a third way"):
+        agree_on_start(store, 2, "a third way", Seal("another"))
 
 
 def test_a_rank_that_is_taken_is_refused_to_the_joining_rank_alone() -> None:

@@ -19,6 +19,7 @@ from lightning_async import (
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
     BalancedBatchSizes,
+    DeltaMean,
     EveryNSteps,
     ParameterServerStrategy,
     PartitionedSampler,
@@ -169,7 +170,7 @@ def windows_until_reduced() -> Any:
 
 @scenario
 def averaged() -> Any:
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), timeouts=HASTY)
+    strategy = AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(3), timeouts=HASTY)
     module = Noted(hears_at=59, optimizer=momentum)
     return train(strategy, BalancedBatchSizes(every=10), module, 4 * LENGTH, max_epochs=2)
 

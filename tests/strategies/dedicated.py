@@ -188,11 +188,13 @@ def comes_late(folder: str, dedicated: bool, wait_for_workers: Any, workers: int
     return told | {"sizes": until.sizes}
 
 
-def waits_unequally(folder: str, for_all: str) -> dict[str, Any]:
-    """One of two workers waits for all, and the other one for two."""
-    wait_for_workers = "all" if os.environ["RANK"] == for_all else 2
-    strategy = ParameterServerStrategy(options=ServerOptions(wait_for_workers=wait_for_workers))
-    return fit(strategy, Data(Path(folder)), 2)
+def begins_otherwise(folder: str, otherwise: str, placement: Any, waits: Any) -> dict[str, Any]:
+    """One rank is told otherwise than the others: that all workers wait for all, and servers are beside them."""
+    if os.environ["RANK"] == otherwise:
+        placement = "colocated"
+        waits = "all"
+    strategy = ParameterServerStrategy(placement=placement, options=ServerOptions(wait_for_workers=waits))
+    return fit(strategy, Data(Path(folder)), int(os.environ["WORLD_SIZE"]))
 
 
 def never_comes(folder: str) -> dict[str, Any]:

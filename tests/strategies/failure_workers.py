@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, EveryNSteps, Timeouts
+from lightning_async import AsyncAveragingStrategy, AsyncGradientStrategy, DeltaMean, EveryNSteps, Timeouts
 from lightning_async.errors import StoreLost
 from lightning_async.trainer.namespace import pl
 from lightning_async.transports import torch as torch_transport
@@ -118,7 +118,7 @@ def train(
     times = {name: timedelta(seconds=s) for name, s in (timeouts or {}).items()}
     limits: Any = {"min_replicas": fewest or len(batches), "timeouts": Timeouts(**times)}  # pyright: ignore
     if windows is None:
-        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(period), overlap=overlap, **limits)
+        strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(period), overlap=overlap, **limits)
     else:
         strategy = AsyncGradientStrategy(windows, **limits)
     module = Tiny(pause_s, at, sync_point)
@@ -148,7 +148,7 @@ def left_alone() -> None:
     """Rank 1 is lost in the first of two fits; what rank 0 says in the second."""
 
     def fit(module: Tiny) -> int:
-        strategy = AsyncAveragingStrategy(schedule=EveryNSteps(2), min_replicas=1)
+        strategy = AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(2), min_replicas=1)
         make_trainer(strategy, 2).fit(module, loader(8))
         return module.taken
 
@@ -171,7 +171,10 @@ def between_runs(then: str, how: str, dead_after: float, folder: str) -> None:
     """Fit; then rank 1 is gone, and the others go on with another call of the Trainer; say how that ended."""
     num_ranks, own = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     strategy = AsyncAveragingStrategy(
-        schedule=EveryNSteps(4), min_replicas=num_ranks, timeouts=Timeouts(dead_after=timedelta(seconds=dead_after))
+        rule=DeltaMean(),
+        schedule=EveryNSteps(4),
+        min_replicas=num_ranks,
+        timeouts=Timeouts(dead_after=timedelta(seconds=dead_after)),
     )
     module, trainer = Tiny(), make_trainer(strategy, num_ranks)
     trainer.fit(module, loader(8))

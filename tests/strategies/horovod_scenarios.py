@@ -15,6 +15,7 @@ from lightning_async import (
     AdaptiveGradientAccumulation,
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
+    DeltaMean,
     HorovodStrategy,
 )
 from lightning_async.trainer.namespace import pl
@@ -262,7 +263,7 @@ def other_shapes() -> Any:
 
 @scenario
 def survivors_over_horovod() -> Any:
-    return fit(strategy=AsyncAveragingStrategy(transport="horovod", min_replicas=1))
+    return fit(strategy=AsyncAveragingStrategy(rule=DeltaMean(), transport="horovod", min_replicas=1))
 
 
 @scenario

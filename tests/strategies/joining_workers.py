@@ -109,7 +109,7 @@ def train(
     period = 5 if mode == "other settings" else 3
     strategy: Any = AsyncAveragingStrategy(
         RULES[rule], Synchronous() if synchronous else EveryNSteps(period), timeouts=DEADLINES, min_replicas=fewest,
-        max_replicas=most,
+        max_replicas=most, compression="none"
     )  # fmt: skip
     if windows is not None:
         strategy = AsyncGradientStrategy(windows, timeouts=DEADLINES, min_replicas=fewest, max_replicas=most)

@@ -19,12 +19,13 @@ from torchmetrics import MeanMetric, MetricCollection
 from lightning_async import (
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
+    DeltaMean,
     FaultTolerantCheckpoint,
     Mean,
     ParameterServerStrategy,
     Synchronous,
 )
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.workers import Net, fit, loader, make_trainer, rank, scenario, shard, together
@@ -158,8 +159,8 @@ def compiled(folder: Path) -> Any:
 class ThenSynchronous:
     """Local steps, which make replicas different, and then synchronous ones."""
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.LOCAL if clock.step < 4 else Action.GRADIENTS)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.LOCAL if clock.step < 4 else Action.GRADIENTS
 
 
 class Stateful(Net):
@@ -308,7 +309,7 @@ def _copies(strategy: Any, folder: Path, *callbacks: Any) -> dict[str, Any]:
 
 @scenario
 def copied_under_averaging(folder: Path) -> Any:
-    return _copies(AsyncAveragingStrategy(min_replicas=1), folder)
+    return _copies(AsyncAveragingStrategy(rule=DeltaMean(), min_replicas=1), folder)
 
 
 @scenario

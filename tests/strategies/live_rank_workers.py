@@ -18,6 +18,7 @@ import lightning_async
 from lightning_async import (
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
+    DeltaMean,
     EveryNSteps,
     ParameterServerStrategy,
     Synchronous,
@@ -131,7 +132,7 @@ def survive(
     deaths = {number: (place, epoch, taken) for number, (place, epoch, taken) in deaths.items()}
     schedule = Synchronous() if synchronous else EveryNSteps(period)
     strategy: Any = AsyncAveragingStrategy(
-        schedule=schedule, overlap=overlap, timeouts=timeouts, min_replicas=min_replicas
+        rule=DeltaMean(), schedule=schedule, overlap=overlap, timeouts=timeouts, min_replicas=min_replicas
     )
     if windows is not None:
         corrects = None if correction is None else getattr(lightning_async, correction)()
@@ -159,7 +160,7 @@ def survive(
         trainer.fit(module, loader(own_sampler, num_workers), loader(False, 0))
         if then_test:
             trainer.test(module, loader(False, 0), verbose=False)
-            again = AsyncAveragingStrategy(schedule=EveryNSteps(period), min_replicas=1)
+            again = AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(period), min_replicas=1)
             alike = pl.Trainer(
                 strategy=again, accelerator="cpu", devices=RANKS, max_epochs=1, logger=False, enable_progress_bar=False,
                 enable_model_summary=False, enable_checkpointing=False, default_root_dir=folder,

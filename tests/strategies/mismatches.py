@@ -115,7 +115,9 @@ def optimizers() -> Any:
     for name, other in [*modules.items(), ("synchronous", modules["rate"])]:
         strategy = lightning_async.AsyncGradientStrategy(2, min_replicas=2)
         if name == "synchronous":
-            strategy = lightning_async.AsyncAveragingStrategy(schedule=in_step, min_replicas=2)
+            strategy = lightning_async.AsyncAveragingStrategy(
+                rule=lightning_async.DeltaMean(), schedule=in_step, min_replicas=2
+            )
         told[name] = _error(make_trainer(strategy).fit, other() if rank() else Net(), loader(shard((4, 4))))
     fused = Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, fused=rank() == 0))
     return told | {

@@ -14,7 +14,9 @@ from tests.strategies.workers import PATIENT, Net, Pulls, Some, fit, loader, log
 
 
 def every_step(rule: Any, **options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(rule, EveryNSteps(1), overlap=False, timeouts=PATIENT, **options)
+    return AsyncAveragingStrategy(
+        rule, EveryNSteps(1), overlap=False, timeouts=PATIENT, **{"compression": "none", **options}
+    )
 
 
 @scenario
@@ -115,7 +117,11 @@ def diloco() -> Any:
     told = []
     for _ in range(4):
         strategy = AsyncAveragingStrategy(
-            DiLoCo(outer_lr=0.7, outer_momentum=0.9), EveryNSteps(4), overlap=False, timeouts=PATIENT
+            DiLoCo(outer_lr=0.7, outer_momentum=0.9),
+            EveryNSteps(4),
+            overlap=False,
+            timeouts=PATIENT,
+            compression="none",
         )
         told.append(fit(strategy, loader(shard((12, 12), (3, 9))), max_epochs=2))
     return told[0] | {"same": [t["history"] == told[0]["history"] for t in told]}
@@ -124,7 +130,7 @@ def diloco() -> Any:
 @scenario
 def warm_up() -> Any:
     strategy = AsyncAveragingStrategy(
-        DiLoCo(0.7, 0.9), Warmup(EveryNSteps(4), steps=6), overlap=False, timeouts=PATIENT
+        DiLoCo(0.7, 0.9), Warmup(EveryNSteps(4), steps=6), overlap=False, timeouts=PATIENT, compression="none"
     )
     return fit(strategy, loader(shard((14, 14), (3, 9))))
 
@@ -132,7 +138,7 @@ def warm_up() -> Any:
 @scenario
 def weighted_consensus(**options: Any) -> Any:
     """No round before the sync point: each replica goes its own way for an epoch."""
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(1000), **options)
+    strategy = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(1000), **options)
     seen: list[list[float]] = []
 
     class Look(pl.Callback):
@@ -161,7 +167,7 @@ class ValidateAgain(pl.Callback):
 
 
 def _validate_again(rule: Any) -> Any:
-    strategy = AsyncAveragingStrategy(rule, EveryNSteps(3))
+    strategy = AsyncAveragingStrategy(rule, EveryNSteps(3), compression="none")
     return fit(
         strategy,
         loader(shard((13, 7), (3, 5))),
@@ -189,7 +195,7 @@ def same_data_on_both_ranks() -> Any:
     data = problem.batches(0, 12)
     for policy in ("keep", "average"):
         strategy = AsyncAveragingStrategy(
-            schedule=EveryNSteps(2), overlap=False, timeouts=PATIENT, optimizer_state=policy
+            rule=DeltaMean(), schedule=EveryNSteps(2), overlap=False, timeouts=PATIENT, optimizer_state=policy
         )
         told[policy] = fit(strategy, loader(data), Net(optimizer=adam))["flat"]
     return told

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_async import (
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
+    DeltaMean,
     EveryNSteps,
     FaultTolerantCheckpoint,
     HangWatchdog,
@@ -168,7 +169,7 @@ def train(folder: str, moment: str, windows: int = 0) -> None:
     short = moment.startswith("short")
     timeouts = replace(DEADLINES, replicas=timedelta(seconds={"short": 90, "short for good": 6}.get(moment, 0)))
     limits: Any = {"timeouts": timeouts, "min_replicas": 2 if short else 1}
-    strategy: Any = AsyncAveragingStrategy(schedule=EveryNSteps(3), **limits)
+    strategy: Any = AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3), **limits)
     if windows:
         strategy = AsyncGradientStrategy(windows, compression="int8", **limits)
     module = Odd(Path(folder), moment)
@@ -210,7 +211,7 @@ def again(folder: str) -> None:
     saves = FaultTolerantCheckpoint(Path(folder) / "saved", every_n_train_steps=1, keep=Latest(1000))
     module = Seen({})
     trainer = pl.Trainer(
-        strategy=AsyncAveragingStrategy(schedule=EveryNSteps(3), timeouts=DEADLINES, min_replicas=1),
+        strategy=AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(3), timeouts=DEADLINES, min_replicas=1),
         accelerator="cpu", devices=RANKS, max_epochs=2, default_root_dir=folder, logger=False, callbacks=[saves],
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, accumulate_grad_batches=12,
     )  # fmt: skip

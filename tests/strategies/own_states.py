@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory, Synchronous, Warmup
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, PeerMemory, Synchronous, Warmup
 from lightning_async.comm.serialization import flatten, unflatten
 from lightning_async.trainer.checkpoint.checkpoint_state import TrainerState
 from lightning_async.trainer.namespace import pl, pytorch
@@ -79,7 +79,7 @@ class Takes(pl.Callback):
 
 
 def strategy(**options: Any) -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(**{"schedule": EveryNSteps(3), "min_replicas": 1, **options})
+    return AsyncAveragingStrategy(**{"rule": DeltaMean(), "schedule": EveryNSteps(3), "min_replicas": 1, **options})
 
 
 def ours() -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, PeerMemory
+from lightning_async import AsyncAveragingStrategy, DeltaMean, EveryNSteps, PeerMemory
 from lightning_async.algorithms import SaveProgress
 from lightning_async.trainer.namespace import pl
 from tests.strategies.failure_workers import digest
@@ -91,7 +91,7 @@ def what_is_own(trainer: Any) -> list[Any]:
 
 def train(folder: str) -> None:
     memory = Noted(save=Once(NUMBER != 1))
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(3), timeouts=DEADLINES, min_replicas=1)
+    strategy = AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(3), timeouts=DEADLINES, min_replicas=1)
     torch.manual_seed(NUMBER)
     module = Own(memory)
     trainer = pl.Trainer(

@@ -14,7 +14,7 @@ from tests.strategies.workers import PATIENT, Net, Recorder, loader, make_traine
 
 
 def diloco() -> AsyncAveragingStrategy:
-    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False, timeouts=PATIENT)
+    return AsyncAveragingStrategy(DiLoCo(), EveryNSteps(3), overlap=False, timeouts=PATIENT, compression="none")
 
 
 def _plain(state: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_async import (
+    AsyncAveragingStrategy,
     AsyncGradientStrategy,
     AveragingMonitor,
     EveryNSteps,
@@ -79,6 +80,19 @@ def summaries() -> Any:
         "rounds": _summary(EveryNSteps(2)),
         "no round": _summary(EveryNSteps(32), max_epochs=2),
         "synchronous": _summary(Synchronous()),
+    }
+
+
+@scenario
+def automatic() -> Any:
+    """Whatever is left as it is sets itself."""
+    trainer = make_trainer(AsyncAveragingStrategy(min_replicas=2))
+    with logged() as messages:
+        trainer.fit(Net(), loader(shard((70, 70))))
+    return {
+        "told": [m for m in messages if m.startswith("Set by what is measured")],
+        "metrics": trainer.strategy.summary.metrics(),
+        "summary": str(trainer.strategy.summary),
     }
 
 

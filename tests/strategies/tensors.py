@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_async import AsyncAveragingStrategy, DiLoCo, EveryNSteps, Mean
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule, Step
+from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import Net, Recorder, loader, make_trainer, rank, scenario, shard
@@ -55,7 +55,7 @@ def unfreezing_with_a_round_after_every_step() -> Any:
 
 @scenario
 def unfreezing_under_diloco() -> Any:
-    strategy = AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4))
+    strategy = AsyncAveragingStrategy(DiLoCo(), EveryNSteps(4), compression="none")
     return _unfreeze(strategy, lambda ps: torch.optim.SGD(ps, lr=0.05))
 
 
@@ -88,7 +88,7 @@ class Teacher(Net):
 @scenario
 def a_momentum_teacher() -> Any:
     module = Teacher()
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(100))
+    strategy = AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(100))
     module_digest = problem.digest(module)
     _, found = _fit(module, strategy, batches=10)
     return found | {"start": module_digest, "now": problem.digest(module), "loss": float(module.mean_loss)}
@@ -105,7 +105,9 @@ class Spoiled(Net):
 @scenario
 def one_gradient_that_is_not_finite() -> Any:
     module = Spoiled(optimizer=lambda ps: torch.optim.Adam(ps, lr=0.01))
-    trainer, found = _fit(module, AsyncAveragingStrategy(schedule=EveryNSteps(4), overlap=False), batches=20)
+    trainer, found = _fit(
+        module, AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(4), overlap=False), batches=20
+    )
     moments = [s["exp_avg"] for s in trainer.optimizers[0].state.values()]
     return found | {
         "moments are finite": all(bool(torch.isfinite(m).all()) for m in moments),
@@ -118,14 +120,14 @@ def one_gradient_that_is_not_finite() -> Any:
 class BackAndForth(Schedule):
     """Four local steps, two synchronous ones."""
 
-    def next(self, clock: ReplicaClock) -> Step:
-        return Step(Action.GRADIENTS if clock.step % 6 >= 4 else Action.LOCAL)
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.GRADIENTS if clock.step % 6 >= 4 else Action.LOCAL
 
 
 @scenario
 def a_schedule_that_goes_back_to_synchronous_steps() -> Any:
     module = Net()
-    trainer, found = _fit(module, AsyncAveragingStrategy(schedule=BackAndForth()), batches=24)
+    trainer, found = _fit(module, AsyncAveragingStrategy(rule=DeltaMean(), schedule=BackAndForth()), batches=24)
     return found | {"synchronous": trainer.strategy.summary.synchronous_steps}
 
 
@@ -150,7 +152,9 @@ class Masked(Net):
 @scenario
 def a_variance_that_is_not_finite() -> Any:
     module = Masked()
-    trainer, found = _fit(module, AsyncAveragingStrategy(schedule=EveryNSteps(3), overlap=False), batches=9)
+    trainer, found = _fit(
+        module, AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(3), overlap=False), batches=9
+    )
     assert module.norm.running_var is not None
     return found | {
         "variance is finite": bool(torch.isfinite(module.norm.running_var).all()),

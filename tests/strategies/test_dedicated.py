@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -115,12 +116,29 @@ def test_one_worker_begins_alone_and_takes_in_the_one_that_comes_late(tmp_path: 
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("for_all", ["0", "1"])
-def test_who_waits_for_some_and_who_waits_for_all_do_not_wait_for_each_other(for_all: str, tmp_path: Path) -> None:
-    for worker in ranks("waits_unequally", 2, tmp_path, for_all=for_all):
-        assert worker.value is None and not worker.timed_out, worker
-        said = worker.stderr
-        assert f"rank {1 - int(for_all)} waits for as many workers as its `ServerOptions(wait_for_workers" in said, said
+@pytest.mark.parametrize(
+    ("placement", "waits", "otherwise", "nprocs"),
+    [
+        ("colocated", 2, 0, 2),
+        ("colocated", 2, 1, 2),
+        ("dedicated", "all", 1, 2),
+        ("dedicated", "all", 0, 3),
+        ("dedicated", 2, 2, 3),
+    ],
+)
+def test_ranks_that_are_to_begin_in_different_ways_do_not_wait_for_each_other(
+    placement: str, waits: Any, otherwise: int, nprocs: int, tmp_path: Path
+) -> None:
+    """Each ends within seconds and says which rank was told what."""
+    began = time.monotonic()
+    told = ranks("begins_otherwise", nprocs, tmp_path, otherwise=f"{otherwise}", placement=placement, waits=waits)
+    assert time.monotonic() - began < 60.0
+    servers = ", num_servers=1" * (placement == "dedicated")
+    for rank in told:
+        assert rank.value is None and not rank.timed_out, rank
+        said = rank.stderr.splitlines()[-1]
+        assert f"rank {otherwise} has `placement='colocated'` and `wait_for_workers='all'`" in said, rank
+        assert re.search(rf"rank [012] has `placement='{placement}'{servers}` and `wait_for_workers=('all'|<)", said)
 
 
 @pytest.mark.processes
@@ -185,7 +203,6 @@ def test_over_horovod_nobody_comes_later() -> None:
     [
         ({"placement": "elsewhere"}, "placement='elsewhere'"),
         ({"placement": "dedicated", "options": {"server_address": "a:1"}}, "server_address='a:1'"),
-        ({"update_on_server": "yes"}, "update_on_server='yes'"),
         ({"placement": "dedicated", "options": {"update_frequency": 2}}, "accumulate_grad_batches=2"),
     ],
 )

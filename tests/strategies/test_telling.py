@@ -60,6 +60,20 @@ def test_a_summary_says_what_happened(ranks: Outcomes) -> None:
             assert "in 12 steps" in none["hints"][0] and "EveryNSteps(n=32)" in none["hints"][0]
 
 
+def test_what_sets_itself_is_told_once_and_is_in_summary_and_metrics(ranks: Outcomes) -> None:
+    for rank, found in enumerate(ranks("automatic")):
+        metrics = found["metrics"]
+        chosen = f"outer_lr {metrics['averaging/outer_lr']:.3g}, outer_momentum "
+        assert metrics["averaging/period_steps"] >= 16.0 and metrics["averaging/step_s"] > 0.0
+        assert chosen in found["summary"]
+        if rank:
+            assert found["told"] == []
+        else:
+            first = found["told"][0]
+            assert first.startswith("Set by what is measured (rule, schedule, compression): a round every ")
+            assert "outer_lr" in first
+
+
 def test_windows_of_gradients_are_told_as_such(ranks: Outcomes) -> None:
     """Three windows of two batches, of 65 parameters: nothing is hidden without a delay."""
     for rank, of_all in enumerate(ranks("other_words")):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async import AsyncAveragingStrategy
+from lightning_async import AsyncAveragingStrategy, DeltaMean
 from lightning_async.trainer.namespace import validation_interval
 from tests.strategies import problem
 from tests.strategies.problem import adam, batches, distance, flat, momentum, train_alone
@@ -271,7 +271,7 @@ def test_an_epoch_that_is_shorter_than_its_loader_says_is_validated(
     number: int, options: dict[str, Any], validated: list[int]
 ) -> None:
     data = torch.utils.data.DataLoader(Raises(batches(0, number), 8), batch_size=None)
-    told = fit_short(AsyncAveragingStrategy(), data, devices=1, **options)
+    told = fit_short(AsyncAveragingStrategy(rule=DeltaMean()), data, devices=1, **options)
     assert told["batches"] == validated
     assert told["rates"] == [0.05, 0.025, 0.0125] if number else [0.05] * 3, "schedulers step with an epoch"
     counts = f"Rank 0: epoch 0 has ended after {number} of {options.get('limit_train_batches', 8)} batches"
@@ -281,7 +281,7 @@ def test_an_epoch_that_is_shorter_than_its_loader_says_is_validated(
 @pytest.mark.usefixtures("alone")
 def test_workers_that_raise_stop_iteration_end_an_epoch_as_its_last_batch_does() -> None:
     data = torch.utils.data.DataLoader(Raises(batches(0, 6), 8), batch_size=None, num_workers=2)
-    told = fit_short(AsyncAveragingStrategy(), data, devices=1, val_check_interval=0.5)
+    told = fit_short(AsyncAveragingStrategy(rule=DeltaMean()), data, devices=1, val_check_interval=0.5)
     assert told["batches"] == [4, 6, 10, 12]
     assert told["rates"] == [0.05, 0.025, 0.0125]
     assert len(told["warnings"]) == 1
@@ -294,7 +294,7 @@ def test_a_stream_without_a_length_may_end_before_its_limit() -> None:
             return iter(batches(0, 6))
 
     data = torch.utils.data.DataLoader(Stream(), batch_size=None)
-    told = fit_short(AsyncAveragingStrategy(), data, devices=1, limit_train_batches=8)
+    told = fit_short(AsyncAveragingStrategy(rule=DeltaMean()), data, devices=1, limit_train_batches=8)
     assert told["batches"] == [6, 12]
     assert told["warnings"] == []
 

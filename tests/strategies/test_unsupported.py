@@ -48,7 +48,11 @@ SCENARIOS = "tests.strategies.unsupported"
         ({"optimizer_state": "drop"}, ValueError, ("optimizer_state='drop'", "reset")),
         ({"lr_clock": "mean"}, ValueError, ("lr_clock='mean'", "global")),
         ({"compression": "int4"}, ValueError, ("compression='int4'", "int8")),
-        ({"compression": "int8"}, ValueError, ("rule=DeltaMean()", "compression='int8'", "DiLoCo", "bf16")),
+        (
+            {"rule": DeltaMean(), "compression": "int8"},
+            ValueError,
+            ("rule=DeltaMean()", "compression='int8'", "DiLoCo", "bf16"),
+        ),
         ({"weighting": "loss"}, ValueError, ("weighting='loss'", "samples")),
         ({"transport": "mpi"}, ValueError, ("transport='mpi'", "'horovod'", "TorchTransport(backend='gloo')")),
         ({"transport": TorchTransport}, TypeError, ("transport=", "TorchTransport()")),
@@ -131,7 +135,7 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
 
     rule: Any = Half()
     with pytest.raises(
-        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'topology', 'abandon_'\]"
+        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'topology', 'abandon_', 'chosen'\]"
     ):
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):

@@ -17,6 +17,7 @@ from lightning_async import (
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
     BalancedWindows,
+    DeltaMean,
     DyLU,
     EveryNSteps,
     EverySeconds,
@@ -87,7 +88,7 @@ def everything() -> Any:
     """Early stopping, torchmetrics and sync_dist, validation every ten batches."""
     metrics = Metrics()
     told = fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(7)),
         loader(shard(SHARDS)),
         Measured(pause_s=(0.002, 0.002)),
         val=loader(shard((3, 3), (2, 6))),
@@ -108,7 +109,7 @@ def checkpoints(folder: Path) -> Any:
     each = pl.callbacks.ModelCheckpoint(dirpath=folder / "each", save_top_k=-1, filename="{epoch}-{step}")
     metrics = Metrics()
     told = fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(7)),
         loader(shard(SHARDS)),
         Measured(pause_s=(0.002, 0.002)),
         val=loader(shard((3, 3), (2, 6))),
@@ -155,7 +156,7 @@ def checkpoints_by_steps_and_time(folder: Path) -> Any:
     )  # fmt: skip
     saves = Saves()
     told = fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(7)),
         loader(shard((20, 40))),
         Net(pause_s=(0.01, 0.01)),
         callbacks=[saves, by_steps, by_time],
@@ -173,7 +174,7 @@ def checkpoints_by_steps_and_time(folder: Path) -> Any:
 @scenario
 def default_checkpoint(folder: Path) -> Any:
     told = fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(7)),
         loader(shard(SHARDS)),
         val=loader(shard((2, 2))),
         enable_checkpointing=True,
@@ -199,7 +200,7 @@ def stops_early() -> Any:
             self.log("val_loss", 1.0 + rank(), sync_dist=True)
 
     return fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(7)),
+        AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(7)),
         loader(shard(SHARDS)),
         NoProgress(pause_s=(0.002, 0.002)),
         val=loader(shard((2, 2))),
@@ -244,7 +245,7 @@ def validations_by_time() -> Any:
 @scenario
 def empty_shard() -> Any:
     return fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(3)),
+        AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(3)),
         loader(shard((0, 12))),
         val=loader(shard((1, 1))),
         max_epochs=2,
@@ -315,7 +316,10 @@ def in_step_from_apart() -> Any:
 @scenario
 def early_finisher() -> Any:
     return fit(
-        AsyncAveragingStrategy(schedule=EveryNSteps(4)), loader(shard((3, 40))), Net(rounds_arrive=True), max_epochs=1
+        AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(4)),
+        loader(shard((3, 40))),
+        Net(rounds_arrive=True),
+        max_epochs=1,
     )
 
 
@@ -327,7 +331,7 @@ def early_finisher_blocking() -> Any:
 @scenario
 def early_finisher_by_time() -> Any:
     module = Net(pause_s=(0.0, 0.005), rounds_arrive=True)
-    return fit(AsyncAveragingStrategy(schedule=EverySeconds(0.02)), loader(shard((3, 40))), module)
+    return fit(AsyncAveragingStrategy(rule=DeltaMean(), schedule=EverySeconds(0.02)), loader(shard((3, 40))), module)
 
 
 @scenario
@@ -359,7 +363,7 @@ def drift_canary(folder: Path) -> Any:
             if rank() == 0 and batch_idx == 29:
                 through.touch()
 
-    strategy = AsyncAveragingStrategy(schedule=EveryNSteps(5), timeouts=PATIENT)
+    strategy = AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(5), timeouts=PATIENT)
     return fit(strategy, loader(shard((30, 30))), Stuck())
 
 
@@ -404,7 +408,7 @@ class Disk(torch.utils.data.Dataset[Any]):
 def slow_data() -> Any:
     """Rank 0 waits for its data."""
     data = Disk(shard((36, 120)), 0.05 if rank() == 0 else 0.0)
-    strategy = AsyncAveragingStrategy(schedule=DyLU(12), min_replicas=2)
+    strategy = AsyncAveragingStrategy(rule=DeltaMean(), schedule=DyLU(12), min_replicas=2)
     told = fit(strategy, torch.utils.data.DataLoader(data, batch_size=None), Net(pause_s=(0.002, 0.002)))
     return told_of_pace(told, strategy.summary)
 
@@ -478,8 +482,8 @@ def fit_short(strategy: Any, data: Any, **options: Any) -> dict[str, Any]:
 
 
 SHORT: dict[str, tuple[Callable[[], Any], float, int]] = {
-    "averaging": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(3)), 0.5, 8),
-    "averaging, by number": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(3)), 7, 8),
+    "averaging": (lambda: AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(3)), 0.5, 8),
+    "averaging, by number": (lambda: AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(3)), 7, 8),
     "synchronous, by number": (lambda: AsyncAveragingStrategy(schedule=Synchronous()), 7, 8),
     "windows": (lambda: AsyncGradientStrategy(2), 0.5, 8),
     "servers": (lambda: ParameterServerStrategy("sync"), 0.5, 8),
@@ -541,15 +545,15 @@ class Jumps(Net):
 
 
 STATISTICS: dict[str, tuple[Any, tuple[int, int]]] = {
-    "every step": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(1)), (80, 75)),
-    "every two steps": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(2)), (80, 80)),
+    "every step": (lambda: AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(1)), (80, 75)),
+    "every two steps": (lambda: AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(2)), (80, 80)),
     "every two steps, broadcast": (
-        lambda: AsyncAveragingStrategy(schedule=EveryNSteps(2), buffers="broadcast"),
+        lambda: AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(2), buffers="broadcast"),
         (75, 80),
     ),
     "by default": (AsyncAveragingStrategy, (80, 80)),
     "by default, slow": (AsyncAveragingStrategy, (80, 75)),
-    "blocking": (lambda: AsyncAveragingStrategy(schedule=EveryNSteps(2), overlap=False), (80, 75)),
+    "blocking": (lambda: AsyncAveragingStrategy(rule=DeltaMean(), schedule=EveryNSteps(2), overlap=False), (80, 75)),
     "gradients": (lambda: AsyncGradientStrategy(2), (80, 75)),
 }
 

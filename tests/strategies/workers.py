@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_async import AsyncAveragingStrategy, Timeouts
+from lightning_async import AsyncAveragingStrategy, DeltaMean, Timeouts
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.support import Environment, run_ranks
@@ -276,7 +276,8 @@ def report(trainer: Any, module: Any, recorder: Recorder | None = None) -> dict[
 
 def together(*args: Any, **options: Any) -> AsyncAveragingStrategy:
     """A strategy whose ranks end together: where one of the two raises, the other one does not go on alone."""
-    return AsyncAveragingStrategy(*args, min_replicas=2, **options)
+    rule = {} if args else {"rule": DeltaMean()}
+    return AsyncAveragingStrategy(*args, **{"min_replicas": 2, "compression": "none", **rule, **options})
 
 
 def fit(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms.averaging import AveragingRule
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule, Step
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
 from lightning_async.engine.averaging.report import Reports, RoundReport, RunSummary
 from lightning_async.engine.averaging.rounds import ROUND, AveragingComponent, CheckpointMarkers, LocalMessage, Merge
 from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
@@ -74,7 +74,7 @@ class BackgroundAverager(SyncPointParticipant):
         ledger.start()
         self.first_step = self.step
         if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
-            ledger.fresh = ledger.synchronous = self._ask(ReplicaClock(0, 0, 0, 0.0)).action is Action.GRADIENTS
+            ledger.fresh = ledger.synchronous = self._ask(ReplicaClock(0, 0, 0, 0.0)) is Action.GRADIENTS
         self.control.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
@@ -82,7 +82,7 @@ class BackgroundAverager(SyncPointParticipant):
         if not self.control.close(timeout):
             log.warning("The engine's thread of rank %d did not end within %s.", self.summary.rank, timeout)
 
-    def plan(self) -> Step:
+    def plan(self) -> Action:
         """Plan the step that the training thread is about to take; a sync point that it needs comes first."""
         box = self._box
         ledger = self.ledger
@@ -91,7 +91,7 @@ class BackgroundAverager(SyncPointParticipant):
             committed = ledger.last_round
             message = self._buckets.message
             since = ledger.since_round - (message.steps if isinstance(message, LocalMessage) else 0.0)
-        step = self._ask(
+        action = self._ask(
             ReplicaClock(
                 step=self.step,
                 epoch=self.epoch,
@@ -103,17 +103,20 @@ class BackgroundAverager(SyncPointParticipant):
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
-        if step.action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
-            step = Step(Action.LOCAL)  # others ask for a validation, or to stop: first that, at the end of this batch
-        synchronous = step.action is Action.GRADIENTS
+        if action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
+            action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
+        synchronous = action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:
             self._leave_synchronous()
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
-        return step
+        return action
 
-    def _ask(self, clock: ReplicaClock) -> Step:
-        return Step.of(self.schedule.next(clock), self.schedule, self.replica.num_fragments)
+    def _ask(self, clock: ReplicaClock) -> Action:
+        action = self.schedule.next(clock)
+        if not isinstance(action, Action):
+            raise TypeError(f"`schedule={self.schedule!r}` said {action!r}; `next` must return an `Action`.")
+        return action
 
     def _leave_synchronous(self) -> None:
         """Note where replicas part, for one that misses the next round."""
@@ -129,17 +132,17 @@ class BackgroundAverager(SyncPointParticipant):
         if isinstance(message, LocalMessage) and message.announced:
             self.component.average.abandon()  # made with a rule state that begins anew; its work stays for another one
 
-    def tick(self, step: Step, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
+    def tick(self, action: Action, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
         """Count a step, take what arrived, and start a round if that was planned; return the round that was merged.
 
-        ``step`` is the result of `plan`. ``stepped`` is False if no parameter moved (infinite gradients). ``lr`` is the
-        inner learning rate, for rules that need it.
+        ``action`` is the result of `plan`. ``stepped`` is False if no parameter moved (infinite gradients). ``lr`` is
+        the inner learning rate, for rules that need it.
         """
         box = self._box
         now = self._now()
         self._step_s = 0.9 * self._step_s + 0.1 * (now - self._last_tick) if self._step_s else now - self._last_tick
         self._last_tick = now
-        self.summary.synchronous_steps += step.action is Action.GRADIENTS
+        self.summary.synchronous_steps += action is Action.GRADIENTS
         with box.changed:
             self.control.see()
             if stepped:
@@ -149,21 +152,23 @@ class BackgroundAverager(SyncPointParticipant):
                 box.steps = float(self.step)
                 self.summary.samples += samples
                 self.summary.steps += 1
-                if step.action is not Action.GRADIENTS:
+                if action is not Action.GRADIENTS:
                     self.ledger.step(samples)
         report = self._take()
-        if step.action is Action.ROUND:
+        if report is not None and not report.is_consensus and report.share > 0.0:
+            self._reports.delay = float(report.staleness_steps)
+        if action is Action.ROUND:
             if self.config.overlap:
-                self._pack(lr, step.fragment)
+                self._pack(lr)
             else:
-                report = self._average_now(lr, step.fragment) or report
+                report = self._average_now(lr) or report
         return report
 
-    def _average_now(self, lr: float, fragment: int) -> RoundReport | None:
+    def _average_now(self, lr: float) -> RoundReport | None:
         buckets = self._buckets
         started = self._now()
         report = self._take()
-        while not self._pack(lr, fragment):
+        while not self._pack(lr):
             if not self._has_news():
                 return report
             self.sync_points.wait(lambda: not buckets.announced and buckets.message is None)
@@ -175,14 +180,15 @@ class BackgroundAverager(SyncPointParticipant):
     def _has_news(self) -> bool:
         return self.ledger.work.weight(self.config.weighting) > 0.0 or self.ledger.since_round > 0.0
 
-    def _pack(self, lr: float = 0.0, fragment: int = 0, due: bool = True) -> bool:
+    def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
         """Pack the parameters as this rank's message, if the buckets are free; return whether they were."""
         box = self._box
         buckets = self._buckets
         ledger = self.ledger
         started = self._now()
         with box.changed:
-            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr, fragment)
+            delay = self._reports.delay
+            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr, delay=delay)
             opened = not due and box.sync_point is SyncPointKind.NONE
             if opened or self.component.showing or not buckets.can_pack() or not self._has_news():
                 return False
@@ -210,6 +216,9 @@ class BackgroundAverager(SyncPointParticipant):
         self._reports.merge_s += self._now() - started
         if arrived.healed:
             self.on_healed()
+        if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus:
+            settings = self.agreed.rule.chosen(arrived.round)
+            self.summary.settings = {"period_steps": arrived.message.steps, "step_s": self._step_s, **settings}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
@@ -241,7 +250,8 @@ class BackgroundAverager(SyncPointParticipant):
         self._merger.restore_local()
 
     def leave_sync_point(self) -> None:
-        """Follow parameters that were unfrozen at a sync point: they travel with the others from now on."""
+        """Begin the next step; parameters that were unfrozen at the sync point travel with the others from now on."""
+        self._last_tick = self._now()  # what was done at the sync point is no part of a step
         replica = self.replica
         buckets = self._buckets
         followed = False

@@ -83,6 +83,8 @@ class RunSummary:
     elapsed_s: float = 0.0
     samples_by_rank: list[float] = field(default_factory=list)
     paces: dict[str, Pace] = field(default_factory=dict)
+    settings: dict[str, float] = field(default_factory=dict)  # of the last round: its period, and what the rule chose
+    automatic: tuple[str, ...] = ()  # arguments of the strategy that follow from what is measured
     totals: Totals | None = None  # what is exchanged in place of averaging rounds, counted
 
     def add(self, report: RoundReport) -> None:
@@ -169,9 +171,19 @@ class RunSummary:
     def _of_rounds(self) -> dict[str, float]:
         of_rounds = {
             "staleness_steps": self.mean_staleness_steps, "hidden_share": self.hidden_share, "spread": self.spread,
-            "round_s": self.each_s,
+            "round_s": self.each_s, **self.settings,
         }  # fmt: skip
         return {"rounds": float(self.rounds), **(of_rounds if self.rounds else {})}
+
+    def in_words(self) -> str:
+        """Return how the last round was set.
+
+        >>> RunSummary(settings={"period_steps": 16.0, "step_s": 0.05, "outer_lr": 1.0}).in_words()
+        'a round every 16 steps of 50 ms, outer_lr 1'
+        """
+        chosen = {name: value for name, value in self.settings.items() if name not in ("period_steps", "step_s")}
+        every = f"a round every {self.settings['period_steps']:.0f} steps of {1e3 * self.settings['step_s']:.0f} ms"
+        return ", ".join([every, *(f"{name} {value:.3g}" for name, value in chosen.items())])
 
     def advice(self, schedule: object) -> str:
         """Return what to do about a run without a round; "" where there is nothing to say."""
@@ -225,6 +237,7 @@ class RunSummary:
                 "sent": f"{self.payload_bytes / 2**20:.1f} MiB",
                 "communication": f"{in_rounds}; at sync points {self.sync_point_exchange_s:.2f} s",
                 "staleness": f"{self.mean_staleness_steps:.1f} steps" if self.rounds else "no round",
+                **({"set at last": self.in_words()} if self.settings else {}),
                 "packing and merging": f"{self.merge_s:.2f} s",
                 **others,
             }
@@ -239,6 +252,7 @@ class Reports:
         self.merge_s = 0.0  # packing and merging since the last report
         self.blocked_s = 0.0  # standing still for the round under way
         self.round_s = 0.0  # what the last round's exchange took
+        self.delay = 0.0  # optimizer steps between the last message and its merge, where no sync point came between
 
     def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
         report = RoundReport(

@@ -48,6 +48,7 @@ class AveragingPart(NamedTuple):
     digest: int = NOT_COMPARED  # of the parameters that the rule applies to; compared at sync points
     digest_rest: int = NOT_COMPARED  # of all else that replicas share
     fragment: int = 0  # number of the part of the parameters in the message
+    delay: float = 0.0  # optimizer steps between its last message and the merge of that
     scalars: tuple[float, ...] = ()  # the rule's
 
 
@@ -63,6 +64,7 @@ class LocalMessage(Message):
     updates: Updates = ((), ())  # how often buffers and the optimizers' state had been updated, see `Replica.updates`
     state_is_finite: Tensor | None = None  # whether the optimizers' state is: one bool where that state is
     scalars: tuple[float, ...] = ()  # the rule's
+    delay: float = 0.0  # optimizer steps between the message before this one and its merge
     announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
     healthy: bool = True  # the snapshot and the optimizers' state are finite; else it has weight zero
     sound: bool = True  # buffers in it are finite; that counts where other replicas' are
@@ -134,6 +136,7 @@ class AveragingComponent(EngineComponent):
                 healthy=message.healthy,
                 sound=message.sound,
                 fragment=message.fragment,
+                delay=message.delay,
                 scalars=message.scalars or part.scalars,
             )
         return self._compared(part) if compare else part
@@ -293,6 +296,7 @@ class AveragingRound(_Round):
             scalars=tuple(p.scalars for p in parts),
             lr=tuple(p.lr for p in parts),
             fragment=plan.fragment,
+            delays=tuple(p.delay for p in parts),
         )
         return Merge(
             id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,

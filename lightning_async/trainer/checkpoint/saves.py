@@ -68,14 +68,9 @@ class SaveCoordinator(ABC):
     """
 
     def __init__(self, fit: SavedFit) -> None:
-        self._trainer = fit.trainer
-        self._saver = fit.saver
-        self._settings = fit.settings
+        self._fit = fit
         self._known = fit.number
         self._group = fit.group
-        self._resume = fit.resume
-        self._state = fit.state
-        self._call = fit.call
         self._batches = self._trained()
 
     @property
@@ -112,15 +107,15 @@ class SaveCoordinator(ABC):
 
     def _capture(self, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return what is equal on all ranks, and what is this rank's own, at this safe point."""
-        shared, checkpoint = self._state.capture(alike)
-        return shared, {"checkpoint": checkpoint, "resume": self._resume.capture()}
+        shared, checkpoint = self._fit.state.capture(alike)
+        return shared, {"checkpoint": checkpoint, "resume": self._fit.resume.capture()}
 
     def _manifest(self, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
         """Return what a save's manifest tells; after an ``exception`` compute no metric, which may wait for others."""
-        trainer = self._trainer
+        trainer = self._fit.trainer
         known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
         tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
-        notes: dict[str, Any] = {"stopped": self._resume.points.limits.now()} if trainer.should_stop else {}
+        notes: dict[str, Any] = {"stopped": self._fit.resume.points.limits.now()} if trainer.should_stop else {}
         return {
             "epoch": trainer.current_epoch,
             "world_size": names_of(trainer).started,
@@ -132,16 +127,16 @@ class SaveCoordinator(ABC):
 
     def _trained(self) -> int:
         """Return how many batches were trained on, the one included whose hooks may still run."""
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        return self._fit.trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     def _finish(self) -> None:
         """Wait until the last rank has written: a launcher may end the live ranks when one has gone."""
-        self._saver.wait(PATIENCE_S, settled=True)
-        self._trainer.strategy.barrier("the checkpoint is written")
+        self._fit.saver.wait(PATIENCE_S, settled=True)
+        self._fit.trainer.strategy.barrier("the checkpoint is written")
 
     def _refuse(self) -> bool:
-        phase = self._resume.points.step_position.within.value
-        log.warning("Rank %d: this moment is in no checkpoint: %s.", self._trainer.global_rank, phase)
+        phase = self._fit.resume.points.step_position.within.value
+        log.warning("Rank %d: this moment is in no checkpoint: %s.", self._fit.trainer.global_rank, phase)
         return False
 
 
@@ -163,35 +158,35 @@ class LockstepSaves(SaveCoordinator):
 
     def expect(self) -> None:
         shared, own = self._capture(ALIKE)
-        self._saver.expect(self._trainer.global_step, self._group, shared, own)
+        self._fit.saver.expect(self._fit.trainer.global_step, self._group, shared, own)
 
     def boundary(self, preempted: Preemption) -> None:
         """Save at this safe point if that is due: on all ranks, within a validation on a rank alone."""
-        trainer = self._trainer
+        trainer = self._fit.trainer
         clock = self._clock
-        if self._resume.where == "validation":
+        if self._fit.resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption")
                 preempted.leave(self._finish)
             return
         step = trainer.global_step
-        epoch_end = self._resume.where == "epoch"
+        epoch_end = self._fit.resume.where == "epoch"
         mine = clock.due(step, epoch_end)
-        due, busy, told = self._asked([mine, self._saver.busy, preempted.told])
+        due, busy, told = self._asked([mine, self._fit.saver.busy, preempted.told])
         if told:
             self._stop(preempted)
-        last = epoch_end and self._resume.points.limits.are_reached
+        last = epoch_end and self._fit.resume.points.limits.are_reached
         by_steps = clock.due_by_steps(step, epoch_end)
         if last or by_steps:
             due = True
-            busy = trainer.strategy.reduce_boolean_decision(self._saver.busy, all=False)
+            busy = trainer.strategy.reduce_boolean_decision(self._fit.saver.busy, all=False)
         elif self._stale:
             due = False
         self._stale = False
         if not due or (step == clock.saved_step and not (last or (epoch_end and by_steps))):
             return
-        if busy and not last and self._settings.busy != "wait":
-            if self._settings.busy == "skip":
+        if busy and not last and self._fit.settings.busy != "wait":
+            if self._fit.settings.busy == "skip":
                 clock.saved(step)
             elif by_steps:  # which all ranks know
                 clock.put_off()
@@ -223,20 +218,20 @@ class LockstepSaves(SaveCoordinator):
             preempted.leave(self._finish)
         log.warning(
             "Rank %d: ranks were told to stop, and one has failed before it came to this batch. This one saves alone.",
-            self._trainer.global_rank,
+            self._fit.trainer.global_rank,
         )
-        preempted.leave(lambda: self._saver.wait(FAILED_S))
+        preempted.leave(lambda: self._fit.saver.wait(FAILED_S))
 
     def _save(self, reason: str, alone: bool = False) -> None:
-        trainer = self._trainer
+        trainer = self._fit.trainer
         self._known += 1
         step = trainer.global_step
         shared, own = self._capture(ALIKE)
         manifest = self._manifest(reason)
         if alone:
-            self._saver.save_alone(self._known, step, shared, own, manifest, FAILED_S)
+            self._fit.saver.save_alone(self._known, step, shared, own, manifest, FAILED_S)
         else:
-            self._saver.save(self._known, step, self._group, shared, own, manifest)
+            self._fit.saver.save(self._known, step, self._group, shared, own, manifest)
         self._clock.saved(step)
         self._stale = trainer.world_size > 1
         self._batches = self._trained()
@@ -247,21 +242,21 @@ class LockstepSaves(SaveCoordinator):
         A rank that finds another one's checkpoint of the same step leaves it at that. Where a signal has told all ranks
         to go, they save together.
         """
-        trainer = self._trainer
-        if self._trained() == self._batches and not self._saver.costs.failed_in_a_row:
+        trainer = self._fit.trainer
+        if self._trained() == self._batches and not self._fit.saver.costs.failed_in_a_row:
             return False
-        with self._resume.points.as_it_was(ending=True) as state:
+        with self._fit.resume.points.as_it_was(ending=True) as state:
             if state is None:
                 return self._refuse()
-            shared, checkpoint = self._state.capture(ALIKE, state.callbacks)
+            shared, checkpoint = self._fit.state.capture(ALIKE, state.callbacks)
             own = {"checkpoint": checkpoint, "resume": state.resume}
             manifest = self._manifest(reason, exception)
             number = self._known + 1
             step = trainer.global_step
             if reason == "preemption" and self._all_are_here(own["resume"]):
-                self._saver.save(number, step, self._group, shared, own, manifest)
+                self._fit.saver.save(number, step, self._group, shared, own, manifest)
                 return True
-            return self._saver.save_alone(number, step, shared, own, manifest, FAILED_S)
+            return self._fit.saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def _all_are_here(self, resume: Any) -> bool:
         """Return whether all ranks fail at this safe point, and each knows so.
@@ -318,7 +313,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     def group(self) -> Sequence[int]:
         if not set(self._left) <= set(self._group):
             return self._group
-        return sorted({*self._group, *names_of(self._trainer).left})  # whoever has come has found the directory, too
+        return sorted({*self._group, *names_of(self._fit.trainer).left})  # whoever has come has found it, too
 
     @property
     def _step(self) -> int:
@@ -336,7 +331,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     def _attach(self) -> None:
         """Follow the strategy's averager, which is another one where training has begun anew, or with others."""
         before = self._averager
-        self._averager = self._trainer.strategy.averager
+        self._averager = self._fit.trainer.strategy.averager
         if before is self._averager:
             return
         if before is not None:  # steps count from 0 again
@@ -348,46 +343,46 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         self._asked = False
 
     def boundary(self, preempted: Preemption) -> None:
-        if self._resume.where == "validation":
+        if self._fit.resume.where == "validation":
             return
         self._attach()
         self._follow()
         ahead = int(self._in_step)
-        at_end = self._resume.where == "epoch"
-        if not self._asked and self._clock.asks(self._settings, self._saver.busy, self._step, ahead, at_end):
+        at_end = self._fit.resume.where == "epoch"
+        if not self._asked and self._clock.asks(self._fit.settings, self._fit.saver.busy, self._step, ahead, at_end):
             self._asked = True
             self._ask()
 
     def _follow(self) -> None:
         """Notice lost ranks: what these had asked for, and saves under way, may be lost with them."""
-        left = names_of(self._trainer).left
+        left = names_of(self._fit.trainer).left
         if left != self._left:
             self._left = left
             self._asked = False
-        if self._saver.gave_up:
-            self._saver.gave_up = False
+        if self._fit.saver.gave_up:
+            self._fit.saver.gave_up = False
             self._clock.put_off()
 
     def _agreed(self, averager: Any, state: LastSafeState) -> tuple[dict[str, Any], dict[str, Any]]:
-        strategy = self._trainer.strategy
+        strategy = self._fit.trainer.strategy
         alike = strategy.alike if strategy.served else REPLICAS
-        shared, checkpoint = self._state.capture(alike, state.callbacks)
+        shared, checkpoint = self._fit.state.capture(alike, state.callbacks)
         shared["averaging"] = averager.state_dict()
         return shared, {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
 
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
         """Save this replica alone, with what the servers have, and return whether that was done; all go on from it."""
-        trainer = self._trainer
+        trainer = self._fit.trainer
         if self._trained() == self._batches:
             return False
-        with self._resume.points.as_it_was(ending=True) as state:
+        with self._fit.resume.points.as_it_was(ending=True) as state:
             if state is None:
                 return self._refuse()
             with trainer.strategy.states_here(alone_s=FAILED_S) if trainer.strategy.served else nullcontext():
                 shared, own = self._agreed(self._averager, state)
                 step = self._averager.global_step()
                 manifest = self._manifest(reason, exception)
-                return self._saver.save_alone(self.known + 1, step, shared, own, manifest, FAILED_S)
+                return self._fit.saver.save_alone(self.known + 1, step, shared, own, manifest, FAILED_S)
 
     def _save_together(
         self, reason: str, wanted: bool = True, queue: bool = False
@@ -396,9 +391,9 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
 
         With ``queue`` this rank leaves its part out where the saves before it are not written yet, rather than wait.
         """
-        strategy = self._trainer.strategy
+        strategy = self._fit.trainer.strategy
         averager = strategy.averager
-        names = names_of(self._trainer)
+        names = names_of(self._fit.trainer)
         mine = [wanted, averager.marks.saved, int(averager.global_step()), names.mine]
         wishes, known, steps, ranks = zip(*strategy.world.gather_objects(mine), strict=True)
         if not any(wishes):
@@ -412,9 +407,9 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         strategy.world.asynchronous = True  # metrics are this rank's: no other computes them
         try:
             states = strategy.states_here() if strategy.served else nullcontext()
-            with self._resume.as_it_was() as state, states:
+            with self._fit.resume.as_it_was() as state, states:
                 shared, own = self._agreed(averager, state)
-                self._saver.save(number, step, ranks, shared, own, self._manifest(reason), queue)
+                self._fit.saver.save(number, step, ranks, shared, own, self._manifest(reason), queue)
         except SaveBusy as error:
             log.warning("Rank %d leaves out its part of save %d: %s", names.mine, number, error)
         finally:
@@ -424,7 +419,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     def end(self, reason: str = "the end") -> None:
         """Make the last save; all ranks are here, with one model, and repeat a save of whose ranks some were lost."""
         while not self._is_whole(reason):
-            rank = names_of(self._trainer).mine
+            rank = names_of(self._fit.trainer).mine
             log.warning("Rank %d: ranks were lost during the last save: the live ranks save once more.", rank)
 
     def _is_whole(self, reason: str) -> bool:
@@ -433,8 +428,8 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         assert saved is not None
         number, _, ranks = saved
         self._finish()
-        whole = self._saver.is_committed(number) or not names_of(self._trainer).lost.intersection(ranks)
-        return all(self._trainer.strategy.world.gather_objects(whole))
+        whole = self._fit.saver.is_committed(number) or not names_of(self._fit.trainer).lost.intersection(ranks)
+        return all(self._fit.trainer.strategy.world.gather_objects(whole))
 
 
 class AsyncSaves(_SyncPointSaves):
@@ -456,15 +451,15 @@ class AsyncSaves(_SyncPointSaves):
         if before is not None:
             self._give_up(before.marks.lost(all=True))
         self._averager.marks.settle = self._take
-        self._live_ranks = self._trainer.strategy.live_ranks
+        self._live_ranks = self._fit.trainer.strategy.live_ranks
 
     def expect(self) -> None:
         _, own = self._capture(frozenset())
         own["replica"] = self._averager.marks.replica()
         state = self._averager.state_dict()["rule_state"]
         rule = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
-        agreed = (rule + 4 * self._averager.replica.layout.numel) // self._trainer.world_size
-        self._saver.expect(self._trainer.global_step, [names_of(self._trainer).mine], {}, own, agreed)
+        agreed = (rule + 4 * self._averager.replica.layout.numel) // self._fit.trainer.world_size
+        self._fit.saver.expect(self._fit.trainer.global_step, [names_of(self._fit.trainer).mine], {}, own, agreed)
 
     def _ask(self) -> None:
         self._averager.marks.ask()
@@ -472,7 +467,7 @@ class AsyncSaves(_SyncPointSaves):
     def _follow(self) -> None:
         self._take()
         saved = self._averager.marks.saved
-        if names_of(self._trainer).left != self._left:
+        if names_of(self._fit.trainer).left != self._left:
             self._known = saved
         if saved != self._known:
             self._saved(saved)
@@ -492,8 +487,8 @@ class AsyncSaves(_SyncPointSaves):
     ) -> None:
         """Tell that this rank's part of these does not come, so that nobody waits for it."""
         for number, step, members in marks:
-            log.warning("Rank %d comes too late for its part of save %d.", names_of(self._trainer).mine, number)
-            self._saver.give_up(number, step, why, self._ranks(members))
+            log.warning("Rank %d comes too late for its part of save %d.", names_of(self._fit.trainer).mine, number)
+            self._fit.saver.give_up(number, step, why, self._ranks(members))
 
     def _take(self) -> None:
         self._give_up(self._averager.marks.lost())
@@ -501,11 +496,11 @@ class AsyncSaves(_SyncPointSaves):
         if marked is None:
             return
         (number, step, members) = marked.mark
-        queue = self._settings.busy != "wait"
+        queue = self._fit.settings.busy != "wait"
         ranks = self._ranks(members)
         self._saved(number)
-        with self._resume.as_it_was() as state:
-            _, checkpoint = self._state.capture(frozenset(), state.callbacks)
+        with self._fit.resume.as_it_was() as state:
+            _, checkpoint = self._fit.state.capture(frozenset(), state.callbacks)
             own = {
                 "checkpoint": checkpoint,
                 "resume": state.resume,
@@ -515,9 +510,10 @@ class AsyncSaves(_SyncPointSaves):
                 "replica": self._averager.marks.replica(),
             }
             try:
-                self._saver.save(number, step, ranks, {}, own, self._manifest("due"), queue)
+                self._fit.saver.save(number, step, ranks, {}, own, self._manifest("due"), queue)
             except SaveBusy as error:
-                log.warning("Rank %d leaves out its part of save %d: %s", names_of(self._trainer).mine, number, error)
+                mine = names_of(self._fit.trainer).mine
+                log.warning("Rank %d leaves out its part of save %d: %s", mine, number, error)
 
     def _ranks(self, members: Sequence[str]) -> list[int]:
         """Return the stable ids of the ranks that save, of those that take part in a mark."""
@@ -546,23 +542,23 @@ class ServerSaves(_SyncPointSaves):
 
     @property
     def _in_step(self) -> bool:
-        return self._trainer.strategy.mode == "sync"
+        return self._fit.trainer.strategy.mode == "sync"
 
     def expect(self) -> None:
-        strategy = self._trainer.strategy
+        strategy = self._fit.trainer.strategy
         with strategy.states_here():
             shared, own = self._capture(strategy.alike)
-            self._saver.expect(self._trainer.global_step, self._group, shared, own)
+            self._fit.saver.expect(self._fit.trainer.global_step, self._group, shared, own)
 
     def _ask(self) -> None:
-        self._call()
+        self._fit.call()
 
     def save(self) -> None:
         """Save, if that is due on any rank; all are at a sync point, with one model."""
         self._attach()
-        if self._save_together("due", self._asked, queue=self._settings.busy != "wait") is None:
+        if self._save_together("due", self._asked, queue=self._fit.settings.busy != "wait") is None:
             return
-        self._saver.costs.stalled_s += self._waited_s
+        self._fit.saver.costs.stalled_s += self._waited_s
         self._asked = False
         self._waited_s = 0.0
         self._clock.saved(self._step)

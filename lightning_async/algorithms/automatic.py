@@ -1,0 +1,130 @@
+"""Averaging that sets itself: a period by what a round takes, and an outer optimizer by period, delay and replicas.
+
+`MatchCommunication` is the schedule, `AdaptiveDiLoCo` the rule. Both are functions of what is measured in every round.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async._checks import check_int, check_real
+from lightning_async.algorithms.averaging import DiLoCo, DiLoCoState, Round, RuleBase
+from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
+from lightning_async.flat import FlatLayout
+
+
+@dataclass(frozen=True)
+class MatchCommunication(Schedule):
+    r"""A period that follows from how long a round takes.
+
+    .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min} \frac{v}{v_{\max}}, c\, \frac{t_{round}}{t_{step}}\big)\Big)
+
+    :math:`t_{round}` is the time of the last exchange, :math:`t_{step}` that of a step of this replica, :math:`v` its
+    speed and :math:`v_{\max}` that of the fastest. The period follows the link as it changes. A slow replica takes
+    fewer steps in a period, so that all are ready together.
+
+    Args:
+        minimum: :math:`n_{\min}`. Default 16: more frequent rounds gain nothing with an outer optimizer.
+        maximum: :math:`n_{\max}`. Default 512.
+        factor: :math:`c`, periods in times of a round. Default 2.0, so that a round is under way half of the time.
+
+    Raises:
+        TypeError, ValueError: a number of steps is no int of at least 1, ``maximum`` less than ``minimum``, or
+            ``factor`` is less than 1.
+
+    Source: the period that hides a round, as in overlapped local SGD: Wang et al., "Overlap Local-SGD", 2020,
+    https://arxiv.org/abs/2002.09539
+
+    >>> clock = ReplicaClock(step=39, epoch=0, steps_since_round=39, seconds_since_round=0.0, step_s=0.1, round_s=2.0)
+    >>> MatchCommunication().next(clock).name, MatchCommunication(factor=3.0).next(clock).name
+    ('ROUND', 'LOCAL')
+    """
+
+    minimum: int = 16
+    maximum: int = 512
+    factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        check_int(self, "minimum", at_least=1)
+        check_int(self, "maximum", at_least=self.minimum)
+        check_real(self, "factor", at_least=1)
+
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.ROUND if clock.steps_since_round + 1 >= self.period(clock) else Action.LOCAL
+
+    def period(self, clock: ReplicaClock) -> int:
+        """Return the number of steps from one round to the next, by ``clock``."""
+        matched = self.factor * clock.round_s / clock.step_s if clock.step_s > 0.0 else 0.0
+        return max(1, min(self.maximum, math.ceil(max(self.minimum * clock.speed, matched))))
+
+
+class OuterSettings(NamedTuple):
+    """The settings of an outer optimizer for one round."""
+
+    lr: float
+    momentum: float
+
+
+def outer_settings(steps: float, delay: float, replicas: int) -> OuterSettings:
+    r"""Return the outer optimizer for rounds of so many steps.
+
+    Args:
+        steps: local steps of a replica in the round.
+        delay: its steps between a snapshot and the merge.
+        replicas: how many took part.
+    """
+    return OuterSettings(1.0, 0.6) if delay <= 3.0 else OuterSettings(0.9, 0.5)
+
+
+@dataclass(frozen=True)
+class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
+    r"""DiLoCo whose outer learning rate and momentum follow from each round.
+
+    .. math:: (\eta, \mu) = \mathrm{outer\_settings}(\text{steps}, \text{delay}, \text{replicas})
+
+    Steps and delay are means over the replicas that took part, as their headers say, so that all replicas choose alike.
+    The rest is `DiLoCo`, with Nesterov's momentum.
+
+    Source: Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105
+
+    >>> early = Round(id=0, rank=0, work=(8.0, 8.0), steps=(16.0, 16.0), delays=(2.0, 2.0))
+    >>> AdaptiveDiLoCo().chosen(early)
+    {'outer_lr': 1.0, 'outer_momentum': 0.6}
+    """
+
+    sends_difference = True
+
+    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
+        return _FIXED.init(params, layout)
+
+    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
+        return _FIXED.message_(out, state)
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
+        lr, momentum = _settings_of(round)
+        ops.outer_merge_(state.anchor, state.momentum, received, sent, lr, momentum, True)
+        return state
+
+    def chosen(self, round: Round) -> dict[str, float]:
+        lr, momentum = _settings_of(round)
+        return {"outer_lr": lr, "outer_momentum": momentum}
+
+
+_FIXED = DiLoCo()  # its state and its messages do not depend on its settings
+
+
+def _settings_of(round: Round) -> OuterSettings:
+    """Return the settings by the means over the replicas that took part."""
+    present = [rank for rank, work in enumerate(round.work) if work > 0.0]
+    steps, delay = (_mean(values, present) for values in (round.steps, round.delays))
+    return outer_settings(steps, delay, max(1, len(present)))
+
+
+def _mean(values: Sequence[float], present: Sequence[int]) -> float:
+    return sum(values[rank] for rank in present) / len(present) if values and present else 0.0
