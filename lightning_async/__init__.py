@@ -20,6 +20,7 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     PowerSGD,
+    SlowMo,
     SparseLoCo,
     StalenessPolicy,
     Synchronous,
@@ -56,6 +57,6 @@ __all__ = [
     "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
     "FaultTolerantCheckpoint", "GapAware", "HangWatchdog", "HorovodStrategy", "HorovodTransport", "MatchCommunication",
     "Mean", "NoCorrection", "ParameterServerStrategy", "PartitionedSampler", "PartitionedStream", "PeerLost",
-    "PeerMemory", "PowerSGD", "ServerOptions", "SparseLoCo", "StalenessPolicy", "Synchronous", "Timeouts", "TopK",
-    "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
+    "PeerMemory", "PowerSGD", "ServerOptions", "SlowMo", "SparseLoCo", "StalenessPolicy", "Synchronous", "Timeouts",
+    "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
 ]  # fmt: skip

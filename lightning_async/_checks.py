@@ -8,8 +8,7 @@ from datetime import timedelta
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
     """Raise ValueError unless the argument is one of ``allowed``."""
-    is_array = getattr(value, "shape", ()) != ()  # which is compared element by element
-    if is_array or value not in allowed:
+    if getattr(value, "shape", ()) or value not in allowed:  # an array is compared element by element
         raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
 
 

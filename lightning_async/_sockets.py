@@ -122,6 +122,12 @@ def keep_from_forks(sockets: Mapping[int, int]) -> None:
     _private.update(sockets)
 
 
+def unshared(sock: socket.socket) -> socket.socket:
+    """Return the socket, which `keep_from_forks` keeps to this process."""
+    keep_from_forks({sock.fileno(): os.fstat(sock.fileno()).st_ino})
+    return sock
+
+
 def serves_at(port: int) -> None:
     """Keep the sockets of this port, which are yet to come, from forks, too: this process answers there."""
     _served.add(port)

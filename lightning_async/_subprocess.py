@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from lightning_async._sockets import keep_from_forks
+from lightning_async._sockets import unshared
 
 _BOOT = """
 import importlib, json, sys, types
@@ -51,8 +51,7 @@ class HelperProcess:
         env: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
-        # Now, not after the start: another thread may fork during that, which takes milliseconds.
-        keep_from_forks({self.channel.fileno(): os.fstat(self.channel.fileno()).st_ino})
+        unshared(self.channel)  # at once: the start takes milliseconds, in which another thread may fork
         try:
             with theirs:
                 self.popen = subprocess.Popen(

@@ -16,17 +16,7 @@ from lightning_async.algorithms.accumulation import (
     lr_factor,
 )
 from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
-from lightning_async.algorithms.averaging import (
-    AllMean,
-    AveragingRule,
-    AveragingState,
-    DeltaMean,
-    DiLoCo,
-    DiLoCoState,
-    Mean,
-    Round,
-    Topology,
-)
+from lightning_async.algorithms.averaging import AveragingRule, AveragingState, DeltaMean, Mean, Round
 from lightning_async.algorithms.checkpoint_policies import (
     Adaptive,
     AnySave,
@@ -44,6 +34,7 @@ from lightning_async.algorithms.checkpoint_policies import (
     SaveProgress,
 )
 from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PowerSGD, TopK, TwoBit
+from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState, SlowMo, SlowMoState
 from lightning_async.algorithms.schedules import (
     Action,
     DyLU,
@@ -80,12 +71,13 @@ from lightning_async.algorithms.staleness import (
 
 __all__ = [
     "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveLr",
-    "AllMean", "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16", "Bounded",
+    "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16", "Bounded",
     "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare", "Dana", "DelayCompensation", "DelayCorrection",
     "DeltaMean", "DiLoCo", "DiLoCoState", "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth",
     "EverySeconds", "Fixed", "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling",
     "MatchCommunication", "Mean", "NoCorrection", "Noise", "NoiseScale", "PowerSGD", "PushFacts", "ReplicaClock",
-    "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule", "SparseLoCo", "SparseLoCoState", "StalenessPolicy",
-    "Synchronous", "Times", "TopK", "Topology", "TwoBit", "Warmup", "Weight", "WeightPrediction", "WindowProgress",
-    "auto", "described", "estimate", "lr_factor", "make_policy", "momentum_warning", "register_policy",
+    "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule", "SlowMo", "SlowMoState", "SparseLoCo",
+    "SparseLoCoState", "StalenessPolicy", "Synchronous", "Times", "TopK", "TwoBit", "Warmup", "Weight",
+    "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
+    "momentum_warning", "register_policy",
 ]  # fmt: skip

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from lightning_async import ops
 from lightning_async._checks import check_int, check_real
-from lightning_async.algorithms.averaging import DiLoCo, DiLoCoState, Round, RuleBase
+from lightning_async.algorithms.averaging import Round, RuleBase
+from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState
 from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
 from lightning_async.flat import FlatLayout
 
@@ -110,6 +111,12 @@ class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
         lr, momentum = _settings_of(round)
         ops.outer_merge_(state.anchor, state.momentum, received, sent, lr, momentum, True)
         return state
+
+    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
+        return _FIXED.state_dict(state)
+
+    def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
+        return _FIXED.load_state_dict(state, saved)
 
     def chosen(self, round: Round) -> dict[str, float]:
         lr, momentum = _settings_of(round)

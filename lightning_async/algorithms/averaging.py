@@ -1,59 +1,21 @@
 """Averaging rules: what replicas send, and what the mean of all messages means.
 
 `AveragingRule` is what a rule must answer, without I/O, threads or clocks; `RuleBase` is what most rules share, so that
-a rule is little more than its equations. `DiLoCo` has an outer optimizer: the replicas' common progress is a gradient
-for the last agreed parameters. The messages of `Mean` and `DeltaMean` are the parameters themselves.
+a rule is little more than its equations. The messages of `Mean` and `DeltaMean` are the parameters themselves.
 """
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from lightning_async import ops
-from lightning_async._checks import check_bool, check_real
 from lightning_async.flat import FlatLayout
 
 S = TypeVar("S")
-
-
-class Topology:
-    r"""The way of messages: replica :math:`i` receives :math:`\sum_j W_{ij} u_j` of the messages :math:`u_j`.
-
-    One subclass per choice of weights :math:`W`. The engine refuses a rule with one that it cannot serve.
-    """
-
-    def row(self, round: Round) -> tuple[float, ...]:
-        r"""Return :math:`W_{i\cdot}`: the weight, for the replica ``round.rank``, of every replica's message."""
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class AllMean(Topology):
-    r"""Every replica receives the work-weighted mean of all replicas' messages.
-
-    .. math:: W_{ij} = w_j = \frac{n_j}{\sum_k n_k}
-
-    :math:`n_j` is replica :math:`j`'s work. Where nobody has any, the first that brings steps stands for all.
-
-    >>> AllMean().row(Round(id=1, rank=0, work=(1.0, 3.0)))
-    (0.25, 0.75)
-    >>> AllMean().row(Round(id=1, rank=0, work=(0.0, 0.0), steps=(0.0, 2.0)))
-    (0.0, 1.0)
-    """
-
-    def row(self, round: Round) -> tuple[float, ...]:
-        total = sum(round.work)
-        if total > 0.0:
-            return tuple(work / total for work in round.work)
-        owing = [rank for rank, steps in enumerate(round.steps) if steps > 0.0]
-        return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
 
 
 class Round(NamedTuple):
@@ -79,6 +41,14 @@ class Round(NamedTuple):
     fragment: int = 0
     delays: tuple[float, ...] = ()
 
+    def is_absent(self) -> bool:
+        """Return whether no message of this replica is in the round.
+
+        >>> Round(id=1, rank=0, work=(0.0, 2.0), steps=(0.0, 1.0)).is_absent()
+        True
+        """
+        return not (self.work[self.rank] or any(self.steps[self.rank : self.rank + 1]))
+
 
 @runtime_checkable
 class AveragingRule(Protocol[S]):
@@ -86,11 +56,11 @@ class AveragingRule(Protocol[S]):
 
     One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
     `message_` turns it into the message :math:`u`. All replicas exchange messages, and :math:`\bar u = \sum_i w_i u_i`
-    arrives, :math:`w_i` being replica :math:`i`'s share of the work. `merge_` turns :math:`\bar u` into the *target*
-    :math:`t`, where this replica would stand had it done nothing meanwhile, and :math:`u` back into the snapshot. The
-    engine then moves the parameters by displacement, :math:`x \leftarrow x + (t - s)`, so that progress made since the
-    snapshot is kept; where there was none it copies :math:`t`. A replica that is absent (weight zero) moves from the
-    last target to the new one.
+    arrives, with the `weights` :math:`w_i`. `merge_` turns :math:`\bar u` into the *target* :math:`t`, where this
+    replica would stand had it done nothing meanwhile, and :math:`u` back into the snapshot. The engine then moves the
+    parameters by displacement, :math:`x \leftarrow x + (t - s)`, so that progress made since the snapshot is kept;
+    where there was none it copies :math:`t`. A replica that is absent (it has no work) moves from the last target to
+    the new one.
 
     The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds but for the fields in
     `per_replica`. A rule treats every element, or every tensor of the layout, alike: a part of the parameters (a
@@ -98,12 +68,6 @@ class AveragingRule(Protocol[S]):
 
     Any class that has all of this will do. One that inherits it gets the defaults; `RuleBase` has more of them.
     """
-
-    @property
-    @abstractmethod
-    def topology(self) -> Topology:
-        """The way of the messages."""
-        ...
 
     num_scalars: int = 0  # how many scalars `message_` returns, to ride in the round's header
     overlappable: bool = True  # whether `merge_` may happen while local steps go on. False for rules that overwrite.
@@ -139,6 +103,23 @@ class AveragingRule(Protocol[S]):
         state after the round.
         """
         ...
+
+    def weights(self, round: Round) -> tuple[float, ...]:
+        r"""Return the weight of every replica's message; they add up to 1, and are the same on every replica.
+
+        Default: the shares of the work, :math:`w_i = n_i / \sum_j n_j`. Where nobody has any, the first replica that
+        brings steps stands for all.
+
+        >>> DeltaMean().weights(Round(id=1, rank=0, work=(1.0, 3.0)))
+        (0.25, 0.75)
+        >>> DeltaMean().weights(Round(id=1, rank=0, work=(0.0, 0.0), steps=(0.0, 2.0)))
+        (0.0, 1.0)
+        """
+        total = sum(round.work)
+        if total > 0.0:
+            return tuple(work / total for work in round.work)
+        owing = [rank for rank, steps in enumerate(round.steps) if steps > 0.0]
+        return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
 
     def abandon_(self, sent: Tensor, state: S) -> S:
         """Take back this replica's message, in ``sent``, which no round will hold; return the state.
@@ -184,12 +165,10 @@ class AveragingState(NamedTuple):
 
 
 class RuleBase(AveragingRule[RuleS], ABC):
-    """An averaging rule over all replicas, without scalars, whose state is a ``NamedTuple`` of flat tensors.
+    """An averaging rule without scalars, whose state is a ``NamedTuple`` of flat tensors.
 
     A rule states `message_` and `merge_`; `init` too, where it remembers anything.
     """
-
-    topology = AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
 
     def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
         return cast(RuleS, AveragingState())
@@ -218,149 +197,6 @@ def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any])
     with torch.no_grad():
         for key, tensor in tensors.items():
             tensor.copy_(saved[key])
-
-
-_OUTER_LR = 0.7
-_OUTER_MOMENTUM = 0.9
-_NESTEROV = True
-
-
-class DiLoCoState(NamedTuple):
-    """The memory of DiLoCo between rounds."""
-
-    anchor: Tensor  # the last agreed parameters, flat fp32
-    momentum: Tensor  # the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own
-    optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer`` over shaped views of ``anchor``
-
-
-@dataclass(frozen=True)
-class DiLoCo(RuleBase[DiLoCoState]):
-    r"""Distributed low-communication training: Nesterov's method on the mean pseudo-gradient of all replicas.
-
-    .. math::
-        g &= \sum_j w_j (a - s_j) \\
-        m &\leftarrow \mu m + g \\
-        a &\leftarrow a - \eta\, (g + \mu m) \text{ with nesterov, else } a - \eta\, m \\
-        x_i &\leftarrow x_i + (a - s_i)
-
-    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot. With
-    :math:`\eta = 1, \mu = 0` this is local SGD. Meant for many local steps per round: at 32 or fewer, plain
-    averaging tends to do better than a momentum of 0.9.
-
-    Args:
-        outer_lr: :math:`\eta`. Default: 0.7.
-        outer_momentum: :math:`\mu`. Default: 0.9.
-        nesterov: look ahead along the new momentum. Default: True.
-        outer_optimizer: builds any `torch.optim.Optimizer` (one that steps without a closure) for the anchor, which
-            it is given as one fp32 tensor per parameter, in its shape; it must take all of them. A checkpoint
-            restores the optimizer's options too, as in torch. Default: None, the equations above.
-
-    Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: ``outer_lr`` is not positive, ``outer_momentum`` not in [0, 1), or one of the three is set
-            besides ``outer_optimizer``, which would ignore it.
-
-    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
-    https://arxiv.org/abs/2311.08105
-
-    >>> rule = DiLoCo(outer_lr=0.5, outer_momentum=0.5)
-    >>> params = torch.tensor([1.0])
-    >>> state = rule.init(params, FlatLayout([params]))
-    >>> sent = torch.tensor([0.5])  # one replica, whose local steps moved it from 1.0 to 0.5
-    >>> _ = rule.message_(sent, state)
-    >>> received = sent.clone()  # the mean over one replica
-    >>> state = rule.merge_(sent, received, state, Round(id=0, rank=0, work=(1.0,)))
-    >>> sent, received, state.momentum
-    (tensor([0.5000]), tensor([0.6250]), tensor([0.5000]))
-    """
-
-    outer_lr: float = _OUTER_LR
-    outer_momentum: float = _OUTER_MOMENTUM
-    nesterov: bool = _NESTEROV
-    outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
-
-    sends_difference = True
-
-    def __post_init__(self) -> None:
-        check_real(self, "outer_lr", above=0)
-        check_real(self, "outer_momentum", at_least=0, below=1)
-        check_bool("DiLoCo", "nesterov", self.nesterov)
-        if self.outer_optimizer is None:
-            return
-        if not callable(self.outer_optimizer):
-            raise TypeError(f"`DiLoCo(outer_optimizer={self.outer_optimizer!r})` must be callable or None.")
-        defaults = {"outer_lr": _OUTER_LR, "outer_momentum": _OUTER_MOMENTUM, "nesterov": _NESTEROV}
-        for argument, default in defaults.items():
-            if getattr(self, argument) != default:
-                raise ValueError(
-                    f"`DiLoCo({argument}={getattr(self, argument)!r})` has no effect together with "
-                    "`outer_optimizer`; set it there."
-                )
-
-    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
-        anchor = params.detach().clone()
-        if self.outer_optimizer is None:
-            return DiLoCoState(anchor, torch.zeros_like(anchor))
-        shaped: list[Tensor] = [torch.nn.Parameter(view) for view in layout.views(anchor)]
-        optimizer = self.outer_optimizer(list(shaped))
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(f"`DiLoCo(outer_optimizer=...)` must build a torch optimizer, got {type(optimizer)}.")
-        taken = {id(p) for p in _parameters(optimizer)}
-        if taken != {id(p) for p in shaped}:
-            missing = [name for name, p in zip(layout.names, shaped, strict=True) if id(p) not in taken]
-            raise ValueError(
-                "`DiLoCo(outer_optimizer=...)` must build an optimizer over exactly the tensors that it is given; "
-                f"it holds {len(taken)} tensors and left out {missing}."
-            )
-        return DiLoCoState(anchor, anchor.new_empty(0), optimizer)
-
-    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
-        torch.sub(state.anchor, out, out=out)
-        return ()
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
-        if state.optimizer is None:
-            ops.outer_merge_(
-                state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
-            )
-            return state
-        if sent is not None:
-            torch.sub(state.anchor, sent, out=sent)
-        _step(state.optimizer, state.anchor, received)
-        received.copy_(state.anchor)
-        return state
-
-    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
-        if state.optimizer is None:
-            return {"anchor": state.anchor, "momentum": state.momentum}
-        return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
-
-    def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
-        if ("optimizer" in saved) != (state.optimizer is not None):
-            which = "has" if "optimizer" in saved else "lacks"
-            raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
-        if state.optimizer is None:
-            copy_saved_(self, {"anchor": state.anchor, "momentum": state.momentum}, saved)
-            return state
-        copy_saved_(self, {"anchor": state.anchor}, {key: v for key, v in saved.items() if key != "optimizer"})
-        # torch keeps references to what it loads; a copy keeps two states that load the same dict apart
-        state.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        return state
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) -> None:
-    parameters = _parameters(optimizer)
-    for p in parameters:  # a view of the anchor knows its own place, whatever group the optimizer sorted it into
-        start = p.storage_offset() - anchor.storage_offset()
-        p.grad = gradient[start : start + p.numel()].view(p.shape)
-    optimizer.step()
-    for p in parameters:
-        p.grad = None
 
 
 class _ParameterMean(RuleBase[AveragingState]):

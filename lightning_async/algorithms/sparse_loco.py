@@ -89,7 +89,7 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
         received.mul_(self.outer_lr)
         torch.sub(anchor, received, out=received)
         if sent is not None:
-            if self.topology.row(round)[round.rank] > 0.0:  # else nothing of the message has travelled
+            if self.weights(round)[round.rank] > 0.0:  # else nothing of the message has travelled
                 # By the operations of `message_`, in the anchor's room: without compression nothing is left, exactly.
                 torch.sub(anchor.sub_(state.snapshot).add_(state.error), sent, out=state.error)
                 state.error.mul_(self.decay)

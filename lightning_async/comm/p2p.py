@@ -29,7 +29,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightning_async.comm.peer_storage import unshared
+from lightning_async._sockets import unshared
 from lightning_async.errors import ChannelTimeout, PeerLost
 
 LONGEST = 1 << 15  # bytes of a header

@@ -22,12 +22,12 @@ import secrets
 import socket
 import struct
 import threading
-import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lightning_async._sockets import unshared
 from lightning_async.membership.signing import Seal
 
 log = logging.getLogger(__name__)
@@ -38,17 +38,6 @@ _PIECE = 4 << 20
 _LONGEST = 1 << 16  # bytes of a message
 _LENGTH = struct.Struct("!I")
 _NONCE = 16
-
-_sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-
-
-def _let_go() -> None:
-    """Close all in a fork, such as a DataLoader's worker: else the other side would not see the rank's death."""
-    for each in list(_sockets):
-        each.close()
-
-
-os.register_at_fork(after_in_child=_let_go)
 
 
 @dataclass(frozen=True)
@@ -144,12 +133,6 @@ class PeerStoreConnection:
 
     def close(self) -> None:
         self.socket.close()
-
-
-def unshared(sock: socket.socket) -> socket.socket:
-    """Return the socket, which forks of this process do not hold open from now on."""
-    _sockets.add(sock)
-    return sock
 
 
 @contextlib.contextmanager

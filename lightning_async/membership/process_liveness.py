@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_async._sockets import keep_from_forks
+from lightning_async._sockets import unshared
 from lightning_async.membership.failure_detector import UP, VISITING, Record
 from lightning_async.membership.launcher_channel import CHANNEL
 
@@ -38,9 +38,8 @@ class LivenessPort:
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._socket = unshared(socket.create_server((host, 0), family=family, backlog=_BACKLOG))
         self._socket.setblocking(False)
-        keep_from_forks({self._socket.fileno(): os.fstat(self._socket.fileno()).st_ino})
         self.place = f"{host} {self._socket.getsockname()[1]}"
 
     def hang_up(self) -> None:

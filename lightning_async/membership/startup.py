@@ -218,18 +218,16 @@ def agree_on_start(store: Store, rank: int, how: str, seal: Seal) -> Callable[[]
     found = seal.open(_FIRST, room.compare_set(_FIRST, "", seal.sign(_FIRST, mine.encode())))
     first = mine if found is None else found.decode(errors="replace")  # None: a stranger's
 
-    def refuse(other: str) -> None:
-        time.sleep(_LINGER_S * (rank == 0))  # as in `_compare`
-        raise AsyncTrainingError(f"rank {rank}: {first}, and {other}. Start all ranks with the same strategy.")
-
     def check() -> None:
         other = seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
         if other is not None:
-            refuse(other.decode(errors="replace"))
+            time.sleep(_LINGER_S * (rank == 0))  # as in `_compare`
+            second = other.decode(errors="replace")
+            raise AsyncTrainingError(f"rank {rank}: {first}, and {second}. Start all ranks with the same strategy.")
 
     if not first.endswith(f" has {how}"):
         room.set(_OTHERWISE, seal.sign(_OTHERWISE, mine.encode()))
-        refuse(mine)
+        check()
     return check
 
 

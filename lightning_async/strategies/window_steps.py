@@ -21,7 +21,7 @@ from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.gradients.reduction import SynchronousGradients
 from lightning_async.engine.gradients.window import Window, WindowTotals
-from lightning_async.engine.shared_state import SyncPointKind
+from lightning_async.engine.shared_state import SyncPointKind, Vote
 from lightning_async.engine.sync_points import SyncPointParticipant
 from lightning_async.strategies.delay_correction import correcting
 from lightning_async.strategies.local_steps import StepBatches, learning_rate
@@ -177,6 +177,12 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return not self._window_schedule.in_turn or self._held or not self._window.batches
 
     @property
+    def stops_here(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        schedule = self._window_schedule
+        unstepped = self._gradients.in_flight or self._gradients.arrived is not None
+        return not (unstepped and schedule.late and schedule.in_turn and schedule.size == 1)
+
+    @property
     def accumulates(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._window.batches > 0
 
@@ -186,8 +192,13 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._take()
 
     def _hold(self) -> bool:
-        """Return whether a checkpoint comes first, at the end of this batch, with nothing in flight."""
-        self._held = self._window_schedule.late and self._window_schedule.updates.left > 1 and self._averager.marks.due
+        """Return whether a checkpoint comes first, at the end of this batch, with nothing in flight.
+
+        All hear behind one mean that one of them was told to stop: each holds its next window.
+        """
+        schedule = self._window_schedule
+        stops = schedule.in_turn and Vote.STOP in self._averager.sync_points.agreed
+        self._held = schedule.late and schedule.updates.left > 1 and (self._averager.marks.due or stops)
         return self._held
 
     def _go(self) -> None:
@@ -274,7 +285,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         averager = self._averager
         sync_point = averager.sync_points.coming  # those of no size end wherever that helps
         ends = sync_point in _LAST or (sync_point is SyncPointKind.DECIDE and not self._window_schedule.in_turn)
-        if self._held or (ends and self._window.batches):
+        if (self._held and sync_point is not SyncPointKind.STOP) or (ends and self._window.batches):
             self._arrive()
             averager.marks.settle()
             self._send()

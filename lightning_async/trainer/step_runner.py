@@ -21,6 +21,9 @@ class StepRunner:
     """The last batches, if BatchNorm's statistics are to be recomputed."""
     between_windows = True
     """Whether this replica has no batches of a step that other replicas have whole: it may join their validation."""
+    stops_here = True
+    """Whether this replica leaves training here, once all have heard that one was told to stop, or with a later batch:
+    it has a mean to step with, and the others step with that before they leave, with one batch more."""
     accumulates: bool | None = None
     """Whether there are gradients of batches that are in no step, and not on their way to one; None: as in Lightning's
     loop, which accumulates them."""

@@ -29,13 +29,14 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     Schedule,
+    SlowMo,
     SparseLoCo,
     StalenessPolicy,
     Synchronous,
     Warmup,
     WeightPrediction,
 )
-from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum, SlowMo
+from tests.algorithms.coming import Compressed, Eager, Elastic
 
 
 class RuleRow(NamedTuple):
@@ -90,17 +91,18 @@ RULES = (
     RuleRow("DiLoCo-heavy-ball", lambda: DiLoCo(outer_lr=0.5, outer_momentum=0.5, nesterov=False)),
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
+    RuleRow("DiLoCo-mixing", lambda: DiLoCo(mixing=0.25)),
+    RuleRow("SlowMo", SlowMo),
+    RuleRow("SlowMo-plain", lambda: SlowMo(beta=0.0), is_mean=True),
     RuleRow("SparseLoCo", SparseLoCo, is_mean=True),
     RuleRow("SparseLoCo-half", lambda: SparseLoCo(outer_lr=0.5, decay=1.0)),
 )
 
 COMING = (
     RuleRow("Elastic", Elastic),
-    RuleRow("SlowMo", SlowMo),
     RuleRow("Eager", Eager),
     RuleRow("Compressed-mean", lambda: Compressed(DiLoCo(outer_lr=1.0, outer_momentum=0.0))),
     RuleRow("Compressed-DiLoCo", lambda: Compressed(DiLoCo())),
-    RuleRow("PushSum", PushSum),
 )
 """What the interface must carry, too."""
 

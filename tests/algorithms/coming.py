@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms import AveragingRule, Round
-from lightning_async.algorithms.averaging import RuleBase, Topology, copy_saved_
+from lightning_async.algorithms.averaging import RuleBase, copy_saved_
 from lightning_async.flat import FlatLayout
 
 
@@ -42,35 +42,6 @@ class Elastic(RuleBase[CentreState]):
 
     def agree(self, mean: Tensor, state: CentreState) -> Tensor:
         return state.centre
-
-
-class MomentumState(NamedTuple):
-    anchor: Tensor
-    momentum: Tensor
-
-
-@dataclass(frozen=True)
-class SlowMo(RuleBase[MomentumState]):
-    """Slow momentum over the inner learning rate that the replicas have in common; https://arxiv.org/abs/1910.00643."""
-
-    slow_lr: float = 1.0
-    slow_momentum: float = 0.5
-
-    def init(self, params: Tensor, layout: FlatLayout) -> MomentumState:
-        return MomentumState(params.detach().clone(), torch.zeros_like(params))
-
-    def message_(self, out: Tensor, state: MomentumState) -> tuple[float, ...]:
-        torch.sub(state.anchor, out, out=out)
-        return ()
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: MomentumState, round: Round) -> MomentumState:
-        if sent is not None:
-            torch.sub(state.anchor, sent, out=sent)
-        lr = sum(w * each for w, each in zip(round.work, round.lr, strict=True)) / sum(round.work)
-        state.momentum.mul_(self.slow_momentum).add_(received, alpha=1 / lr)
-        state.anchor.add_(state.momentum, alpha=-self.slow_lr * lr)
-        received.copy_(state.anchor)
-        return state
 
 
 class EagerState(NamedTuple):
@@ -165,42 +136,3 @@ class Compressed(RuleBase[CompressedState]):
         own = {"carried_residual": state.carried_residual, "taken": state.taken}
         copy_saved_(self, own, {key: value for key, value in saved.items() if key != "inner"})
         return state._replace(inner=self.inner.load_state_dict(state.inner, saved["inner"]))
-
-
-@dataclass(frozen=True)
-class DirectedRing(Topology):
-    """Every replica keeps half of its message and sends half to the next one."""
-
-    def row(self, round: Round) -> tuple[float, ...]:
-        """The weights in what ``round.rank`` receives."""
-        size = len(round.work)
-        return tuple(0.5 * (rank == round.rank) + 0.5 * ((rank + 1) % size == round.rank) for rank in range(size))
-
-
-class PushSumState(NamedTuple):
-    weight: Tensor
-
-
-@dataclass(frozen=True)
-class PushSum(RuleBase[PushSumState]):
-    """Stochastic gradient push: gossip over a directed graph; https://arxiv.org/abs/1811.10792."""
-
-    topology = DirectedRing()
-    num_scalars = 1
-    per_replica = frozenset({"weight"})
-    absent_follow = False
-
-    def init(self, params: Tensor, layout: FlatLayout) -> PushSumState:
-        return PushSumState(torch.ones(1))
-
-    def message_(self, out: Tensor, state: PushSumState) -> tuple[float, ...]:
-        out.mul_(state.weight)
-        return (state.weight.item(),)
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: PushSumState, round: Round) -> PushSumState:
-        weight = sum(w * s[0] for w, s in zip(DirectedRing().row(round), round.scalars, strict=True))
-        if sent is not None:
-            sent.div_(state.weight)
-        received.div_(weight)
-        state.weight.fill_(weight)
-        return state

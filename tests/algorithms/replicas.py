@@ -10,7 +10,6 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async.algorithms import AveragingRule, Round
-from lightning_async.algorithms.averaging import AllMean
 from lightning_async.flat import FlatLayout
 
 LR = 0.125
@@ -68,11 +67,12 @@ class Replicas:
                 assert len(replica.scalars) == self.rule.num_scalars
             replica.moved = False
 
-    def receive(self) -> None:
-        """The messages arrive, weighted as the rule's topology has it, and are merged everywhere."""
+    def receive(self, lr: Sequence[float] | None = None) -> None:
+        """The messages arrive, weighted as the rule has it, and are merged everywhere; ``lr`` is each replica's."""
         work = tuple(replica.work for replica in self.all)
-        lr, scalars = tuple(LR * (w > 0) for w in work), tuple(replica.scalars for replica in self.all)
-        rounds = [Round(self.rounds, rank, work, scalars=scalars, lr=lr) for rank in range(len(work))]
+        rates = tuple(lr or (LR * (w > 0) for w in work))
+        scalars = tuple(replica.scalars for replica in self.all)
+        rounds = [Round(self.rounds, rank, work, scalars=scalars, lr=rates) for rank in range(len(work))]
         arriving = [self.received(round) for round in rounds]
         for replica, target, round in zip(self.all, arriving, rounds, strict=True):
             replica.state = self.rule.merge_(replica.sent, target, replica.state, round)
@@ -83,10 +83,8 @@ class Replicas:
 
     def received(self, round: Round) -> Tensor:
         """What one replica receives; summed in float64."""
-        mean = tuple(w / sum(round.work) for w in round.work)
-        weights = mean if isinstance(self.rule.topology, AllMean) else self.rule.topology.row(round)  # type: ignore
         total = torch.zeros(self.all[0].layout.numel, dtype=torch.float64)
-        for replica, weight in zip(self.all, weights, strict=True):
+        for replica, weight in zip(self.all, self.rule.weights(round), strict=True):
             if replica.sent is not None:
                 total += weight * replica.sent.double()
         return total.float()

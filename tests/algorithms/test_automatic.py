@@ -44,6 +44,7 @@ def test_a_round_is_merged_with_the_settings_that_follow_from_its_facts() -> Non
     found = []
     for rule in (AdaptiveDiLoCo(), DiLoCo(lr, momentum)):
         state = rule.init(params, FlatLayout([params]))
+        received = params
         for _ in range(2):  # the second time with momentum
             mine = sent.clone()
             rule.message_(mine, state)

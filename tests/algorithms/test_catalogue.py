@@ -50,7 +50,6 @@ def test_row_is_an_immutable_value_of_its_interface(row) -> None:
 class OnlyEquations(AveragingRule[Any]):
     """A user's rule, straight from the interface, with nothing but what that asks for."""
 
-    topology = algorithms.AllMean()  # pyright: ignore[reportIncompatibleMethodOverride, reportAssignmentType]
     num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
     restores_local = mixes = sends_difference = keeps_residual = False
 
@@ -73,6 +72,7 @@ class OnlyEquations(AveragingRule[Any]):
 def test_what_a_rule_inherits_from_the_interface_answers() -> None:
     rule, mean = OnlyEquations(), torch.ones(2)
     state = rule.init(mean, None)
+    assert rule.weights(algorithms.Round(id=0, rank=1, work=(1.0, 3.0))) == (0.25, 0.75)
     assert rule.abandon_(mean, state) is state
     assert rule.agree(mean, state) is mean
     live = torch.tensor([3.0, 4.0])

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from lightning_async.algorithms import DiLoCo, Round
 from tests.algorithms.catalogue import COMING, RULES, RuleRow
-from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum, SlowMo
-from tests.algorithms.replicas import LR, Replicas, fill
+from tests.algorithms.coming import Compressed, Eager, Elastic
+from tests.algorithms.replicas import Replicas, fill
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (1,), (3,), (2, 3), (4, 1, 2), (17,)]), min_size=1, max_size=4).filter(
     lambda shapes: any(torch.Size(s).numel() for s in shapes)
@@ -224,7 +224,7 @@ def test_foreign_state_is_refused_and_changes_nothing(row: RuleRow) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(replica.state), before, strict=True))
 
 
-@every([row for row in ALL if row.name != "PushSum"])
+@every(ALL)
 @LAW
 @given(seed=SEEDS, work=st.lists(WORK, min_size=1, max_size=3), rounds=st.integers(1, 3))
 def test_fragments_with_states_of_their_own_make_the_whole(row: RuleRow, seed, work, rounds) -> None:
@@ -270,25 +270,6 @@ def test_elastic_pulls_replicas_and_centre_at_each_other_and_leaves_the_absent_a
 
 
 @LAW
-@given(seed=SEEDS, rounds=st.integers(1, 4), work=st.lists(WORK, min_size=1, max_size=3))
-def test_slowmo_is_its_equations(seed, rounds, work) -> None:
-    rule = SlowMo(slow_lr=0.7, slow_momentum=0.5)
-    world = Replicas(rule, [fill(7, seed)], len(work))
-    x, u = fill(7, seed).double(), torch.zeros(7, dtype=torch.float64)
-    for number in range(rounds):
-        progress = [fill(7, seed + 10 * number + rank, scale=LR) for rank in range(len(work))]
-        for replica, mine, amount in zip(world.all, progress, work, strict=True):
-            replica.learn(mine, amount)
-        world.send()
-        world.receive()
-        mean = sum(w / sum(work) * p.double() for w, p in zip(work, progress, strict=True))
-        u = 0.5 * u - mean / LR
-        x = x - 0.7 * LR * u
-        for replica in world.all:
-            close(replica.flat(), x)
-
-
-@LAW
 @given(seed=SEEDS, work=st.lists(WORK, min_size=1, max_size=3))
 def test_eager_shows_fresh_progress_at_its_weight_and_reports_all_of_it(seed, work) -> None:
     world = Replicas(Eager(outer_lr=0.5), [fill(7, seed)], len(work))
@@ -323,21 +304,3 @@ def test_error_feedback_loses_nothing(seed, rounds) -> None:
         world.receive()
     close(replica.flat().double() - replica.state.carried_residual, learned)
     assert replica.state.carried_residual.abs().max() < 2**-7 * 8
-
-
-@LAW
-@given(seed=SEEDS, count=st.integers(2, 5))
-def test_push_sum_keeps_the_mean_and_finds_it(seed, count) -> None:
-    world = Replicas(PushSum(), [torch.zeros(7)], count)
-    progress = [fill(7, seed + rank) for rank in range(count)]
-    for replica, mine in zip(world.all, progress, strict=True):
-        replica.learn(mine)
-    mean = torch.stack(progress).double().mean(0)
-    for _ in range(80):
-        for replica in world.all:
-            replica.work = 1.0
-        world.send()
-        world.receive()
-        close(sum(r.state.weight * r.flat().double() for r in world.all) / count, mean, scale=64)
-    for replica in world.all:
-        close(replica.flat(), mean, scale=64)

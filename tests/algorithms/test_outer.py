@@ -1,4 +1,4 @@
-"""DiLoCo against float64 and against torch's optimizers, and what its constructor refuses."""
+"""Outer optimizers against float64 and against torch's, and what their constructors refuse."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_async.algorithms import DiLoCo, Round
+from lightning_async.algorithms import AveragingRule, DiLoCo, Round, SlowMo
 from lightning_async.flat import FlatLayout
 from tests.algorithms.catalogue import adam, momentum_sgd
 from tests.algorithms.replicas import Replicas, fill
 
 
-def history(rule: DiLoCo, start: list[torch.Tensor], work: list[list[float]], seed: int) -> list[list[torch.Tensor]]:
+def history(
+    rule: AveragingRule, start: list[torch.Tensor], work: list[list[float]], seed: int
+) -> list[list[torch.Tensor]]:
     """Flat parameters of every replica after every round."""
     world = Replicas(rule, start, len(work[0]))
     rows = []
@@ -81,6 +83,32 @@ def test_outer_torch_sgd_is_the_built_in_rule() -> None:
     for mine, theirs in zip(built_in, outer, strict=True):
         for a, b in zip(mine, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), mixing=st.floats(0.0, 0.99), work=st.lists(st.floats(0.5, 40), min_size=2, max_size=3)
+)
+def test_mixing_keeps_a_share_of_where_a_replica_stands_and_all_of_it_where_that_was_absent(seed, mixing, work) -> None:
+    world = Replicas(DiLoCo(outer_lr=0.5, outer_momentum=0.0, mixing=mixing), [fill(7, seed)], 1 + len(work))
+    absent, present = world.all[0], world.all[1:]
+    x = fill(7, seed).double()
+    mean = torch.zeros(7, dtype=torch.float64)
+    for rank, (replica, amount) in enumerate(zip(present, work, strict=True)):
+        progress = fill(7, seed + rank)
+        replica.learn(progress, amount)
+        mean += amount / sum(work) * progress.double()
+    world.send()
+    for rank, replica in enumerate(world.all):
+        replica.learn(fill(7, seed + 10 + rank))
+    before = [replica.flat().double() for replica in present]
+    world.receive()
+    target = x + 0.5 * mean
+    for replica, stood in zip(present, before, strict=True):
+        torch.testing.assert_close(
+            replica.flat().double(), mixing * stood + (1 - mixing) * target, rtol=1e-5, atol=2e-5
+        )
+    torch.testing.assert_close(absent.flat().double(), target + fill(7, seed + 10).double(), rtol=1e-5, atol=2e-5)
 
 
 def test_a_round_without_progress_still_moves_by_the_momentum() -> None:
@@ -186,6 +214,9 @@ def test_state_with_and_without_a_torch_optimizer_do_not_mix() -> None:
         ({"outer_momentum": 1.0}, ValueError, r"`DiLoCo\(outer_momentum=1\.0\)` must be < 1\."),
         ({"outer_momentum": -0.1}, ValueError, "must be >= 0"),
         ({"nesterov": 1}, TypeError, "must be True or False"),
+        ({"mixing": 1.0}, ValueError, r"`DiLoCo\(mixing=1\.0\)` must be < 1\."),
+        ({"mixing": -0.1}, ValueError, "must be >= 0"),
+        ({"mixing": "half"}, TypeError, "must be a number, got str"),
         ({"outer_optimizer": "SGD"}, TypeError, "must be callable"),
         ({"outer_optimizer": adam, "outer_lr": 0.5}, ValueError, r"`DiLoCo\(outer_lr=0\.5\)` has no effect"),
         ({"outer_optimizer": adam, "outer_momentum": 0.0}, ValueError, "has no effect"),
@@ -195,3 +226,61 @@ def test_state_with_and_without_a_torch_optimizer_do_not_mix() -> None:
 def test_arguments_that_cannot_mean_anything_are_refused(arguments, error, message) -> None:
     with pytest.raises(error, match=message):
         DiLoCo(**arguments)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    work=st.lists(st.floats(0.5, 40), min_size=1, max_size=3),
+    rates=st.lists(st.sampled_from([0.0, 0.01, 0.125, 1.0]), min_size=1, max_size=6),
+    beta=st.floats(0.0, 0.9),
+    alpha=st.floats(0.1, 1.5),
+)
+def test_slow_momentum_equals_a_float64_reference_as_the_learning_rate_changes(seed, work, rates, beta, alpha) -> None:
+    world = Replicas(SlowMo(beta, alpha), [fill(7, seed)], len(work))
+    x, u = fill(7, seed).double(), torch.zeros(7, dtype=torch.float64)
+    for number, gamma in enumerate(rates):
+        mean = torch.zeros(7, dtype=torch.float64)
+        for rank, (replica, amount) in enumerate(zip(world.all, work, strict=True)):
+            progress = fill(7, seed + 10 * number + rank, scale=gamma)
+            replica.learn(progress, amount)
+            mean += amount / sum(work) * progress.double()
+        world.send()
+        world.receive(lr=[gamma / (1 + rank) for rank in range(len(work))])  # the largest is all replicas'
+        u = beta * u - (mean / gamma if gamma else 0.0)
+        x = x - alpha * gamma * u
+        for replica in world.all:
+            torch.testing.assert_close(replica.flat().double(), x, rtol=1e-5, atol=3e-5)
+
+
+def test_slow_momentum_with_a_constant_learning_rate_is_heavy_ball() -> None:
+    work = [[1.0, 3.0], [2.0, 0.0], [0.0, 5.0], [1.0, 1.0]]
+    slow = history(SlowMo(beta=0.5, alpha=0.75), [fill(12, 0)], work, 7)
+    heavy = history(DiLoCo(outer_lr=0.75, outer_momentum=0.5, nesterov=False), [fill(12, 0)], work, 7)
+    for mine, theirs in zip(slow, heavy, strict=True):
+        for a, b in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_round_without_a_learning_rate_takes_up_the_progress_alone() -> None:
+    world = Replicas(SlowMo(beta=0.5, alpha=0.5), [torch.ones(1)], 1)
+    (replica,) = world.all
+    for rate, expected in ((1.0, 0.9), (0.0, 0.8)):  # by half of 0.2; momentum would add another 0.05
+        replica.learn(torch.tensor([-0.2]), 1.0)
+        world.send()
+        world.receive(lr=[rate])
+        assert replica.flat().item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"beta": 1.0}, ValueError, r"`SlowMo\(beta=1\.0\)` must be < 1\."),
+        ({"beta": -0.5}, ValueError, "must be >= 0"),
+        ({"alpha": 0}, ValueError, r"`SlowMo\(alpha=0\)` must be > 0\."),
+        ({"alpha": "1"}, TypeError, "must be a number, got str"),
+    ],
+)
+def test_arguments_of_slow_momentum_that_cannot_be_are_refused(arguments, error, message) -> None:
+    with pytest.raises(error, match=message):
+        SlowMo(**arguments)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.callbacks.window_ranks import BATCHES, EPOCHS, STOP
+from tests.callbacks.window_ranks import BATCHES, BEHIND_VALIDATION, EPOCHS, STOP
 from tests.strategies.workers import Outcomes
 from tests.support import run_ranks
 
@@ -95,6 +95,21 @@ def test_a_signal_saves_the_open_window_on_all(outcomes: Outcomes) -> None:
         assert rank["seen"] == BATCHES * EPOCHS - rank["first"]
         assert rank["steps"][0] == rank["steps"][1]
         assert rank["gathered"][number][0] == rank["first"] - BATCHES > 0, "each from its place"
+    assert told[0]["digest"] == told[1]["digest"]
+
+
+@pytest.mark.parametrize("name", ["preempted_rank_0_slow", "preempted_rank_1_slow"])
+def test_what_follows_a_signal_is_equal_to_the_bit_where_each_batch_is_a_window(outcomes: Outcomes, name: str) -> None:
+    """All leave with one window each, full and not sent, of the same step; as they do, buffers are averaged."""
+    told = outcomes(name)
+    for rank in told:
+        assert (rank["reason"], rank["ranks"]) == ("preemption", [0, 1])
+        assert rank["gathered"] == [[1, 4.0]] * 2
+        assert BEHIND_VALIDATION < rank["first"] < BEHIND_VALIDATION + 9
+        assert rank["losses"] == [True] * (BATCHES * EPOCHS - rank["first"]), told
+        changed = {tensor: value for tensor, value in rank["tensors"].items() if value}
+        assert changed.keys() <= {"net.1.running_mean", "net.1.running_var"} and all(x < 1e-5 for x in changed.values())
+        assert rank["steps"][0] == rank["steps"][1]
     assert told[0]["digest"] == told[1]["digest"]
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -38,6 +39,8 @@ from tests.strategies.workers import PATIENT, logged, make_trainer, rank, scenar
 BATCHES, EPOCHS = 22, 2
 STOP = BATCHES + 17
 """The batch, of all, in which training is interrupted: within the second epoch, and within a window."""
+BEHIND_VALIDATION = BATCHES + 11
+"""The same, nine batches before the next validation, where all meet."""
 Make = Callable[[], AsyncGradientStrategy]
 
 
@@ -246,6 +249,35 @@ def preempted(folder: Path) -> Any:
     except SystemExit as error:
         code = error.code
     return told(folder, lambda: windows(20), every=1000) | {"code": code}
+
+
+class Slow(pl.Callback):
+    """Has one rank wait at the end of each batch, so that what all have sent has arrived there."""
+
+    def __init__(self, slow: int) -> None:
+        self.slow = slow
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if rank() == self.slow:
+            time.sleep(0.02)
+
+
+def preempted_in_between(folder: Path, slow: int) -> dict[str, Any]:
+    """One rank is told to go where each batch is a window, and one of the two ranks is always a window ahead."""
+    tells = AtBatch(BEHIND_VALIDATION, lambda: os.kill(os.getpid(), signal.SIGTERM) if rank() == 1 else None)
+    with contextlib.suppress(SystemExit):
+        train(folder, windows(1), Slow(slow), tells, every=1000)
+    return told(folder, lambda: windows(1), every=1000)
+
+
+@scenario
+def preempted_rank_0_slow(folder: Path) -> Any:
+    return preempted_in_between(folder, 0)
+
+
+@scenario
+def preempted_rank_1_slow(folder: Path) -> Any:
+    return preempted_in_between(folder, 1)
 
 
 @scenario

@@ -57,7 +57,7 @@ class Rank:
                 self.gradients.reduce_(samples)
             with torch.no_grad():
                 weight -= self.lr * weight.grad
-            self.averager.tick(step, samples)
+            self.averager.tick(step, samples, lr=self.lr)
             if each is not None:
                 each(i)
 

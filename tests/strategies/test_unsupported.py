@@ -23,7 +23,6 @@ from lightning_async import (
     Timeouts,
     TorchTransport,
 )
-from lightning_async.algorithms import AllMean
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
@@ -124,8 +123,6 @@ def test_wrong_deadlines_are_named(arguments: dict[str, Any], error: type[Except
 
 def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
     class Half:
-        exchange = AllMean()  # as it was once called
-
         init = message_ = merge_ = mix_ = agree = state_dict = load_state_dict = lambda *_: None
         num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
         restores_local = mixes = False
@@ -135,7 +132,7 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
 
     rule: Any = Half()
     with pytest.raises(
-        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'topology', 'abandon_', 'chosen'\]"
+        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'weights', 'abandon_', 'chosen'\]"
     ):
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):

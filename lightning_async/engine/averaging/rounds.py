@@ -181,7 +181,8 @@ class AveragingComponent(EngineComponent):
             first = max(present, key=lambda rank: work[rank])
             weights = tuple(float(rank == first) for rank in range(len(work)))
         else:
-            weights = self.rule.topology.row(Round(0, self._control.transfer.rank, tuple(work), tuple(steps)))
+            scalars = tuple(p.scalars for p in parts)
+            weights = self.rule.weights(Round(0, self._control.transfer.rank, tuple(work), tuple(steps), scalars))
         kind = self.start if fresh else self.average
         return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
 

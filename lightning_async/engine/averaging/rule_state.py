@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor
 
-from lightning_async.algorithms.averaging import AllMean, AveragingRule, Round
+from lightning_async.algorithms.averaging import AveragingRule, Round
 from lightning_async.algorithms.compression import TopK
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.compressed_mean import Compression
@@ -94,10 +94,6 @@ class AveragerConfig:
             raise ValueError(
                 f"`{owner}(rule={rule!r}, overlap=True)`: this rule overwrites the parameters, so the steps taken "
                 "during a round would be lost. Pass `overlap=False`, or `rule=DeltaMean()`."
-            )
-        if not isinstance(rule.topology, AllMean):
-            raise ValueError(
-                f"`{owner}(rule={rule!r})`: its topology is {rule.topology!r}; only AllMean() can be served."
             )
         if self.compression not in ("none", "bf16") and not rule.sends_difference:
             sparse = isinstance(self.compression, TopK)

@@ -132,7 +132,7 @@ class Stopping:
             return
         self.pass_on(sync_points)
         sync_points.resume()
-        if Vote.STOP in sync_points.agreed:
+        if Vote.STOP in sync_points.agreed and self._view.step_runner.stops_here:
             self._view.step_runner.finish_batch()
             self.leave(sync_points)
         if Vote.END in sync_points.agreed:

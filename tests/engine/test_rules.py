@@ -5,15 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous, Warmup
-from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.algorithms import DiLoCo, EveryNSteps, SlowMo, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from tests.algorithms.coming import Compressed, Eager, Elastic, PushSum
+from tests.algorithms.coming import Compressed, Eager, Elastic
 from tests.engine.ranks import Rank, bits, run
 
 
@@ -58,6 +56,24 @@ def test_elastic_averaging_is_its_equations() -> None:
         torch.testing.assert_close(mine.double(), expected.expand(1, 8), atol=1e-6, rtol=0)
 
 
+def test_slow_momentum_hears_the_inner_learning_rate() -> None:
+    def body(rank: Rank):
+        rank.train(12)
+        return rank.x.clone()
+
+    rule = SlowMo(beta=0.5, alpha=0.75)
+    left, right = run(2, body, rule=rule, schedule=EveryNSteps(3), config={"overlap": False}, lr=0.2)
+    x, u = 1.0, 0.0
+    for _ in range(4):
+        replicas = [x, x]
+        for _ in range(3):
+            replicas = [each - 0.2 * (each - goal) for each, goal in zip(replicas, (0.0, 1.0), strict=True)]
+        u = 0.5 * u + (x - sum(replicas) / 2) / 0.2
+        x -= 0.75 * 0.2 * u
+    assert torch.equal(left, right)
+    torch.testing.assert_close(left, torch.full((1, 8), x))
+
+
 def test_an_absent_replica_with_a_model_of_its_own_stays_where_it_is() -> None:
     def body(rank: Rank):
         if rank.averager.summary.rank == 0:
@@ -74,19 +90,7 @@ def test_an_absent_replica_with_a_model_of_its_own_stays_where_it_is() -> None:
     assert not torch.equal(busy[0], absent[0])
 
 
-@dataclass(frozen=True)
-class KeepNothing(DeltaMean):
-    """All replicas stand at the target after a merge, whatever they did meanwhile."""
-
-    mixes = True
-
-    def mix_(self, live, base, target, state, round):
-        assert not torch.equal(live, base)
-        live.copy_(target)
-        return state
-
-
-def test_the_rule_may_say_what_becomes_of_progress_in_flight() -> None:
+def test_with_nothing_kept_of_progress_in_flight_all_stand_at_the_target() -> None:
     seen: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] = ({}, {})  # of each rank, by round
     stale, deadline = [0, 0], time.monotonic() + 60
 
@@ -105,7 +109,7 @@ def test_the_rule_may_say_what_becomes_of_progress_in_flight() -> None:
                 stale[number] += report.staleness_steps > 0
         rank.meet()
 
-    run(2, body, rule=KeepNothing(), schedule=EveryNSteps(4))
+    run(2, body, rule=DiLoCo(outer_lr=1.0, outer_momentum=0.0, mixing=0.0), schedule=EveryNSteps(4))
     assert any(stale) and common()
     assert all(torch.equal(seen[0][id], seen[1][id]) for id in common())
 
@@ -156,12 +160,6 @@ def test_a_checkpoint_holds_what_is_common_once_and_the_rest_for_each_replica() 
     without = {**own, "rule_state": {}}  # from a run with another number of replicas
     for _, clocks in resumed([without, without]):
         assert torch.equal(clocks["rule_state"]["carried_residual"], torch.zeros(8))
-
-
-def test_a_topology_without_a_transport_is_refused() -> None:
-    control: Any = None
-    with pytest.raises(ValueError, match=r"PushSum\(\).*DirectedRing\(\).*only AllMean\(\)"):
-        BackgroundAverager(control, PushSum(), EveryNSteps(3))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,252 @@
+"""Rules with an outer optimizer: the replicas' common progress is a gradient for the last agreed parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_async import ops
+from lightning_async._checks import check_bool, check_real
+from lightning_async.algorithms.averaging import Round, RuleBase, copy_saved_
+from lightning_async.flat import FlatLayout
+
+_OUTER_LR = 0.7
+_OUTER_MOMENTUM = 0.9
+_NESTEROV = True
+
+
+class DiLoCoState(NamedTuple):
+    """The memory of DiLoCo between rounds."""
+
+    anchor: Tensor  # the last agreed parameters, flat fp32
+    momentum: Tensor  # the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own
+    optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer`` over shaped views of ``anchor``
+
+
+@dataclass(frozen=True)
+class DiLoCo(RuleBase[DiLoCoState]):
+    r"""Distributed low-communication training: Nesterov's method on the mean pseudo-gradient of all replicas.
+
+    .. math::
+        g &= \sum_j w_j (a - s_j) \\
+        m &\leftarrow \mu m + g \\
+        a &\leftarrow a - \eta\, (g + \mu m) \text{ with nesterov, else } a - \eta\, m \\
+        x_i &\leftarrow x_i + (a - s_i)
+
+    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot. With
+    :math:`\eta = 1, \mu = 0` this is local SGD. Meant for many local steps per round: at 32 or fewer, plain
+    averaging tends to do better than a momentum of 0.9.
+
+    Args:
+        outer_lr: :math:`\eta`. Default: 0.7.
+        outer_momentum: :math:`\mu`. Default: 0.9.
+        nesterov: look ahead along the new momentum. Default: True.
+        outer_optimizer: builds any `torch.optim.Optimizer` (one that steps without a closure) for the anchor, which
+            it is given as one fp32 tensor per parameter, in its shape; it must take all of them. A checkpoint
+            restores the optimizer's options too, as in torch. Default: None, the equations above.
+        mixing: :math:`\alpha`, where a replica has taken steps while the round travelled: in place of the
+            displacement :math:`x_i \leftarrow \alpha\, x_i + (1 - \alpha)\, a`. Replicas stay closer together, and
+            lose :math:`1 - \alpha` of those steps. An absent replica, whose steps no message holds, keeps all of
+            them. Default: None, all local progress is kept.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``outer_lr`` is not positive, ``outer_momentum`` or ``mixing`` not in [0, 1), or one of the first
+            three is set besides ``outer_optimizer``, which would ignore it.
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
+    https://arxiv.org/abs/2311.08105; ``mixing``: Douillard et al., "Streaming DiLoCo with overlapping communication",
+    2025, https://arxiv.org/abs/2501.18512
+
+    >>> rule = DiLoCo(outer_lr=0.5, outer_momentum=0.5)
+    >>> params = torch.tensor([1.0])
+    >>> state = rule.init(params, FlatLayout([params]))
+    >>> sent = torch.tensor([0.5])  # one replica, whose local steps moved it from 1.0 to 0.5
+    >>> _ = rule.message_(sent, state)
+    >>> received = sent.clone()  # the mean over one replica
+    >>> state = rule.merge_(sent, received, state, Round(id=0, rank=0, work=(1.0,)))
+    >>> sent, received, state.momentum
+    (tensor([0.5000]), tensor([0.6250]), tensor([0.5000]))
+    """
+
+    outer_lr: float = _OUTER_LR
+    outer_momentum: float = _OUTER_MOMENTUM
+    nesterov: bool = _NESTEROV
+    outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
+    mixing: float | None = None
+
+    sends_difference = True
+
+    @property
+    def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.mixing is not None
+
+    def __post_init__(self) -> None:
+        check_real(self, "outer_lr", above=0)
+        check_real(self, "outer_momentum", at_least=0, below=1)
+        if self.mixing is not None:
+            check_real(self, "mixing", at_least=0, below=1)
+        check_bool("DiLoCo", "nesterov", self.nesterov)
+        if self.outer_optimizer is None:
+            return
+        if not callable(self.outer_optimizer):
+            raise TypeError(f"`DiLoCo(outer_optimizer={self.outer_optimizer!r})` must be callable or None.")
+        defaults = {"outer_lr": _OUTER_LR, "outer_momentum": _OUTER_MOMENTUM, "nesterov": _NESTEROV}
+        for argument, default in defaults.items():
+            if getattr(self, argument) != default:
+                raise ValueError(
+                    f"`DiLoCo({argument}={getattr(self, argument)!r})` has no effect together with "
+                    "`outer_optimizer`; set it there."
+                )
+
+    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
+        anchor = params.detach().clone()
+        if self.outer_optimizer is None:
+            return DiLoCoState(anchor, torch.zeros_like(anchor))
+        shaped: list[Tensor] = [torch.nn.Parameter(view) for view in layout.views(anchor)]
+        optimizer = self.outer_optimizer(list(shaped))
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(f"`DiLoCo(outer_optimizer=...)` must build a torch optimizer, got {type(optimizer)}.")
+        taken = {id(p) for p in _parameters(optimizer)}
+        if taken != {id(p) for p in shaped}:
+            missing = [name for name, p in zip(layout.names, shaped, strict=True) if id(p) not in taken]
+            raise ValueError(
+                "`DiLoCo(outer_optimizer=...)` must build an optimizer over exactly the tensors that it is given; "
+                f"it holds {len(taken)} tensors and left out {missing}."
+            )
+        return DiLoCoState(anchor, anchor.new_empty(0), optimizer)
+
+    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
+        torch.sub(state.anchor, out, out=out)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
+        if state.optimizer is None:
+            ops.outer_merge_(
+                state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
+            )
+            return state
+        if sent is not None:
+            torch.sub(state.anchor, sent, out=sent)
+        _step(state.optimizer, state.anchor, received)
+        received.copy_(state.anchor)
+        return state
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
+        if self.mixing is None or round.is_absent():
+            return super().mix_(live, base, target, state, round)
+        live.lerp_(target, 1 - self.mixing)
+        return state
+
+    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
+        if state.optimizer is None:
+            return {"anchor": state.anchor, "momentum": state.momentum}
+        return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
+
+    def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
+        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
+        if ("optimizer" in saved) != (state.optimizer is not None):
+            which = "has" if "optimizer" in saved else "lacks"
+            raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
+        if state.optimizer is None:
+            copy_saved_(self, {"anchor": state.anchor, "momentum": state.momentum}, saved)
+            return state
+        copy_saved_(self, {"anchor": state.anchor}, {key: v for key, v in saved.items() if key != "optimizer"})
+        # torch keeps references to what it loads; a copy keeps two states that load the same dict apart
+        state.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        return state
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) -> None:
+    parameters = _parameters(optimizer)
+    for p in parameters:  # a view of the anchor knows its own place, whatever group the optimizer sorted it into
+        start = p.storage_offset() - anchor.storage_offset()
+        p.grad = gradient[start : start + p.numel()].view(p.shape)
+    optimizer.step()
+    for p in parameters:
+        p.grad = None
+
+
+class SlowMoState(NamedTuple):
+    """The memory of slow momentum between rounds."""
+
+    anchor: Tensor  # the last agreed parameters, flat fp32
+    momentum: Tensor  # of gradients, not of displacements: its size does not depend on the learning rate
+
+
+@dataclass(frozen=True)
+class SlowMo(RuleBase[SlowMoState]):
+    r"""Slow momentum: heavy-ball momentum on the mean progress, measured in steps of the inner learning rate.
+
+    .. math::
+        u &\leftarrow \beta u + \frac{1}{\gamma} \sum_j w_j (a - s_j) \\
+        a &\leftarrow a - \alpha \gamma u \\
+        x_i &\leftarrow x_i + (a - s_i)
+
+    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot, and :math:`\gamma`
+    the inner learning rate: the largest of all replicas' at their snapshots, which may be at different places of a
+    schedule. As it decays, momentum from larger steps decays with it; with a constant one this is `DiLoCo` without
+    nesterov. Where :math:`\gamma` is 0 for all, there is no momentum in the step: :math:`a` moves by :math:`\alpha`
+    times the mean progress, the equations' limit.
+
+    Args:
+        beta: :math:`\beta`, the slow momentum. The authors used 0.2 with 4 replicas, 0.5 with 8 and 0.6 with 16.
+            Default: 0.5.
+        alpha: :math:`\alpha`, the slow learning rate. Default: 1.0.
+
+    Raises:
+        TypeError: an argument is not a number.
+        ValueError: ``beta`` is not in [0, 1), or ``alpha`` not positive.
+
+    Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020,
+    https://arxiv.org/abs/1910.00643
+
+    >>> rule = SlowMo(beta=0.5)
+    >>> params = torch.tensor([1.0])
+    >>> state = rule.init(params, FlatLayout([params]))
+    >>> sent = torch.tensor([0.75])
+    >>> _ = rule.message_(sent, state)
+    >>> state = rule.merge_(sent, sent.clone(), state, Round(id=0, rank=0, work=(1.0,), lr=(0.5,)))
+    >>> state
+    SlowMoState(anchor=tensor([0.7500]), momentum=tensor([0.5000]))
+    >>> rule.merge_(None, torch.zeros(1), state, Round(id=1, rank=0, work=(1.0,), lr=(0.25,)))
+    SlowMoState(anchor=tensor([0.6875]), momentum=tensor([0.2500]))
+    """
+
+    beta: float = 0.5
+    alpha: float = 1.0
+
+    sends_difference = True
+
+    def __post_init__(self) -> None:
+        check_real(self, "beta", at_least=0, below=1)
+        check_real(self, "alpha", above=0)
+
+    def init(self, params: Tensor, layout: FlatLayout) -> SlowMoState:
+        return SlowMoState(params.detach().clone(), torch.zeros_like(params))
+
+    def message_(self, out: Tensor, state: SlowMoState) -> tuple[float, ...]:
+        torch.sub(state.anchor, out, out=out)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: SlowMoState, round: Round) -> SlowMoState:
+        if sent is not None:
+            torch.sub(state.anchor, sent, out=sent)
+        lr = max(round.lr)
+        state.momentum.mul_(self.beta)
+        if lr > 0.0:
+            state.momentum.add_(received, alpha=1 / lr)
+            state.anchor.sub_(state.momentum, alpha=self.alpha * lr)
+        else:
+            state.anchor.sub_(received, alpha=self.alpha)
+        received.copy_(state.anchor)
+        return state
