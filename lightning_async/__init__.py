@@ -23,6 +23,7 @@ from lightning_async.algorithms import (
     PowerSGD,
     PseudoGradientPenalty,
     SlowMo,
+    SparseLoCo,
     StalenessPolicy,
     Synchronous,
     TopK,
@@ -58,6 +59,6 @@ __all__ = [
     "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
     "FaultTolerantCheckpoint", "GapAware", "HangWatchdog", "HorovodStrategy", "HorovodTransport", "MatchCommunication",
     "Mean", "NoCorrection", "ParameterServerStrategy", "PartitionedSampler", "PartitionedStream", "PeerLost",
-    "PeerMemory", "PowerSGD", "PseudoGradientPenalty", "ServerOptions", "SlowMo", "StalenessPolicy", "Synchronous",
-    "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
+    "PeerMemory", "PowerSGD", "PseudoGradientPenalty", "ServerOptions", "SlowMo", "SparseLoCo", "StalenessPolicy",
+    "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
 ]  # fmt: skip

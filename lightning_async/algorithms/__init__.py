@@ -60,6 +60,7 @@ from lightning_async.algorithms.schedules import (
     Synchronous,
     Warmup,
 )
+from lightning_async.algorithms.sparse_loco import SparseLoCo, SparseLoCoState
 from lightning_async.algorithms.staleness import (
     NAMES,
     AdaptiveDelayCompensation,
@@ -91,7 +92,7 @@ __all__ = [
     "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed", "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy",
     "LastGood", "Latest", "LrScaling", "MatchCommunication", "Mean", "NoCorrection", "Noise", "NoiseScale",
     "PenaltyState", "PowerSGD", "PseudoGradientPenalty", "PushFacts", "ReplicaClock", "Round", "SavePolicy",
-    "SaveProgress", "Saved", "Schedule", "SlowMo", "SlowMoState", "StalenessPolicy", "Synchronous", "Times", "TopK",
-    "TwoBit", "Warmup", "Weight", "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor",
-    "make_policy", "momentum_warning", "register_policy",
+    "SaveProgress", "Saved", "Schedule", "SlowMo", "SlowMoState", "SparseLoCo", "SparseLoCoState", "StalenessPolicy",
+    "Synchronous", "Times", "TopK", "TwoBit", "Warmup", "Weight", "WeightPrediction", "WindowProgress", "auto",
+    "described", "estimate", "lr_factor", "make_policy", "momentum_warning", "register_policy",
 ]  # fmt: skip

@@ -81,6 +81,9 @@ class AveragingRule(Protocol[S]):
     """Whether `mix_` decides on the progress since the snapshot, at the cost of a copy; else all of it is kept."""
     sends_difference: bool = False
     """Whether messages are differences from what all replicas share: small, so that 8 bits per element hold them."""
+    keeps_residual: bool = False
+    """Whether what compression takes from a message, so that ``sent`` lacks it, stays with the rule, whose ``sent`` is
+    the snapshot again in any case; else it stays in the parameters."""
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:

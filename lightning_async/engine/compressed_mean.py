@@ -1,9 +1,9 @@
-"""The mean of all replicas' messages, moved as codes: half or a quarter of the bytes, and nothing is lost."""
+"""The mean of all replicas' messages, moved as codes or by their largest elements: fewer bytes, and nothing is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -135,6 +135,82 @@ class CompressedMean:
         pending = [operation(a, b) for a, b in zip(mine, out, strict=True) if a is not None and b is not None]
         for each in pending:
             self._result(each)
+
+
+class SparseCode(Protocol):
+    """An encoding of a part of a message, such as `TopK`."""
+
+    def message_bytes(self, numel: int) -> int: ...
+
+    def encode_(self, message: Tensor, source: Tensor, residual: Tensor) -> None: ...
+
+    def add_(self, out: Tensor, message: Tensor, weight: float = 1.0) -> None: ...
+
+
+class SparseMean:
+    r"""A `CompressedMean` of messages of which a part travels, from every rank to all, which average them.
+
+    .. math:: q_i = \mathrm{C}(u_i), \qquad \bar q = \sum_i w_i q_i
+
+    What :math:`q_i` lacks stays where it does there. A message that is encoded again, as after a failure, is the same.
+
+    Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599
+    """
+
+    def __init__(
+        self,
+        collectives: Collectives,
+        result: Callable[[Pending[Tensor]], Tensor],
+        code: SparseCode,
+        numel: int,
+        part_bytes: int,
+        device: torch.device,
+    ) -> None:
+        self._collectives = collectives
+        self._result = result
+        self._code = code
+        self._part_bytes = part_bytes
+        self.world_size = collectives.world_size
+        self.carried_residual = torch.zeros(0, device=device)
+        """Nothing: every rank averages what all have sent."""
+        part = max(1, part_bytes // 4)
+        whole, rest = divmod(numel, part)
+        self.message_bytes = whole * code.message_bytes(part) + code.message_bytes(rest)
+
+    def move_(
+        self, out: Tensor, message: Tensor | None, weights: Sequence[float], residual: Tensor | None = None
+    ) -> Tensor:
+        """Put the weighted mean of all ranks' messages into ``out``; see `CompressedMean.move_`."""
+        start = 0
+        for part in FlatLayout.parts(out, self._part_bytes):
+            here = slice(start, start + len(part))
+            start = here.stop
+            own = torch.zeros(self._code.message_bytes(len(part)), dtype=torch.uint8, device=out.device)
+            if message is not None and residual is not None:
+                self._code.encode_(own, message[here], residual[here])
+            elif message is not None:
+                self._code.encode_(own, message[here], part.zero_())
+                self._code.add_(message[here].zero_(), own)
+            everyones = self._result(self._collectives.all_gather(own))
+            part.zero_()
+            for row, weight in zip(everyones, weights, strict=True):
+                if weight:
+                    self._code.add_(part, row, weight)
+        return self.carried_residual
+
+
+def mean_of(
+    collectives: Collectives,
+    result: Callable[[Pending[Tensor]], Tensor],
+    compression: Compression | SparseCode,
+    numel: int,
+    part_bytes: int,
+    device: torch.device,
+) -> CompressedMean | SparseMean:
+    """Return the mean of messages of ``numel`` elements that are compressed in this way."""
+    if isinstance(compression, str):
+        return CompressedMean(collectives, result, compression, numel, part_bytes, device)
+    return SparseMean(collectives, result, compression, numel, part_bytes, device)
 
 
 class _CodeMemory:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from lightning_async.algorithms import Synchronous
 from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.compression import TopK
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
 from lightning_async.engine.compressed_mean import Compression
@@ -33,8 +34,9 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     Args:
         rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `DeltaMean`, `PseudoGradientPenalty`
-            around such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of their own around a center.
+            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`,
+            `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of
+            their own around a center.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
             `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
@@ -49,9 +51,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
-            such as `DiLoCo`), ``"bf16"`` (half), or ``"none"``; ``"auto"`` (default) is int8 where the rule sends
-            differences, else none. Nothing is lost: what a message cannot hold
-            stays in the replica's parameters and goes with the next one. Sync points exchange fp32.
+            such as `DiLoCo`), `TopK(fraction, bits)` (the largest elements; for the same rules), ``"bf16"`` (half), or
+            ``"none"``; ``"auto"`` (default) is int8 where the rule sends differences, else none. Nothing is lost: what
+            a message cannot hold stays in the replica's parameters, or in the residual of `SparseLoCo`, and goes with
+            the next one. Sync points exchange fp32.
         fragments: each round moves one of so many parts of the parameters, in turn, and each part has a round per
             period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, of a quarter of the bytes.
             Parts are runs of whole parameters, balanced by bytes. Default 1: all parameters in every round.
@@ -69,8 +72,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
     Raises:
         TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer; a number of replicas is none.
         ValueError: an unknown policy, numbers of replicas that cannot be, a rule that overwrites together with
-            ``overlap=True``, or one that sends its parameters together with 8 bits of compression; as training begins,
-            more fragments than parameters that are trained.
+            ``overlap=True``, or one that sends its parameters together with 8 bits of compression or `TopK`; as
+            training begins, more fragments than parameters that are trained.
 
     Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), asynchronous model averaging as in Bagua, and for
     fragments Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
@@ -89,7 +92,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
-        compression: Compression | Literal["auto"] = "auto",
+        compression: Compression | TopK | Literal["auto"] = "auto",
         fragments: int = 1,
         min_replicas: int | None = None,
         max_replicas: int | None = None,

@@ -32,6 +32,7 @@ from lightning_async.algorithms import (
     PseudoGradientPenalty,
     Schedule,
     SlowMo,
+    SparseLoCo,
     StalenessPolicy,
     Synchronous,
     Warmup,
@@ -97,6 +98,8 @@ RULES = (
     RuleRow("PseudoGradientPenalty", lambda: PseudoGradientPenalty(DiLoCo())),
     RuleRow("SlowMo", SlowMo),
     RuleRow("SlowMo-plain", lambda: SlowMo(beta=0.0), is_mean=True),
+    RuleRow("SparseLoCo", SparseLoCo, is_mean=True),
+    RuleRow("SparseLoCo-half", lambda: SparseLoCo(outer_lr=0.5, decay=1.0)),
 )
 
 COMING = (

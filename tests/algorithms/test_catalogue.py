@@ -51,7 +51,7 @@ class OnlyEquations(AveragingRule[Any]):
     """A user's rule, straight from the interface, with nothing but what that asks for."""
 
     num_scalars, per_replica, overlappable, absent_follow = 0, frozenset[str](), True, True
-    restores_local = mixes = sends_difference = False
+    restores_local = mixes = sends_difference = keeps_residual = False
 
     def init(self, params: Any, layout: Any) -> Any:
         return (params.clone(),)

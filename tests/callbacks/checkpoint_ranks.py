@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_async import DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async import DeltaMean, DiLoCo, EveryNSteps, SparseLoCo, Synchronous, TopK
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.checkpoint.writer_process import DirectoryLock
@@ -184,6 +184,13 @@ def synchronous(folder: Path) -> dict[str, Any]:
 @scenario
 def standing_still(folder: Path) -> dict[str, Any]:
     return goes_on(folder, lambda: together(DiLoCo(), EveryNSteps(4), overlap=False))
+
+
+@scenario
+def standing_still_sparse(folder: Path) -> dict[str, Any]:
+    """Each rank has what its messages lacked."""
+    options: Any = {"overlap": False, "compression": TopK(0.2, bits=2)}
+    return goes_on(folder, lambda: together(SparseLoCo(), EveryNSteps(4), **options))
 
 
 @scenario

@@ -26,7 +26,7 @@ def with_pools(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     return Outcomes("tests.callbacks.group_ranks", tmp_path_factory.mktemp("pools"), only=WITH_POOLS)
 
 
-@pytest.mark.parametrize("name", ["ddp", "synchronous", "standing_still"])
+@pytest.mark.parametrize("name", ["ddp", "synchronous", "standing_still", "standing_still_sparse"])
 def test_what_follows_is_equal_to_the_bit(ranks: Outcomes, name: str) -> None:
     told = ranks(name)
     for rank in told:

@@ -20,7 +20,7 @@ from tests.comm.faulty import Fail, Fault, Kill
 from tests.engine.fault_ranks import HEADER, PAYLOAD, FaultyRank, outcomes, values
 from tests.engine.ranks import Rank, bits, run
 
-KINDS = ["bf16", "fp8", "int8", TopK(0.1), PowerSGD(2)]
+KINDS = ["bf16", "fp8", "int8", TopK(0.1), TopK(0.1, bits=2), PowerSGD(2)]
 every_kind = pytest.mark.parametrize("compression", KINDS, ids=str)
 
 
@@ -169,7 +169,8 @@ class Counted:
 @pytest.mark.parametrize(
     ("compression", "expected"),
     [
-        ("bf16", 2 * 417), ("int8", 417 + 4 * 2), ("fp8", 417 + 4 * 2), (TopK(0.1), 8 * 42),
+        ("bf16", 2 * 417), ("int8", 417 + 4 * 2), ("fp8", 417 + 4 * 2), (TopK(0.1), 4 + 6 * 42),
+        (TopK(0.1, bits=2), 4 + 8 + 2 * 42 + 12),
         (PowerSGD(2), 4 * (2 * (16 + 24) + 16 + 17)),
     ],
     ids=str,

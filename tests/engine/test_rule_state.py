@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, Mean
+from lightning_async.algorithms import DeltaMean, DiLoCo, Mean, SparseLoCo
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import Buckets
@@ -142,6 +142,26 @@ def test_a_rule_hears_that_its_message_goes_nowhere() -> None:
     found, buckets, _ = agreed(Listening())
     found.abandon_(buckets.sent.fill_(2.0), 0)
     assert heard == [[2.0] * 3]
+
+
+def test_a_replicas_own_state_follows_parameters_by_name_and_begins_anew_where_it_is_lost() -> None:
+    def of(thawed: bool) -> RuleState:
+        module = nn.Linear(3, 1)
+        module.bias.requires_grad_(thawed)
+        shared_state = SharedState()
+        return RuleState(SparseLoCo(), Buckets(Replica(module), shared_state), shared_state)
+
+    saving = of(thawed=False)
+    saving._states[0].error.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    shared, own = saving.state_dict(), saving.rule_state_dict(own=True)
+    assert set(own) == {"error"} and set(shared["rule_state"]) == {"anchor"}
+    for thawed, expected in ((False, [1.0, 2.0, 3.0]), (True, [1.0, 2.0, 3.0, 0.0])):
+        resumed = of(thawed)
+        resumed.load_state_dict(shared, own)
+        assert resumed.rule_state_dict(own=True)["error"].tolist() == expected
+        joined = of(thawed)
+        joined.load_state_dict(shared, {})
+        assert joined.rule_state_dict(own=True)["error"].tolist() == [0.0] * len(expected)
 
 
 def test_a_state_of_another_rule_is_refused() -> None:

@@ -24,7 +24,7 @@ from tests.algorithms.replicas import fill
 from tests.parameter_server.running import Running, running
 from tests.parameter_server.test_server import lose_answer, on_threads
 
-KINDS = [Bf16(), Fp8(), Int8(), TwoBit(0.25), TopK(0.1)]
+KINDS = [Bf16(), Fp8(), Int8(), TwoBit(0.25), TopK(0.1), TopK(0.1, bits=2)]
 every_kind = pytest.mark.parametrize("compression", KINDS, ids=str)
 N = 700
 EPS = torch.finfo(torch.float32).eps
@@ -69,9 +69,12 @@ def test_what_is_no_number_is_told_and_does_not_stay(compression: Any) -> None:
 
 @pytest.mark.parametrize(
     ("compression", "size"),
-    [(Bf16(), 2000), (Fp8(), 1016), (Int8(), 1016), (TwoBit(), 250), (TopK(0.01), 80), (TopK(1.0), 8000)],
+    [
+        (Bf16(), 2000), (Fp8(), 1016), (Int8(), 1016), (TwoBit(), 250), (TopK(0.01), 4 + 6 * 10),
+        (TopK(1.0), 4 + 6 * 1000), (TopK(0.01, bits=2), 4 + 8 + 2 * 10 + 4), (TopK(1.0, 2), 4 + 4 * 8 + 2000 + 250 + 2),
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_bytes_of_a_push_of_a_thousand_elements(compression: Any, size: int) -> None:
     assert compression.message_bytes(1000) == size
     assert compression.message_bytes(0) == 0

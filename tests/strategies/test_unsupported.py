@@ -47,7 +47,11 @@ SCENARIOS = "tests.strategies.unsupported"
         ({"optimizer_state": "drop"}, ValueError, ("optimizer_state='drop'", "reset")),
         ({"lr_clock": "mean"}, ValueError, ("lr_clock='mean'", "global")),
         ({"compression": "int4"}, ValueError, ("compression='int4'", "int8")),
-        ({"compression": "int8"}, ValueError, ("rule=DeltaMean()", "compression='int8'", "DiLoCo", "bf16")),
+        (
+            {"rule": DeltaMean(), "compression": "int8"},
+            ValueError,
+            ("rule=DeltaMean()", "compression='int8'", "DiLoCo", "bf16"),
+        ),
         ({"weighting": "loss"}, ValueError, ("weighting='loss'", "samples")),
         ({"transport": "mpi"}, ValueError, ("transport='mpi'", "'horovod'", "TorchTransport(backend='gloo')")),
         ({"transport": TorchTransport}, TypeError, ("transport=", "TorchTransport()")),
@@ -127,7 +131,9 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
             return "Half()"
 
     rule: Any = Half()
-    with pytest.raises(TypeError, match=r"rule=Half\(\).*Half lacks \['sends_difference', 'weights', 'abandon_'\]"):
+    with pytest.raises(
+        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'weights', 'abandon_', 'chosen'\]"
+    ):
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):
         rule = nothing

@@ -55,7 +55,8 @@ class BackgroundAverager(SyncPointParticipant):
         self.sync_points = SyncPoints(control, self)
         self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
         self._reports = Reports(self.summary)
-        self._merger = Merger(self._buckets, self.agreed, self.component, exact=self.config.compression == "none")
+        exact = self.config.compression == "none" or rule.keeps_residual
+        self._merger = Merger(self._buckets, self.agreed, self.component, exact)
         self.meet: Callable[[SyncPointKind], Arrival] = self.sync_points.rendezvous
         """Opens a sync point that a step needs."""
         self.on_healed: Callable[[], None] = lambda: None
@@ -328,7 +329,7 @@ class BackgroundAverager(SyncPointParticipant):
 class Merger:
     """The training thread's merging of committed rounds into one replica's parameters.
 
-    ``exact``: False where messages are compressed, whose losses stay in the parameters.
+    ``exact``: False where messages are compressed and their losses stay in the parameters.
     """
 
     def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from lightning_async import ops
 from lightning_async.algorithms.averaging import Round
-from lightning_async.engine.averaging.rule_state import REST, AveragerConfig, RuleState, Work, WorkLedger
+from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
-from lightning_async.engine.compressed_mean import CompressedMean
+from lightning_async.engine.compressed_mean import CompressedMean, SparseMean, mean_of
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.fingerprint import digests
@@ -123,10 +123,9 @@ class AveragingComponent(EngineComponent):
     def compose(self) -> AveragingPart:
         ledger = self._ledger
         weighting = self._config.weighting
-        weights = [work.weight(weighting) for work in ledger.work]
-        if self._config.compression != "none":
-            rests = [REST * work.weight(weighting) for work in ledger.reported]
-            weights = [weight + rest for weight, rest in zip(weights, rests, strict=True)]
+        rest = self._config.rest(self.rule)
+        pairs = zip(ledger.work, ledger.reported, strict=True)
+        weights = [work.weight(weighting) + rest * reported.weight(weighting) for work, reported in pairs]
         return self.blank._replace(unreported=tuple(weights), fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
@@ -279,7 +278,7 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
-        self._compressed: list[CompressedMean] = []
+        self._compressed: list[CompressedMean | SparseMean] = []
         """One for each fragment; none without compression."""
         self.follow_layout()
 
@@ -293,7 +292,7 @@ class AveragingRound(_Round):
         for fragment in range(replica.num_fragments):
             numel = replica.layout_of(fragment).numel
             self._compressed.append(
-                CompressedMean(transfer.large, transfer.result, compression, numel, transfer.part_bytes, replica.device)
+                mean_of(transfer.large, transfer.result, compression, numel, transfer.part_bytes, replica.device)
             )
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms.averaging import AveragingRule, Round
+from lightning_async.algorithms.compression import TopK
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.compressed_mean import Compression
 from lightning_async.engine.shared_state import SharedState
@@ -23,8 +24,8 @@ from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import FlatLayout
 
 REST = 1e-6
-"""What a reported step weighs at a sync point beside a new one: a compressed message leaves a bit of what it reported
-in the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
+"""What a reported step weighs at a sync point beside a new one: a message of codes leaves a bit of what it reported in
+the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
 _BY_FRAGMENT = "fragments"
 T = TypeVar("T", float, tuple[float, ...])
@@ -37,7 +38,7 @@ class AveragerConfig:
 
     overlap: bool = True  # rounds run while training goes on; False: training waits for each
     weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
-    compression: Compression = "none"  # of the rule's messages, see `CompressedMean`
+    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean` and `SparseMean`
     fragments: int = 1  # of the parameters, of which each round moves one, in turn
     part_bytes: int = 16 << 20  # payloads move in parts of at most this size
     min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
@@ -47,9 +48,9 @@ class AveragerConfig:
     def __post_init__(self) -> None:
         if self.weighting not in get_args(Weighting):
             raise ValueError(f"`AveragerConfig(weighting={self.weighting!r})` must be one of {get_args(Weighting)}.")
-        if self.compression not in get_args(Compression):
+        if not isinstance(self.compression, TopK) and self.compression not in get_args(Compression):
             raise ValueError(
-                f"`AveragerConfig(compression={self.compression!r})` must be one of {get_args(Compression)}."
+                f"`AveragerConfig(compression={self.compression!r})` must be one of {get_args(Compression)}, or a TopK."
             )
         if self.part_bytes < 4:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
@@ -89,6 +90,12 @@ class AveragerConfig:
         """Return how many form groups anew: one, where fewer than `fewest` wait for others."""
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
+    def rest(self, rule: AveragingRule) -> float:
+        """Return what a reported step weighs at a sync point, for what its message has left in the parameters."""
+        if self.compression == "none" or rule.keeps_residual:
+            return 0.0
+        return 1.0 if isinstance(self.compression, TopK) else REST  # most of a sparse message is left
+
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""
         if self.overlap and not rule.overlappable:
@@ -96,10 +103,12 @@ class AveragerConfig:
                 f"`{owner}(rule={rule!r}, overlap=True)`: this rule overwrites the parameters, so the steps taken "
                 "during a round would be lost. Pass `overlap=False`, or `rule=DeltaMean()`."
             )
-        if self.compression in ("fp8", "int8") and not rule.sends_difference:
+        if self.compression not in ("none", "bf16") and not rule.sends_difference:
+            sparse = isinstance(self.compression, TopK)
+            lacks = "of which a part says too little" if sparse else "which 8 bits hold too coarsely"
             raise ValueError(
                 f"`{owner}(rule={rule!r}, compression={self.compression!r})`: this rule sends the parameters "
-                "themselves, which 8 bits hold too coarsely for replicas ever to agree. Use a rule that sends "
+                f"themselves, {lacks} for replicas ever to agree. Use a rule that sends "
                 "differences (`DiLoCo(outer_lr=1.0, outer_momentum=0.0)` averages as `DeltaMean()` does), or "
                 '`compression="bf16"`.'
             )
@@ -350,8 +359,8 @@ class RuleState:
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        state = self._fitted(saved["rule_state"], saved.get("parameters"))
-        whole = {**self.rule_state_dict(own=True), **state, **own}
+        fitted = self._fitted({**saved["rule_state"], **own}, saved.get("parameters"))
+        whole = {**self.rule_state_dict(own=True), **fitted}
         for fragment, state in enumerate(self._states):
             part = {name: self._part(name, value, fragment) for name, value in whole.items()}
             self._states[fragment] = self.rule.load_state_dict(state, part)
@@ -375,7 +384,7 @@ class RuleState:
         if places is None or [name for name, _ in places] == list(layout.names):
             return state
         sizes = [size for _, size in places]
-        now = self.rule_state_dict(own=False)
+        now = {**self.rule_state_dict(own=False), **self.rule_state_dict(own=True)}
         fitted = dict(state)
         for key, old in state.items():
             new = now.get(key)

@@ -1,13 +1,11 @@
 """Gradients that travel compressed, with error feedback: a message brings what the one before lacked.
 
 `GradientResiduals` keeps what is not delivered, and adds messages up by a `CompressedSum`: `PowerSum` (products of two
-thin matrices, by power iteration), `TopKSum` (the elements of largest magnitude) or `_CodedSum` (codes of 8 or 16
-bits).
+thin matrices, by power iteration) or `_MeanSum` (codes of 8 or 16 bits, or the elements of largest magnitude).
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from typing import Any, Literal, NamedTuple
 
@@ -17,12 +15,11 @@ from torch.nn.functional import normalize
 
 from lightning_async import ops
 from lightning_async.algorithms.compression import PowerSGD, TopK
-from lightning_async.engine.compressed_mean import CompressedMean, Compression
+from lightning_async.engine.compressed_mean import Compression, mean_of
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import FlatLayout
 
-_LARGEST_PART = 1 << 30  # bytes: places in a part are numbers of 32 bits
 GradientCompression = Literal["none", "bf16", "fp8", "int8"] | TopK | PowerSGD  # how gradients travel
 
 
@@ -52,11 +49,9 @@ class GradientResiduals:
     def _make(self) -> CompressedSum:
         compression = self._compression
         layout = self._layout
-        if isinstance(compression, TopK):
-            return TopKSum(compression.fraction, layout.numel, self._transfer)
         if isinstance(compression, PowerSGD):
             return PowerSum(compression.rank, layout, self._transfer, self._replica.device)
-        return _CodedSum(compression, layout.numel, self._transfer, self._replica.device)
+        return _MeanSum(compression, layout.numel, self._transfer, self._replica.device)
 
     def move_(self, out: Tensor, present: bool, used: Tensor) -> Tensor | None:
         """Sum like `CompressedSum`; return the residual for `commit`, None where the sum is not finite.
@@ -222,47 +217,13 @@ class _Matrix(NamedTuple):
         return thin[self.right : self.right + self.columns * self.rank].view(self.columns, self.rank)
 
 
-class TopKSum(CompressedSum):
-    """A sum for which every rank gathers all ranks' largest elements, and adds them up in the order of ranks."""
+class _MeanSum(CompressedSum):
+    """A sum as a mean with weights of 1: of codes, or of the largest elements in the order of ranks."""
 
-    def __init__(self, fraction: float, numel: int, transfer: Transfer) -> None:
-        self._fraction = fraction
-        self._numel = numel
-        self._transfer = transfer
-
-    def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
-        part_bytes = self._part_bytes
-        for part, rest in zip(FlatLayout.parts(out, part_bytes), FlatLayout.parts(residual, part_bytes), strict=True):
-            count = math.ceil(self._fraction * len(part))
-            values = out.new_zeros(count)
-            places = torch.arange(count, device=out.device)
-            if present:
-                ops.topk_(values, places, part, rest)
-            large = self._transfer.large
-            pending = large.all_gather(values), large.all_gather(places.int())
-            everyones, where = (self._transfer.result(each) for each in pending)
-            part.zero_()
-            for row, row_places in zip(everyones, where.long(), strict=True):
-                ops.topk_accumulate_(part, row, row_places, 1.0)
-
-    @property
-    def _part_bytes(self) -> int:
-        return min(self._transfer.part_bytes, _LARGEST_PART)
-
-    @property
-    def message_bytes(self) -> int:
-        """A value and a place for each element that travels."""
-        whole, rest = divmod(self._numel, self._part_bytes // 4)
-        return 8 * (whole * math.ceil(self._fraction * (self._part_bytes // 4)) + math.ceil(self._fraction * rest))
-
-
-class _CodedSum(CompressedSum):
-    """A sum of codes of 8 or 16 bits."""
-
-    def __init__(self, compression: Compression, numel: int, transfer: Transfer, device: torch.device) -> None:
+    def __init__(self, compression: Compression | TopK, numel: int, transfer: Transfer, device: torch.device) -> None:
         large = transfer.large
         self._weights = [1.0] * large.world_size
-        self._mean = CompressedMean(large, transfer.result, compression, numel, transfer.part_bytes, device)
+        self._mean = mean_of(large, transfer.result, compression, numel, transfer.part_bytes, device)
 
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
         self._mean.move_(out, out if present else None, self._weights, residual)
