@@ -33,6 +33,7 @@ class AveragingMonitor(Callback):
     def __init__(self) -> None:
         self._logged = 0
         self._told: dict[str, float] = {}
+        self._told_at = 0  # rounds
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         summary = view_of(trainer.strategy).summary
@@ -43,8 +44,7 @@ class AveragingMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         show(trainer._logger_connector, summary.shown())
-        if summary.automatic and summary.settings and self._is_news(summary.settings):
-            self._told = summary.settings
+        if summary.automatic and summary.settings and self.is_news(summary):
             rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
@@ -56,12 +56,22 @@ class AveragingMonitor(Callback):
         self._logged = number
         return True
 
-    def _is_news(self, settings: dict[str, float]) -> bool:
-        """Return whether some setting has changed by a third or more since it was told."""
-        if self._told.keys() != settings.keys():
-            return True
-        pairs = [(self._told[name], value) for name, value in settings.items() if name != "step_s"]
-        return any(max(before, now) > 4 / 3 * min(before, now) for before, now in pairs)
+    def is_news(self, summary: Any) -> bool:
+        """Note how the last round was set if that is to be told now: some setting has changed by a third or more.
+
+        Measured times vary from round to round. So that there are few lines however many rounds there are, the next
+        one comes after twice as many rounds at the earliest.
+        """
+        settings = summary.settings
+        if summary.exchanges < 2 * self._told_at:
+            return False
+        if self._told.keys() == settings.keys():
+            pairs = [(self._told[name], value) for name, value in settings.items() if name != "step_s"]
+            if not any(max(before, now) > 4 / 3 * min(before, now) for before, now in pairs):
+                return False
+        self._told = settings
+        self._told_at = summary.exchanges
+        return True
 
     def attach(self, trainer: Any) -> Callable[[], None]:
         """Join the Trainer's callbacks, unless it has a monitor; return what takes this one away again."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_async.callbacks.monitor import AveragingMonitor
+from lightning_async.engine.averaging.report import RunSummary
 from tests.strategies.workers import Outcomes
 
 pytestmark = pytest.mark.processes
@@ -72,6 +73,17 @@ def test_what_sets_itself_is_told_once_and_is_in_summary_and_metrics(ranks: Outc
             first = found["told"][0]
             assert first.startswith("Set by what is measured (rule, schedule, compression): a round every ")
             assert "outer_lr" in first
+
+
+def test_what_sets_itself_is_told_again_after_twice_as_many_rounds_if_it_has_changed() -> None:
+    """Periods vary by what is measured: between 16 and 32 steps from round to round, and by a few steps."""
+    for periods, rounds_told in (((16.0, 32.0), [1, 2, 5, 10, 21, 42, 85]), ((16.0, 18.0), [1])):
+        monitor = AveragingMonitor()
+        summaries = [
+            RunSummary(rounds=rounds, settings={"period_steps": periods[rounds % 2], "step_s": 0.01})
+            for rounds in range(1, 101)
+        ]
+        assert [summary.rounds for summary in summaries if monitor.is_news(summary)] == rounds_told
 
 
 def test_windows_of_gradients_are_told_as_such(ranks: Outcomes) -> None:

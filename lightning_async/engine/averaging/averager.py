@@ -53,7 +53,9 @@ class BackgroundAverager(SyncPointParticipant):
         control.register(self.component)
         self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
         self.sync_points = SyncPoints(control, self)
-        self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
+        self.summary = RunSummary(
+            rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments
+        )
         self._reports = Reports(self.summary)
         exact = self.config.compression == "none" or rule.keeps_residual
         self._merger = Merger(self._buckets, self.agreed, self.component, exact)
