@@ -105,9 +105,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
         schedule = MatchCommunication() if schedule == "auto" else schedule
         configuration_checks.check_arguments(rule, schedule, overlap)
+        owner = type(self).__name__
+        configuration_checks.check_compression(owner, compression)
         if compression == "auto":
             compression = "int8" if rule.sends_difference else "none"
-        owner = type(self).__name__
         configuration_checks.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.weighting = weighting
         if callable(weighting):
