@@ -225,9 +225,11 @@ class BackgroundAverager(SyncPointParticipant):
         self._reports.merge_s += self._now() - started
         if arrived.healed:
             self.on_healed()
-        if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus:
+        message = arrived.message
+        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus:
+            # A message that was not due holds what was left over at a sync point: no period.
             settings = self.agreed.rule.chosen(arrived.round)
-            self.summary.settings = {"period_steps": arrived.message.steps, "step_s": self._step_s, **settings}
+            self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **settings}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
