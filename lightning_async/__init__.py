@@ -1,6 +1,7 @@
 """Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
 
 from lightning_async.algorithms import (
+    EASGD,
     AdaptiveDelayCompensation,
     AdaptiveDiLoCo,
     AdaptiveLr,
@@ -20,6 +21,7 @@ from lightning_async.algorithms import (
     Mean,
     NoCorrection,
     PowerSGD,
+    PseudoGradientPenalty,
     SlowMo,
     SparseLoCo,
     StalenessPolicy,
@@ -51,12 +53,12 @@ from lightning_async.transports.torch import TorchTransport
 __version__ = "0.1.0"
 
 __all__ = [
-    "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveGradientAccumulation", "AdaptiveLr",
+    "EASGD", "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveGradientAccumulation", "AdaptiveLr",
     "AsyncAveragingStrategy", "AsyncGradientStrategy", "AsyncTrainingError", "AveragingMonitor", "BalancedBatchSizes",
     "BalancedWindows", "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana",
     "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
     "FaultTolerantCheckpoint", "GapAware", "HangWatchdog", "HorovodStrategy", "HorovodTransport", "MatchCommunication",
     "Mean", "NoCorrection", "ParameterServerStrategy", "PartitionedSampler", "PartitionedStream", "PeerLost",
-    "PeerMemory", "PowerSGD", "ServerOptions", "SlowMo", "SparseLoCo", "StalenessPolicy", "Synchronous", "Timeouts",
-    "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
+    "PeerMemory", "PowerSGD", "PseudoGradientPenalty", "ServerOptions", "SlowMo", "SparseLoCo", "StalenessPolicy",
+    "Synchronous", "Timeouts", "TopK", "TorchTransport", "TwoBit", "Warmup", "WeightPrediction", "fit_elastic",
 ]  # fmt: skip

@@ -57,6 +57,21 @@ class FlatLayout:
                 view.copy_(held[name])
         return new
 
+    def cut(self, number: int) -> list[slice]:
+        """Cut the list of tensors into runs of about equal bytes, none of them empty; return their places in the list.
+
+        No run is larger than an equal share and the largest tensor together. There must be as many tensors.
+
+        >>> FlatLayout([torch.zeros(numel) for numel in (4, 2, 2, 3, 1)]).cut(3)
+        [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
+        """
+        ends = list(itertools.accumulate(self.sizes, initial=0))
+        borders = [0]
+        for k in range(1, number):
+            possible = range(borders[-1] + 1, len(self) - (number - k) + 1)
+            borders.append(min(possible, key=lambda border, k=k: abs(number * ends[border] - k * self.numel)))
+        return [slice(*pair) for pair in itertools.pairwise([*borders, len(self)])]
+
     @staticmethod
     def parts(bucket: Tensor, part_bytes: int) -> list[Tensor]:
         """Split ``bucket`` into consecutive pieces of at most ``part_bytes`` bytes."""

@@ -27,6 +27,18 @@ def test_places_cover_the_bucket_once_and_in_order(shapes) -> None:
     assert bucket.tolist() == [value + 1.0 for value in range(layout.numel)]
 
 
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=30).flatmap(
+    lambda sizes: st.tuples(st.just(sizes), st.integers(1, len(sizes)))
+))  # fmt: skip
+def test_cuts_hold_every_tensor_once_and_are_balanced(case: tuple[list[int], int]) -> None:
+    sizes, number = case
+    runs = [sizes[place] for place in FlatLayout([torch.zeros(size) for size in sizes]).cut(number)]
+    assert len(runs) == number
+    assert [size for run in runs for size in run] == sizes, "in order"
+    assert all(runs), "none is empty"
+    assert max(map(sum, runs)) <= sum(sizes) / number + max(sizes)
+
+
 @given(numel=st.integers(0, 50), part_bytes=st.integers(1, 64))
 def test_parts_cover_every_element_even_of_a_tensor_larger_than_a_part(numel, part_bytes) -> None:
     bucket = torch.arange(float(numel))

@@ -16,7 +16,15 @@ from lightning_async.algorithms.accumulation import (
     lr_factor,
 )
 from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
-from lightning_async.algorithms.averaging import AveragingRule, AveragingState, DeltaMean, Mean, Round
+from lightning_async.algorithms.averaging import (
+    EASGD,
+    AveragingRule,
+    AveragingState,
+    DeltaMean,
+    EASGDState,
+    Mean,
+    Round,
+)
 from lightning_async.algorithms.checkpoint_policies import (
     Adaptive,
     AnySave,
@@ -34,7 +42,14 @@ from lightning_async.algorithms.checkpoint_policies import (
     SaveProgress,
 )
 from lightning_async.algorithms.compression import Bf16, Fp8, Int8, PowerSGD, TopK, TwoBit
-from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState, SlowMo, SlowMoState
+from lightning_async.algorithms.outer_optimizers import (
+    DiLoCo,
+    DiLoCoState,
+    PenaltyState,
+    PseudoGradientPenalty,
+    SlowMo,
+    SlowMoState,
+)
 from lightning_async.algorithms.schedules import (
     Action,
     DyLU,
@@ -70,14 +85,14 @@ from lightning_async.algorithms.staleness import (
 )
 
 __all__ = [
-    "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveLr",
-    "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16", "Bounded",
-    "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare", "Dana", "DelayCompensation", "DelayCorrection",
-    "DeltaMean", "DiLoCo", "DiLoCoState", "DyLU", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth",
-    "EverySeconds", "Fixed", "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling",
-    "MatchCommunication", "Mean", "NoCorrection", "Noise", "NoiseScale", "PowerSGD", "PushFacts", "ReplicaClock",
-    "Round", "SavePolicy", "SaveProgress", "Saved", "Schedule", "SlowMo", "SlowMoState", "SparseLoCo",
-    "SparseLoCoState", "StalenessPolicy", "Synchronous", "Times", "TopK", "TwoBit", "Warmup", "Weight",
-    "WeightPrediction", "WindowProgress", "auto", "described", "estimate", "lr_factor", "make_policy",
-    "momentum_warning", "register_policy",
+    "EASGD", "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveDiLoCo",
+    "AdaptiveLr", "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16",
+    "Bounded", "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare", "Dana", "DelayCompensation",
+    "DelayCorrection", "DeltaMean", "DiLoCo", "DiLoCoState", "DyLU", "EASGDState", "EveryInterval", "EveryNSteps",
+    "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed", "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy",
+    "LastGood", "Latest", "LrScaling", "MatchCommunication", "Mean", "NoCorrection", "Noise", "NoiseScale",
+    "PenaltyState", "PowerSGD", "PseudoGradientPenalty", "PushFacts", "ReplicaClock", "Round", "SavePolicy",
+    "SaveProgress", "Saved", "Schedule", "SlowMo", "SlowMoState", "SparseLoCo", "SparseLoCoState", "StalenessPolicy",
+    "Synchronous", "Times", "TopK", "TwoBit", "Warmup", "Weight", "WeightPrediction", "WindowProgress", "auto",
+    "described", "estimate", "lr_factor", "make_policy", "momentum_warning", "register_policy",
 ]  # fmt: skip

@@ -1,18 +1,16 @@
-"""Averaging that sets itself: a period by what a round takes, and an outer optimizer by period, delay and replicas.
+"""Averaging that sets itself: a period by what a round takes, and an outer optimizer by its steps.
 
-`MatchCommunication` is the schedule, `AdaptiveDiLoCo` the rule. Both are functions of what is measured in every round.
+`MatchCommunication` is the schedule, `AdaptiveDiLoCo` the rule. Both follow from what is measured in every round.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from lightning_async import ops
 from lightning_async._checks import check_int, check_real
 from lightning_async.algorithms.averaging import Round, RuleBase
 from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState
@@ -33,7 +31,7 @@ class MatchCommunication(Schedule):
     Args:
         minimum: :math:`n_{\min}`. Default 16: more frequent rounds gain nothing with an outer optimizer.
         maximum: :math:`n_{\max}`. Default 512.
-        factor: :math:`c`, periods in times of a round. Default 2.0, so that a round is under way half of the time.
+        factor: :math:`c`, periods in times of a round. Default 2.5: shorter ones make momentum overshoot.
 
     Raises:
         TypeError, ValueError: a number of steps is no int of at least 1, ``maximum`` less than ``minimum``, or
@@ -42,14 +40,14 @@ class MatchCommunication(Schedule):
     Source: the period that hides a round, as in overlapped local SGD: Wang et al., "Overlap Local-SGD", 2020,
     https://arxiv.org/abs/2002.09539
 
-    >>> clock = ReplicaClock(step=39, epoch=0, steps_since_round=39, seconds_since_round=0.0, step_s=0.1, round_s=2.0)
+    >>> clock = ReplicaClock(step=39, epoch=0, steps_since_round=39, seconds_since_round=0.0, step_s=0.1, round_s=1.6)
     >>> MatchCommunication().next(clock).name, MatchCommunication(factor=3.0).next(clock).name
     ('ROUND', 'LOCAL')
     """
 
     minimum: int = 16
     maximum: int = 512
-    factor: float = 2.0
+    factor: float = 2.5
 
     def __post_init__(self) -> None:
         check_int(self, "minimum", at_least=1)
@@ -65,38 +63,21 @@ class MatchCommunication(Schedule):
         return max(1, min(self.maximum, math.ceil(max(self.minimum * clock.speed, matched))))
 
 
-class OuterSettings(NamedTuple):
-    """The settings of an outer optimizer for one round."""
-
-    lr: float
-    momentum: float
-
-
-def outer_settings(steps: float, delay: float, replicas: int) -> OuterSettings:
-    r"""Return the outer optimizer for rounds of so many steps.
-
-    Args:
-        steps: local steps of a replica in the round.
-        delay: its steps between a snapshot and the merge.
-        replicas: how many took part.
-    """
-    return OuterSettings(1.0, 0.6) if delay <= 3.0 else OuterSettings(0.9, 0.5)
-
-
 @dataclass(frozen=True)
 class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
-    r"""DiLoCo whose outer learning rate and momentum follow from each round.
+    r"""DiLoCo whose outer learning rate and momentum follow from the steps of each round.
 
-    .. math:: (\eta, \mu) = \mathrm{outer\_settings}(\text{steps}, \text{delay}, \text{replicas})
+    .. math:: \eta = 0.5 + 0.2\, x, \qquad \mu = 0.8 - 0.15\, x, \qquad x = \min(2, \max(0, \log_2(h / 16)))
 
-    Steps and delay are means over the replicas that took part, as their headers say, so that all replicas choose alike.
-    The rest is `DiLoCo`, with Nesterov's momentum.
+    :math:`h` is the mean number of local steps in the messages, which headers say, so that all replicas choose alike.
+    The longer rounds are, the fewer of them momentum looks back on. The rest is `DiLoCo`, with Nesterov's momentum.
 
     Source: Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105
 
-    >>> early = Round(id=0, rank=0, work=(8.0, 8.0), steps=(16.0, 16.0), delays=(2.0, 2.0))
-    >>> AdaptiveDiLoCo().chosen(early)
-    {'outer_lr': 1.0, 'outer_momentum': 0.6}
+    >>> AdaptiveDiLoCo().chosen(Round(id=0, rank=0, work=(8.0, 8.0), steps=(12.0, 20.0)))
+    {'outer_lr': 0.5, 'outer_momentum': 0.8}
+    >>> AdaptiveDiLoCo().chosen(Round(id=1, rank=0, work=(8.0, 8.0), steps=(64.0, 64.0)))
+    {'outer_lr': 0.9, 'outer_momentum': 0.5}
     """
 
     sends_difference = True
@@ -108,9 +89,7 @@ class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
         return _FIXED.message_(out, state)
 
     def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
-        lr, momentum = _settings_of(round)
-        ops.outer_merge_(state.anchor, state.momentum, received, sent, lr, momentum, True)
-        return state
+        return DiLoCo(*_settings_of(round)).merge_(sent, received, state, round)
 
     def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
         return _FIXED.state_dict(state)
@@ -126,12 +105,9 @@ class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
 _FIXED = DiLoCo()  # its state and its messages do not depend on its settings
 
 
-def _settings_of(round: Round) -> OuterSettings:
-    """Return the settings by the means over the replicas that took part."""
-    present = [rank for rank, work in enumerate(round.work) if work > 0.0]
-    steps, delay = (_mean(values, present) for values in (round.steps, round.delays))
-    return outer_settings(steps, delay, max(1, len(present)))
-
-
-def _mean(values: Sequence[float], present: Sequence[int]) -> float:
-    return sum(values[rank] for rank in present) / len(present) if values and present else 0.0
+def _settings_of(round: Round) -> tuple[float, float]:
+    """Return the outer learning rate and momentum; delay and number of replicas made no difference beside the steps."""
+    steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
+    mean = sum(steps) / len(steps) if steps else 0.0
+    doublings = min(2.0, max(0.0, math.log2(max(1.0, mean) / 16)))
+    return 0.5 + 0.2 * doublings, 0.8 - 0.15 * doublings

@@ -1,7 +1,8 @@
 """Averaging rules: what replicas send, and what the mean of all messages means.
 
 `AveragingRule` is what a rule must answer, without I/O, threads or clocks; `RuleBase` is what most rules share, so that
-a rule is little more than its equations. The messages of `Mean` and `DeltaMean` are the parameters themselves.
+a rule is little more than its equations. The messages of `Mean` and `DeltaMean` are the parameters themselves; with
+`EASGD` replicas keep models of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 import torch
 from torch import Tensor
 
+from lightning_async._checks import check_real
 from lightning_async.flat import FlatLayout
 
 S = TypeVar("S")
@@ -29,7 +31,6 @@ class Round(NamedTuple):
         scalars: every replica's, from `AveragingRule.message_`.
         lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
         fragment: number of the part of the parameters in this round.
-        delays: every replica's optimizer steps between its last message and the merge of that; 0 if absent.
     """
 
     id: int
@@ -39,7 +40,6 @@ class Round(NamedTuple):
     scalars: tuple[tuple[float, ...], ...] = ()
     lr: tuple[float, ...] = ()
     fragment: int = 0
-    delays: tuple[float, ...] = ()
 
     def is_absent(self) -> bool:
         """Return whether no message of this replica is in the round.
@@ -107,6 +107,7 @@ class AveragingRule(Protocol[S]):
     def weights(self, round: Round) -> tuple[float, ...]:
         r"""Return the weight of every replica's message; they add up to 1, and are the same on every replica.
 
+        Asked before the payload moves: of ``round`` work, steps and scalars are known, and of an absent replica none.
         Default: the shares of the work, :math:`w_i = n_i / \sum_j n_j`. Where nobody has any, the first replica that
         brings steps stands for all.
 
@@ -248,3 +249,78 @@ class DeltaMean(_ParameterMean):
     >>> x + (received - sent)
     tensor([2.5000])
     """
+
+
+class EASGDState(NamedTuple):
+    """The memory of elastic averaging between rounds."""
+
+    center: Tensor  # equal on all replicas, flat fp32
+
+
+@dataclass(frozen=True)
+class EASGD(RuleBase[EASGDState]):
+    r"""Elastic averaging: replicas keep models of their own, and each is tied to a common center by a spring.
+
+    .. math::
+        \alpha_i &= \beta\, \frac{n}{p}\, w_i \\
+        x_i &\leftarrow x_i - \alpha_i (s_i - c) \\
+        c &\leftarrow c + \sum_j \alpha_j (s_j - c)
+
+    :math:`c` is the center, :math:`s_i` replica :math:`i`'s snapshot, :math:`n` of :math:`p` replicas are in the round.
+    With equal work :math:`\alpha_i = \beta / p`, as in the paper: the center moves to the mean by :math:`\beta`. What
+    the center gains the replicas lose, however unequal their work is. Sync points, and with them validations and
+    checkpoints, show the center; training goes on from each replica's own model, which a checkpoint holds beside it.
+
+    Args:
+        beta: :math:`\beta`, the part of its way to the replicas' mean that the center goes in a round of all. Default:
+            0.9.
+
+    Raises:
+        TypeError: ``beta`` is not a number.
+        ValueError: ``beta`` is not in (0, 1).
+
+    Source: Zhang et al., "Deep learning with Elastic Averaging SGD", NeurIPS 2015, https://arxiv.org/abs/1412.6651
+
+    >>> rule = EASGD(beta=0.5)
+    >>> params = torch.tensor([1.0])
+    >>> state = rule.init(params, FlatLayout([params]))
+    >>> sent = torch.tensor([2.0])  # the other replica stands at 1.0 still
+    >>> _ = rule.message_(sent, state)
+    >>> received = torch.tensor([0.5])
+    >>> state = rule.merge_(sent, received, state, Round(id=0, rank=0, work=(1.0, 1.0)))
+    >>> sent, received, state.center
+    (tensor([2.]), tensor([1.7500]), tensor([1.2500]))
+    """
+
+    beta: float = 0.9
+
+    absent_follow = False
+    restores_local = True
+    sends_difference = True
+
+    def __post_init__(self) -> None:
+        check_real(self, "beta", above=0, below=1)
+
+    def init(self, params: Tensor, layout: FlatLayout) -> EASGDState:
+        return EASGDState(params.detach().clone())
+
+    def message_(self, out: Tensor, state: EASGDState) -> tuple[float, ...]:
+        out.sub_(state.center)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: EASGDState, round: Round) -> EASGDState:
+        weights = self.weights(round)
+        pull = self.beta * sum(weight > 0.0 for weight in weights) / len(weights)
+        moved = received.mul_(pull)
+        if sent is None:
+            state.center.add_(moved)
+            received.copy_(state.center)
+            return state
+        sent.add_(state.center)
+        state.center.add_(moved)  # the same operations as above: it is the same to the bit everywhere
+        before = torch.sub(state.center, moved, out=moved)
+        torch.lerp(sent, before, pull * weights[round.rank], out=received)
+        return state
+
+    def agree(self, mean: Tensor, state: EASGDState) -> Tensor:
+        return state.center

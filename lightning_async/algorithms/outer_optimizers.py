@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lightning_async import ops
-from lightning_async._checks import check_bool, check_real
-from lightning_async.algorithms.averaging import Round, RuleBase, copy_saved_
+from lightning_async._checks import check_bool, check_protocol, check_real
+from lightning_async.algorithms.averaging import AveragingRule, Round, RuleBase, copy_saved_
 from lightning_async.flat import FlatLayout
 
 _OUTER_LR = 0.7
@@ -250,3 +251,144 @@ class SlowMo(RuleBase[SlowMoState]):
             state.anchor.sub_(received, alpha=self.alpha)
         received.copy_(state.anchor)
         return state
+
+
+_KNOWN = 10  # of so many norms a replica's statistics are known
+
+
+class PenaltyState(NamedTuple):
+    """The memory of a pseudo-gradient penalty between rounds."""
+
+    inner: Any  # the rule's
+    norms: Tensor  # of this replica's messages: how many, their mean and their variance; float64
+
+
+@dataclass(frozen=True)
+class PseudoGradientPenalty(RuleBase[PenaltyState]):
+    r"""A rule whose messages weigh less the larger they are, and nothing where they are anomalous.
+
+    .. math::
+        z_i &= \frac{G_i - \mu_i}{\sigma_i}, \qquad G_i = \lVert u_i \rVert \\
+        w_i &\propto n_i\, e^{-G_i} \text{ where } z_i \le \delta, \text{ else } 0 \\
+        \bar u &\leftarrow \bar u\, \min\Big(1, \frac{\varphi}{\lVert \bar u \rVert}\Big),
+        \qquad \bar u = \sum_i w_i u_i
+
+    :math:`u_i` is replica :math:`i`'s message, :math:`n_i` the weight that the rule gives it, :math:`\mu_i` and
+    :math:`\sigma_i` are running statistics of its own norms. Nothing is anomalous in its first ten rounds; an anomalous
+    norm enters the statistics as :math:`\mu_i + \delta \sigma_i`, so that larger ones become usual where they stay.
+    Where all are anomalous :math:`\bar u` is 0. A replica with weight zero takes over what the others learned; its own
+    steps since the snapshot stay.
+
+    Args:
+        rule: the rule; it must send differences, as `DiLoCo` does.
+        threshold: :math:`\delta`. Default: 3.0.
+        clip: :math:`\varphi`. Default: 10.0.
+        decay: the weight of a new norm in the running statistics, once they hold more than the inverse. Default: 0.02.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: ``rule`` sends no differences, or keeps a residual, ``threshold`` or ``clip`` is not positive, or
+            ``decay`` is not in (0, 1).
+
+    Source: Cheng et al., "EDiT: A Local-SGD-Based Efficient Distributed Training Method for Large Language Models",
+    ICLR 2025, https://arxiv.org/abs/2412.07210
+
+    >>> rule = PseudoGradientPenalty(DiLoCo(), clip=1.0)
+    >>> usual, large, anomalous = (0.1, 0.0), (0.8, 0.0), (0.1, 3.5)
+    >>> weights = rule.weights(Round(id=0, rank=0, work=(1.0, 1.0, 1.0), scalars=(usual, large, anomalous)))
+    >>> [round(weight, 2) for weight in weights]
+    [0.67, 0.33, 0.0]
+    """
+
+    rule: AveragingRule
+    threshold: float = 3.0
+    clip: float = 10.0
+    decay: float = 0.02
+
+    num_scalars = 2  # the norm, and how unusual it is
+    sends_difference = True
+
+    def __post_init__(self) -> None:
+        check_protocol("PseudoGradientPenalty", "rule", self.rule, AveragingRule, "an averaging rule such as DiLoCo()")
+        check_real(self, "threshold", above=0)
+        check_real(self, "clip", above=0)
+        check_real(self, "decay", above=0, below=1)
+        rule = self.rule
+        if not rule.sends_difference or rule.num_scalars or rule.restores_local or rule.keeps_residual:
+            raise ValueError(
+                f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, keep no residual of "
+                "compression, and make replicas one model, such as DiLoCo()."
+            )
+
+    @property
+    def overlappable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.overlappable
+
+    @property
+    def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.mixes
+
+    @property
+    def per_replica(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.rule.per_replica | {"norms"}
+
+    def init(self, params: Tensor, layout: FlatLayout) -> PenaltyState:
+        return PenaltyState(self.rule.init(params, layout), torch.zeros(3, dtype=torch.float64))
+
+    def message_(self, out: Tensor, state: PenaltyState) -> tuple[float, ...]:
+        self.rule.message_(out, state.inner)
+        norm = math.sqrt(ops.sq_norm(out))
+        count, mean, variance = state.norms.tolist()
+        known = count >= _KNOWN and variance > 0.0
+        return norm, (norm - mean) / math.sqrt(variance) if known else 0.0
+
+    def weights(self, round: Round) -> tuple[float, ...]:
+        weights = self.rule.weights(round)
+        usual = self._usual(weights, round) or [rank for rank, weight in enumerate(weights) if weight > 0.0]
+        least = min(round.scalars[rank][0] for rank in usual)
+        shares = [0.0] * len(weights)
+        for rank in usual:
+            shares[rank] = weights[rank] * math.exp(least - round.scalars[rank][0])
+        total = sum(shares)
+        return tuple(share / total for share in shares)
+
+    def _usual(self, weights: tuple[float, ...], round: Round) -> list[int]:
+        """Return the ranks in the round whose messages are not anomalous."""
+        return [rank for rank, w in enumerate(weights) if w > 0.0 and round.scalars[rank][1] <= self.threshold]
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: PenaltyState, round: Round) -> PenaltyState:
+        if not self._usual(self.rule.weights(round), round):
+            received.zero_()
+        elif (norm := math.sqrt(ops.sq_norm(received))) > self.clip:
+            received.mul_(self.clip / norm)
+        if sent is not None:
+            self._learn_(state.norms, round.scalars[round.rank][0])
+        return state._replace(inner=self.rule.merge_(sent, received, state.inner, round))
+
+    def _learn_(self, norms: Tensor, norm: float) -> None:
+        count, mean, variance = norms.tolist()
+        if count >= _KNOWN and variance > 0.0:
+            norm = min(norm, mean + self.threshold * math.sqrt(variance))
+        rate = max(self.decay, 1 / (count + 1))  # at first all count the same
+        change = norm - mean
+        learned = count + 1, mean + rate * change, (1 - rate) * (variance + rate * change**2)
+        norms.copy_(torch.tensor(learned, dtype=torch.float64))
+
+    def chosen(self, round: Round) -> dict[str, float]:
+        return self.rule.chosen(round)
+
+    def abandon_(self, sent: Tensor, state: PenaltyState) -> PenaltyState:
+        return state._replace(inner=self.rule.abandon_(sent, state.inner))
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: PenaltyState, round: Round) -> PenaltyState:
+        return state._replace(inner=self.rule.mix_(live, base, target, state.inner, round))
+
+    def state_dict(self, state: PenaltyState) -> dict[str, Any]:
+        """Return the rule's state, and the statistics beside it."""
+        return {**self.rule.state_dict(state.inner), "norms": state.norms}
+
+    def load_state_dict(self, state: PenaltyState, saved: dict[str, Any]) -> PenaltyState:
+        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
+        inner = self.rule.load_state_dict(state.inner, {k: v for k, v in saved.items() if k != "norms"})
+        copy_saved_(self, {"norms": state.norms}, {k: v for k, v in saved.items() if k == "norms"})
+        return state._replace(inner=inner)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from lightning_async.engine.buckets import Message, RoundType
@@ -260,14 +261,13 @@ def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]
 
 
 def _flat(part: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*part[:-1], *part[-1]) if isinstance(part[-1], tuple) else part
+    return tuple(x for field in part for x in (field if isinstance(field, tuple) else (field,)))
 
 
 def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
-    values = [x if cast is None else cast(int(x)) for cast, x in zip(_casts(blank), row, strict=True)]
-    fixed = len(blank) - isinstance(blank[-1], tuple)
+    values = iter([x if cast is None else cast(int(x)) for cast, x in zip(_casts(blank), row, strict=True)])
     kind: Any = type(blank)
-    return kind(*values) if fixed == len(blank) else kind(*values[:fixed], tuple(values[fixed:]))
+    return kind(*(tuple(islice(values, len(x))) if isinstance(x, tuple) else next(values) for x in blank))
 
 
 @functools.lru_cache(maxsize=32)

@@ -9,6 +9,7 @@ stays: after :math:`k` updates since a snapshot :math:`s` it is :math:`d^k s + U
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -63,16 +64,24 @@ class Replica:
     (``"broadcast"``: one replica's values), and keep their updates since the snapshot: see `RunningMean`. Complex
     numbers count as two real ones. Buffers and optimizer state may be assigned anew while training.
 
+    A round moves one of ``fragments``: runs of parameters of about equal bytes. Buffers and optimizer state travel with
+    the last one, behind which they lie, so that each element travels once in so many rounds.
+
     Other tensors move at a consensus only, in their own precision, and only where replicas differ: integer and bool
     buffers, by their maximum; frozen parameters, by their mean; and float64, which a bucket of fp32 would cut.
 
     Buckets live on ``device``: best that of the parameters; on the CPU they are pinned under CUDA. Raises as
-    `ModuleTensors` does.
+    `ModuleTensors` does, and ValueError for more ``fragments`` than parameters.
     """
 
     def __init__(
-        self, module: nn.Module, buffers: BufferPolicy = "average", device: torch.device | str = "cpu"
+        self,
+        module: nn.Module,
+        buffers: BufferPolicy = "average",
+        device: torch.device | str = "cpu",
+        fragments: int = 1,
     ) -> None:
+        self.num_fragments = fragments
         self.tensors = ModuleTensors(module, buffers)
         self.policy: BufferPolicy = buffers
         self.device = torch.device(device)
@@ -85,7 +94,7 @@ class Replica:
         self.reference = torch.empty(0)
         """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
         never change keep their bits."""
-        self._sections: list[_Section] = []
+        self._fragments: list[_Section] = []
         self.build()
 
     def build(
@@ -105,12 +114,25 @@ class Replica:
         for name, x in zip(names, tensors, strict=True):
             if x.dtype in (torch.bfloat16, torch.float16) and name not in self.remainders:
                 self.remainders[name] = torch.zeros_like(x, dtype=torch.float32)
-        plan = ops.Plan(FlatLayout(tensors, names), tensors, [self.remainders.get(name) for name in names])
-        self._sections = [_Section(plan, 0)]
-        for extra in (self._mean_buffers(), list(self._state())):
-            self._sections.append(_Section(ops.Plan(FlatLayout(extra), extra), self._sections[-1].end))
+        self.layout = FlatLayout(tensors, names)
+        if self.num_fragments > max(1, len(names)):
+            raise ValueError(
+                f"`fragments={self.num_fragments}` must be at most the number of parameters that are trained, "
+                f"{len(names)}: a fragment holds at least one."
+            )
+        self._fragments = []
+        start = 0
+        for place in self.layout.cut(self.num_fragments):
+            rests = [self.remainders.get(name) for name in names[place]]
+            plan = ops.Plan(FlatLayout(tensors[place], names[place]), tensors[place], rests)
+            self._fragments.append(_Section(plan, start))
+            start = self._fragments[-1].end
+        mean, state = self._mean_buffers(), list(self._state())
+        self._buffers = _Section(ops.Plan(FlatLayout(mean), mean), start)
+        self._averages = _Section(ops.Plan(FlatLayout(state), state), self._buffers.end)
         self.note_agreed()
-        described = [line for section in self._sections for line in section.plan.layout.describe()]
+        rest = (self._buffers.plan.layout, self._averages.plan.layout)
+        described = [line for layout in (self.layout, *rest) for line in layout.describe()]
         self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
         """Equal on all ranks whose messages have the same layout."""
 
@@ -118,7 +140,7 @@ class Replica:
         """Note that all replicas hold the same model now: what is infinite in its buffers is meant."""
         self.refresh()
         self.tensors.accept_infinite()
-        buffers = self._sections[1]
+        buffers = self._buffers
         self.reference = torch.empty(buffers.plan.layout.numel, device=self.device)
         buffers.plan.pack_(self.reference)
         self.reference.nan_to_num_(0.0, 0.0, 0.0)
@@ -130,42 +152,47 @@ class Replica:
 
     def refresh(self) -> None:
         """Follow buffers and optimizer state that were assigned anew; raise AsyncTrainingError if one does not fit."""
-        parameters, buffers, state = self._sections
         if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
-            tensors = [real(p) for p in self.tensors.trained.values()]
-            self._sections[0] = _Section(ops.Plan(parameters.plan.layout, tensors, parameters.plan.remainders), 0)
+            left = iter(self.tensors.trained.values())
+            for i, fragment in enumerate(self._fragments):
+                tensors = [real(p) for p in itertools.islice(left, len(fragment.tensors))]
+                plan = ops.Plan(fragment.plan.layout, tensors, fragment.plan.remainders)
+                self._fragments[i] = _Section(plan, fragment.start)
         if self.tensors.follow_buffers():
             mean = self._mean_buffers()
-            self._sections[1] = _Section(ops.Plan(FlatLayout(mean), mean), parameters.end)
-        if not same(now := list(self._state()), state.tensors):
-            if [t.shape for t in now] != [t.shape for t in state.tensors]:
+            self._buffers = _Section(ops.Plan(FlatLayout(mean), mean), self._buffers.start)
+        if not same(now := list(self._state()), self._averages.tensors):
+            if [t.shape for t in now] != [t.shape for t in self._averages.tensors]:
                 raise AsyncTrainingError(
                     "The optimizers' state changed its shape after training began, so it cannot be averaged. Pass "
                     '`optimizer_state="keep"`.'
                 )
-            self._sections[2] = _Section(ops.Plan(FlatLayout(now), now), buffers.end)
+            self._averages = _Section(ops.Plan(FlatLayout(now), now), self._averages.start)
 
     def _mean_buffers(self) -> list[Tensor]:
         return [real(b) for b in self.tensors.averaged.values()]
 
     @property
-    def layout(self) -> FlatLayout:
-        return self._sections[0].plan.layout
-
-    @property
     def parameters(self) -> list[Tensor]:
         """The parameters that travel, as real numbers: those that require gradients, each once."""
-        return self._sections[0].tensors
+        return [tensor for fragment in self._fragments for tensor in fragment.tensors]
 
     @property
     def numel(self) -> int:
-        return self._sections[-1].end
+        return self._averages.end
+
+    @property
+    def last_fragment(self) -> int:
+        """The one with which buffers and the optimizers' state travel, which lie behind it."""
+        return self.num_fragments - 1
+
+    def layout_of(self, fragment: int) -> FlatLayout:
+        return self._fragments[fragment].plan.layout
 
     def digests(self) -> tuple[int, int]:
         """Return the `digest` of the parameters that travel, and of all else that replicas share."""
         self.refresh()
-        _, buffers, state = self._sections
-        rest = [*buffers.tensors, *state.tensors, *self.tensors.apart.values()]
+        rest = [*self._buffers.tensors, *self._averages.tensors, *self.tensors.apart.values()]
         return digest([*self.parameters, *self.remainders.values()]), digest(rest)
 
     def judge(self) -> tuple[bool, bool]:
@@ -174,65 +201,81 @@ class Replica:
         Buffers and frozen parameters may be infinite where they were when replicas agreed.
         """
         self.refresh()
-        parameters, buffers, state = self._sections
-        rest = [*self._judged(buffers.tensors), *self.tensors.judged_frozen]
-        return is_finite([*parameters.tensors, *state.tensors, *self.watched()]), is_finite(rest)
+        rest = [*self._judged(self._buffers.tensors), *self.tensors.judged_frozen]
+        return is_finite([*self.parameters, *self._averages.tensors, *self.watched()]), is_finite(rest)
 
-    def judge_packed(self, bucket: Tensor) -> tuple[bool, bool]:
-        """Return the same of what was packed in ``bucket``."""
-        if ops.all_finite(bucket):
+    def judge_packed(self, bucket: Tensor, fragment: int) -> tuple[bool, bool]:
+        """Return the same of what was packed in ``bucket`` for a round of a fragment."""
+        if ops.all_finite(self.of_round(bucket, fragment)):
             return True, True
-        parameters, buffers, state = self._sections
+        if fragment != self.last_fragment:
+            return False, True
+        buffers = self._buffers
         views = buffers.plan.layout.views(buffers.of(bucket))
-        return is_finite([parameters.of(bucket), state.of(bucket)]), is_finite(self._judged(views))
+        parameters = self.of_rule(bucket, fragment)
+        return is_finite([parameters, self._averages.of(bucket)]), is_finite(self._judged(views))
 
     def _judged(self, buffers: Iterable[Tensor]) -> list[Tensor]:
         return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
 
-    num_fragments = 1  # parts of the parameters that travel one at a time, each with a rule state of its own
-
-    def of_rule(self, bucket: Tensor, fragment: int = 0) -> Tensor:
+    def of_rule(self, bucket: Tensor, fragment: int | None = None) -> Tensor:
         """Return the part of a bucket that belongs to the rule: the parameters, or a fragment of them."""
-        assert fragment < self.num_fragments
-        return self._sections[0].of(bucket)
+        return bucket[: self.layout.numel] if fragment is None else self._fragments[fragment].of(bucket)
 
     def beyond_rule(self, bucket: Tensor) -> Tensor:
-        return bucket[self._sections[0].end :]
+        return bucket[self.layout.numel :]
 
-    def pack_(self, bucket: Tensor, for_round: bool = False) -> None:
-        """Pack all into ``bucket``, as fp32; ``for_round``: buffers as differences."""
+    def of_round(self, bucket: Tensor, fragment: int) -> Tensor:
+        """Return the part of a bucket that a round of a fragment moves: the last one takes the rest along."""
+        section = self._fragments[fragment]
+        return bucket[section.start : self.numel if fragment == self.last_fragment else section.end]
+
+    def pack_(self, bucket: Tensor, fragment: int | None = None) -> None:
+        """Pack all into ``bucket``, as fp32; or what a round of a fragment moves, with buffers as differences."""
         self.refresh()
-        self.pack_parameters_(self.of_rule(bucket))
-        for section in self._sections[1:]:
+        self.pack_parameters_(self.of_rule(bucket), None if fragment is None else (fragment,))
+        if fragment not in (None, self.last_fragment):
+            return
+        for section in (self._buffers, self._averages):
             section.plan.pack_(section.of(bucket))
-        if for_round:
-            self._sections[1].of(bucket).sub_(self.reference)
+        if fragment is not None:
+            self._buffers.of(bucket).sub_(self.reference)
 
     def updates(self) -> Updates:
         """Return how often buffers, and the optimizers' state, have been updated by now."""
-        _, buffers, state = self._sections
         return (
-            count(self.tensors.running_means()) if buffers.tensors else (),
-            count(self._running_means_of_state()) if state.tensors else (),
+            count(self.tensors.running_means()) if self._buffers.tensors else (),
+            count(self._running_means_of_state()) if self._averages.tensors else (),
         )
 
     def _running_means_of_state(self) -> Sequence[RunningMean]:
         known = () if self._state_means is None else self._state_means()
-        return known or [RunningMean()] * len(self._sections[2].tensors)
+        return known or [RunningMean()] * len(self._averages.tensors)
 
-    def pack_parameters_(self, part: Tensor) -> None:
-        self._sections[0].plan.pack_(part)
+    def pack_parameters_(self, part: Tensor, fragments: Iterable[int] | None = None) -> None:
+        """Pack the parameters, or some fragments of them, into their places in ``part``."""
+        for section in self._chosen(fragments):
+            section.plan.pack_(section.of(part))
 
-    def scale_(self, out: Tensor, source: Tensor, weight: float, is_source: bool, of_rule: bool = True) -> None:
-        """Write this rank's part of the sum, ``out = weight * source``, with the rule's part where ``of_rule``.
+    def _chosen(self, fragments: Iterable[int] | None) -> list[_Section]:
+        return self._fragments if fragments is None else [self._fragments[each] for each in fragments]
 
-        Broadcast buffers come from one rank alone, where ``is_source``.
+    def scale_(
+        self, out: Tensor, source: Tensor, shares: Mapping[int, float], is_source: bool, of_rule: bool = True
+    ) -> None:
+        """Write this rank's part of the sum of some fragments, ``out = share * source`` of what their rounds move.
+
+        Args:
+            shares: by fragment.
+            is_source: broadcast buffers come from this rank alone.
+            of_rule: with the rule's part.
         """
-        start = 0 if of_rule else self._sections[0].end
-        self.scaled_(out[start:], source[start:], weight)
-        if self.policy == "broadcast":
-            buffers = self._sections[1]
-            self.scaled_(buffers.of(out), buffers.of(source), float(is_source))
+        for fragment, share in shares.items():
+            here, there = (self.of_round(bucket, fragment) for bucket in (out, source))
+            start = 0 if of_rule else self.layout_of(fragment).numel
+            self.scaled_(here[start:], there[start:], share)
+        if self.policy == "broadcast" and self.last_fragment in shares:
+            self.scaled_(self._buffers.of(out), self._buffers.of(source), float(is_source))
 
     @staticmethod
     def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
@@ -251,33 +294,39 @@ class Replica:
         buffers_too: bool = True,
         still: bool = False,
         of_round: bool = False,
+        fragments: Iterable[int] | None = None,
     ) -> None:
         """Move the parameters by ``target - base`` (``base`` is used up), or copy ``target`` if ``base`` is None.
 
         Args:
+            fragments: of the parameters. Default: all.
             with_state: also overwrite buffers and optimizer state.
             buffers_too: False where no rank's buffers are in ``target`` (one rank broadcasts them and was absent).
             still: the parameters are what was packed: digits of a float64 beyond fp32 stay.
             of_round: buffers in ``target`` are differences.
         """
         self.refresh()
+        buffers = self._buffers
         if of_round and with_state and buffers_too and self.reference.numel():
-            self._merge_buffers(self._sections[1].of(target) + self.reference)
+            self._merge_buffers(buffers.of(target) + self.reference)
             buffers_too = False
-        finer = [(p, p - p.float()) for p in self.parameters if still and p.dtype is torch.float64]
-        for i, section in enumerate(self._sections):
-            if i == 0:
-                part = section.of(base) if base is not None else None
-                section.plan.apply_(section.of(target), part)
-            elif with_state and section.tensors and (i != 1 or buffers_too):
-                section.plan.apply_(section.of(target))
+        chosen = self._chosen(fragments)
+        moved = (p for section in chosen for p in section.tensors)
+        finer = [(p, p - p.float()) for p in moved if still and p.dtype is torch.float64]
+        for section in chosen:
+            section.plan.apply_(section.of(target), None if base is None else section.of(base))
+        if with_state and buffers_too and buffers.tensors:
+            buffers.plan.apply_(buffers.of(target))
+        if with_state and self._averages.tensors:
+            self._averages.plan.apply_(self._averages.of(target))
         for p, rest in finer:
             p.add_(rest)
 
     def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
         """Give buffers and optimizer state a round's mean in ``target``; keep their ``updates`` since ``snapshot``."""
         self.refresh()
-        _, buffers, state = self._sections
+        buffers = self._buffers
+        state = self._averages
         if buffers.tensors and buffers_too:
             merge_late_(
                 buffers.tensors, buffers.of(target), buffers.of(snapshot), self.tensors.running_means(), updates[0],
@@ -288,7 +337,7 @@ class Replica:
             merge_late_(state.tensors, state.of(target), state.of(snapshot), means, updates[1])
 
     def _merge_buffers(self, mean: Tensor) -> None:
-        section = self._sections[1]
+        section = self._buffers
         before = [(b, b.clone()) for b in section.tensors if b.dtype is torch.float64]
         section.plan.apply_(mean)
         for buffer, old in before:  # one that is the mean, as far as fp32 can tell, is not cut

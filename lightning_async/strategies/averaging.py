@@ -34,8 +34,9 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     Args:
         rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from period, delay and number of replicas; `DiLoCo`, `SparseLoCo`, `DeltaMean`, or,
-            without overlap, `Mean`.
+            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`,
+            `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of
+            their own around a center.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
             `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
@@ -54,6 +55,9 @@ class AsyncAveragingStrategy(AsyncStrategy):
             ``"none"``; ``"auto"`` (default) is int8 where the rule sends differences, else none. Nothing is lost: what
             a message cannot hold stays in the replica's parameters, or in the residual of `SparseLoCo`, and goes with
             the next one. Sync points exchange fp32.
+        fragments: each round moves one of so many parts of the parameters, in turn, and each part has a round per
+            period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, of a quarter of the bytes.
+            Parts are runs of whole parameters, balanced by bytes. Default 1: all parameters in every round.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
             the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
@@ -68,9 +72,12 @@ class AsyncAveragingStrategy(AsyncStrategy):
     Raises:
         TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer; a number of replicas is none.
         ValueError: an unknown policy, numbers of replicas that cannot be, a rule that overwrites together with
-            ``overlap=True``, or one that sends its parameters together with 8 bits of compression or `TopK`.
+            ``overlap=True``, or one that sends its parameters together with 8 bits of compression or `TopK`; as
+            training begins, more fragments than parameters that are trained.
 
-    Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), and asynchronous model averaging as in Bagua.
+    Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), asynchronous model averaging as in Bagua, and for
+    fragments Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
+    https://arxiv.org/abs/2501.18512
     """
 
     strategy_name = "async_averaging"
@@ -86,6 +93,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
         compression: Compression | TopK | Literal["auto"] = "auto",
+        fragments: int = 1,
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,
@@ -108,6 +116,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         config = AveragerConfig(
             overlap=overlap, weighting=weighting, compression=compression, timeouts=Timeouts.or_default(timeouts),
             part_bytes=max(4, int(part_mb * 2**20)), min_replicas=min_replicas, max_replicas=max_replicas,
+            fragments=fragments,
         )  # fmt: skip
         config.check_rule(owner, rule)
         super().__init__(

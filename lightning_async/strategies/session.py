@@ -172,14 +172,14 @@ class Session:
         self._strategy = strategy
         self._connection = connection
         self._world = connection.world
-        replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device)
+        config = strategy.config
+        replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device, config.fragments)
         self._averaged: AveragedState | None = None
         if strategy.optimizer_state_policy == "average":
             state = AveragedState(strategy.optimizers)
             self._averaged = state
             replica.build(state, state.running_means)
         replica.watched = lambda: every_tensor(strategy.optimizers)
-        config = strategy.config
         control = ControlPlane(
             connection.root, connection.membership, replica, config.timeouts,
             payload=connection.payload, part_bytes=config.part_bytes, calls=connection.world.calls,

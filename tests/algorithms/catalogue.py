@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.algorithms import (
+    EASGD,
     AdaptiveDelayCompensation,
     AdaptiveDiLoCo,
     AdaptiveLr,
@@ -28,6 +29,7 @@ from lightning_async.algorithms import (
     MatchCommunication,
     Mean,
     NoCorrection,
+    PseudoGradientPenalty,
     Schedule,
     SlowMo,
     SparseLoCo,
@@ -36,7 +38,7 @@ from lightning_async.algorithms import (
     Warmup,
     WeightPrediction,
 )
-from tests.algorithms.coming import Compressed, Eager, Elastic
+from tests.algorithms.coming import Compressed, Eager
 
 
 class RuleRow(NamedTuple):
@@ -92,6 +94,8 @@ RULES = (
     RuleRow("DiLoCo-torch-sgd", lambda: DiLoCo(outer_optimizer=momentum_sgd)),
     RuleRow("DiLoCo-torch-adam", lambda: DiLoCo(outer_optimizer=adam)),
     RuleRow("DiLoCo-mixing", lambda: DiLoCo(mixing=0.25)),
+    RuleRow("EASGD", EASGD),
+    RuleRow("PseudoGradientPenalty", lambda: PseudoGradientPenalty(DiLoCo())),
     RuleRow("SlowMo", SlowMo),
     RuleRow("SlowMo-plain", lambda: SlowMo(beta=0.0), is_mean=True),
     RuleRow("SparseLoCo", SparseLoCo, is_mean=True),
@@ -99,7 +103,6 @@ RULES = (
 )
 
 COMING = (
-    RuleRow("Elastic", Elastic),
     RuleRow("Eager", Eager),
     RuleRow("Compressed-mean", lambda: Compressed(DiLoCo(outer_lr=1.0, outer_momentum=0.0))),
     RuleRow("Compressed-DiLoCo", lambda: Compressed(DiLoCo())),

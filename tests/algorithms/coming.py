@@ -13,37 +13,6 @@ from lightning_async.algorithms.averaging import RuleBase, copy_saved_
 from lightning_async.flat import FlatLayout
 
 
-class CentreState(NamedTuple):
-    centre: Tensor
-
-
-@dataclass(frozen=True)
-class Elastic(RuleBase[CentreState]):
-    """Elastic averaging (EASGD): replicas and a centre pull at each other; https://arxiv.org/abs/1412.6651."""
-
-    alpha: float = 0.5
-    beta: float = 0.75
-
-    absent_follow = False
-    restores_local = True
-
-    def init(self, params: Tensor, layout: FlatLayout) -> CentreState:
-        return CentreState(params.detach().clone())
-
-    def message_(self, out: Tensor, state: CentreState) -> tuple[float, ...]:
-        return ()
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: CentreState, round: Round) -> CentreState:
-        centre = state.centre.lerp(received, self.beta)
-        if sent is not None:
-            torch.lerp(sent, state.centre, self.alpha, out=received)
-        state.centre.copy_(centre)
-        return state
-
-    def agree(self, mean: Tensor, state: CentreState) -> Tensor:
-        return state.centre
-
-
 class EagerState(NamedTuple):
     anchor: Tensor
     hidden: Tensor

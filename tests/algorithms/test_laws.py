@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_async.algorithms import DiLoCo, Round
+from lightning_async.algorithms import DiLoCo, PseudoGradientPenalty, Round
 from tests.algorithms.catalogue import COMING, RULES, RuleRow
-from tests.algorithms.coming import Compressed, Eager, Elastic
+from tests.algorithms.coming import Compressed, Eager
 from tests.algorithms.replicas import Replicas, fill
 
 SHAPES = st.lists(st.sampled_from([(), (0,), (1,), (3,), (2, 3), (4, 1, 2), (17,)]), min_size=1, max_size=4).filter(
@@ -65,10 +65,10 @@ def test_consensus_is_a_fixed_point_to_the_bit(row: RuleRow, shapes, seed, count
             assert torch.equal(p.view(torch.int32), q.view(torch.int32))
 
 
-@every(FOLLOWING)
+@every(ALL)
 @LAW
-@given(shapes=SHAPES, seed=SEEDS, work=st.lists(WORK, min_size=1, max_size=4))
-def test_a_merge_leaves_the_same_target_and_state_on_every_replica(row: RuleRow, shapes, seed, work) -> None:
+@given(shapes=SHAPES, seed=SEEDS, work=st.lists(WORK | st.just(0.0), min_size=1, max_size=4).filter(any))
+def test_a_merge_leaves_the_same_state_on_every_replica_and_the_same_target(row: RuleRow, shapes, seed, work) -> None:
     world = Replicas(row.make(), start_of(shapes, seed), len(work))
     for rank, (replica, amount) in enumerate(zip(world.all, work, strict=True)):
         replica.learn(fill(replica.layout.numel, seed + 100 + rank), amount)
@@ -76,7 +76,8 @@ def test_a_merge_leaves_the_same_target_and_state_on_every_replica(row: RuleRow,
     world.receive()
     first = world.all[0]
     for replica in world.all:
-        assert torch.equal(replica.last_target, first.last_target)
+        if world.rule.absent_follow:
+            assert torch.equal(replica.last_target, first.last_target)
         for mine, theirs in zip(*(tensors_of(r.state, world.rule.per_replica) for r in (replica, first)), strict=True):
             assert torch.equal(mine, theirs)
 
@@ -224,7 +225,7 @@ def test_foreign_state_is_refused_and_changes_nothing(row: RuleRow) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors_of(replica.state), before, strict=True))
 
 
-@every(ALL)
+@every([row for row in ALL if not isinstance(row.make(), PseudoGradientPenalty)])  # a norm is of all elements
 @LAW
 @given(seed=SEEDS, work=st.lists(WORK, min_size=1, max_size=3), rounds=st.integers(1, 3))
 def test_fragments_with_states_of_their_own_make_the_whole(row: RuleRow, seed, work, rounds) -> None:
@@ -241,32 +242,6 @@ def test_fragments_with_states_of_their_own_make_the_whole(row: RuleRow, seed, w
             world.receive()
     for rank in range(len(work)):
         assert torch.equal(whole.all[rank].flat(), torch.cat([world.all[rank].flat() for world in fragments]))
-
-
-@LAW
-@given(seed=SEEDS, rounds=st.integers(1, 4))
-def test_elastic_pulls_replicas_and_centre_at_each_other_and_leaves_the_absent_alone(seed, rounds) -> None:
-    rule = Elastic(alpha=0.25, beta=0.5)
-    world = Replicas(rule, [fill(7, seed)], 3)
-    x = [fill(7, seed).double() for _ in range(3)]
-    centre = x[0].clone()
-    for number in range(rounds):
-        for rank, amount in ((0, 1.0), (1, 3.0)):
-            progress = fill(7, seed + 10 * number + rank)
-            world.all[rank].learn(progress, amount)
-            x[rank] = x[rank] + progress.double()
-        world.send()
-        world.receive()
-        mean = 0.25 * x[0] + 0.75 * x[1]
-        x[:2] = [each - 0.25 * (each - centre) for each in x[:2]]
-        centre = centre + 0.5 * (mean - centre)
-    for replica, expected in zip(world.all, x, strict=True):
-        close(replica.flat(), expected)
-    assert torch.equal(world.all[2].flat(), fill(7, seed))
-    world.sync_point([1.0, 1.0, 1.0])
-    for replica in world.all:
-        assert torch.equal(replica.flat(), replica.state.centre)
-        close(replica.flat(), centre)
 
 
 @LAW

@@ -60,7 +60,7 @@ class Ledger:
             if kind is averaging.average:
                 total += sum(part.work for part in parts[0])
             elif kind is averaging.consensus or round_decision.opens:
-                total += sum(part.unreported for part in parts[0])
+                total += sum(part.unreported[0] for part in parts[0])
         return total
 
 
@@ -135,6 +135,7 @@ def faulty_rank(
     compression: Any = "none",
     gradients: Any = "none",
     min_replicas: int | None = None,
+    fragments: int = 1,
     module: Callable[[], nn.Module] | None = None,
 ) -> Iterator[FaultyRank]:
     replica = nn.Linear(numel, rows, bias=False) if module is None else module()
@@ -157,11 +158,16 @@ def faulty_rank(
     averager, component = assemble(
         FaultyCollectives(Recording(collectives, ledger), script, kill=die),  # pyright: ignore[reportArgumentType]
         membership,
-        Replica(replica),
+        Replica(replica, fragments=fragments),
         rule or DeltaMean(),
         schedule or EveryNSteps(4),
         AveragerConfig(
-            overlap=overlap, timeouts=timeouts, weighting=weighting, part_bytes=part_bytes, compression=compression
+            overlap=overlap,
+            timeouts=timeouts,
+            weighting=weighting,
+            part_bytes=part_bytes,
+            compression=compression,
+            fragments=fragments,
         ),
         compression=gradients,
         min_replicas=min_replicas,

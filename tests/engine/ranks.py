@@ -107,7 +107,9 @@ def rank_of(collectives: Any, store: Any, goal: float, **kwargs: Any) -> Iterato
     )
     membership.start()
     try:
-        averager, gradients = assemble(collectives, membership, Replica(module, buffers), rule, schedule, config)
+        averager, gradients = assemble(
+            collectives, membership, Replica(module, buffers, fragments=config.fragments), rule, schedule, config
+        )
         try:
             averager.start()
             yield Rank(averager, gradients, module, goal, lr)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 import torch
 
@@ -84,38 +82,6 @@ def test_warm_up_ends_in_rounds() -> None:
         assert torch.equal(a, b)
         assert left.synchronous_steps == 8
         assert left.rounds == 4
-
-
-def test_every_replica_knows_how_late_the_last_messages_of_all_were() -> None:
-    seen = {}
-
-    class Telling(DeltaMean):
-        def merge_(self, sent, received, state, round):
-            seen.setdefault(round.rank, []).append(round.delays)
-            return super().merge_(sent, received, state, round)
-
-    def steps(rank):
-        late = []
-        averager = rank.averager
-        tick = averager.tick
-
-        def noting(*args, **kwargs):
-            report = tick(*args, **kwargs)
-            if report is not None:
-                late.append(float(report.staleness_steps))
-            return report
-
-        averager.tick = noting
-        rank.train(60, each=lambda i: time.sleep(0.001))
-        rank.meet()
-        return late
-
-    late = run(2, steps, rule=Telling(), schedule=EveryNSteps(5))
-    assert seen[0] == seen[1]
-    assert seen[0][0] == (0.0, 0.0)
-    for number, delays in enumerate(seen[0][1 : min(map(len, late)) + 1]):
-        assert delays == (late[0][number], late[1][number])
-    assert len(seen[0]) > 3
 
 
 def test_a_schedule_that_says_something_else_is_named() -> None:

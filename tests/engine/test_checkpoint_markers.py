@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Synchronous
+from lightning_async.algorithms import EASGD, DeltaMean, DiLoCo, EveryNSteps, Synchronous
 from lightning_async.engine.averaging.rounds import CheckpointMarkers, MarkedRound
 from lightning_async.engine.shared_state import Arrival, Mark
 from lightning_async.engine.sync_points import SyncPointParticipant
@@ -87,6 +87,14 @@ def test_a_rule_state_is_that_of_the_round() -> None:
     assert told[0][1].keys() == {"anchor", "momentum"}
     for name, tensor in told[0][1].items():
         assert torch.equal(whole[name], tensor), name
+
+
+def test_where_replicas_keep_models_of_their_own_the_center_is_what_was_agreed_on() -> None:
+    told = values(2, save_in_round_2, rule=EASGD())
+    whole = joined([found[0][1] for found, _, _ in told])
+    assert torch.equal(whole["model"], whole["center"])
+    for found, _, _ in told:
+        assert not torch.equal(found[0][2].flatten(), whole["model"])
 
 
 @pytest.mark.parametrize(

@@ -222,7 +222,7 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
     def body(rank: FaultyRank) -> dict[str, Any]:
         rank.goal = messages(world_size, 3000)[rank.number]  # pyright: ignore[reportAttributeAccessIssue]
         rank.train(12)
-        compressed = rank.averager.component.average._compressed
+        compressed = rank.averager.component.average._compressed[0]
         assert compressed is not None
         return {"x": rank.x.clone(), "state": rank.rule_state, "carried_residual": compressed.carried_residual.clone()}
 
@@ -240,7 +240,7 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
 
 def test_a_sync_point_ends_all_debts_so_that_a_checkpoint_needs_none() -> None:
     def body(rank: Rank) -> Any:
-        compressed = rank.averager.component.average._compressed
+        compressed = rank.averager.component.average._compressed[0]
         assert compressed is not None
         rank.train(12)
         carried_residual = compressed.carried_residual.clone()

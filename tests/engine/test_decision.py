@@ -62,7 +62,7 @@ START_OF_RUN = {"last_exchange": 3, "clock": 5.0}
 
 
 def at(sync_point: SyncPointKind, **fields: Any) -> Row:
-    return TRAINS.but(**{"sync_point": sync_point, "excused": True, "unreported": 2.0, **START_OF_RUN, **fields})
+    return TRAINS.but(**{"sync_point": sync_point, "excused": True, "unreported": (2.0,), **START_OF_RUN, **fields})
 
 
 def held(digest: int, rest: int = 7, sync_point: SyncPointKind = SyncPointKind.VALIDATE, **fields: Any) -> Row:
@@ -116,7 +116,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
         {**VALIDATE, "opens": SyncPointKind.VALIDATE, "moved": False, "clock": 10.0},
     ),
     "they hold different parameters": (
-        [held(5), held(6, unreported=6.0)],
+        [held(5), held(6, unreported=(6.0,))],
         {**VALIDATE, "kind": "ConsensusRound", "weights": (0.25, 0.75), "compare": True, "source": 0},
     ),
     "they hold different buffers": (
@@ -124,7 +124,7 @@ CASES: dict[str, tuple[list[Row], dict[str, Any]]] = {
         {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5), "compare": True, "source": 0, "alike": True},
     ),
     "moved without a step": (
-        [held(5, unreported=0.0), held(5, 8, unreported=0.0), held(5, 9, unreported=0.0, healthy=False)],
+        [held(5, unreported=(0.0,)), held(5, 8, unreported=(0.0,)), held(5, 9, unreported=(0.0,), healthy=False)],
         {**VALIDATE, "kind": "ConsensusRound", "weights": (0.5, 0.5, 0), "compare": True, "source": 0, "alike": True},
     ),
     "replicas with models of their own": (
@@ -226,9 +226,17 @@ def test_decide(name: str, components: list[Any]) -> None:
     usual = (
         {"fresh": False, "alike": False, "fragment": 0} if expected.get("kind") not in (None, "GradientRounds") else {}
     )
+    if usual:
+        assert found.pop("shares") == ((expected["weights"],) if expected["kind"] == "ConsensusRound" else ())
     if usual and "able" not in expected:
         found.pop("able")
     assert found == {**usual, **expected}
+
+
+def test_a_consensus_weighs_each_fragment_by_its_own_work(components: list[Any]) -> None:
+    plan = round_decision([held(5, unreported=(2.0, 0.0)), held(6, unreported=(6.0, 3.0))], components).plan
+    assert plan is not None
+    assert vars(plan)["shares"] == ((0.25, 0.75), (0.0, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -265,8 +273,10 @@ def test_a_header_survives_its_row() -> None:
             7, ROUND, Vote.END | Vote.STOP, True, SyncPointKind.EPOCH_END, 4, 2**52 - 1, 1, 1e9, 0.7, 3,
             SyncPointKind.STOP, True, 5.0, 6
         ),
-        AveragingPart(True, 0.1, 2.0, 0.3, 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, 7.5, (0.5, -1.0)),
+        AveragingPart(
+            True, 0.1, 2.0, (0.3, 0.2), 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, (0.5, -1.0)
+        ),
         reduction.GradientPart(3.0, 2**48 - 1, 3),
     )  # fmt: skip
-    blanks = [Header(), AveragingPart(scalars=(0.0, 0.0)), reduction.GradientPart()]
+    blanks = [Header(), AveragingPart(unreported=(0.0, 0.0), scalars=(0.0, 0.0)), reduction.GradientPart()]
     assert [part for (part,) in from_rows(blanks, [to_row(row)])] == list(row)

@@ -27,15 +27,17 @@ from tests.engine.test_tensors import BLOCKING, Model, on_ranks
 @pytest.mark.parametrize("batches", [(5, 10), (6, 7)])
 def test_unequal_shards_over_a_warm_up_have_no_negative_work(batches, overlap) -> None:
     def body(rank: Rank) -> Any:
-        box, seen = rank.averager.ledger, []
+        ledger, seen = rank.averager.ledger, []
+
+        def note(step: int = -1) -> None:
+            seen.append((ledger.work[0].steps, ledger.since_round[0]))
+
         for epoch in range(3):
-            rank.train(
-                batches[rank.averager.summary.rank], each=lambda _: seen.append((box.work.steps, box.since_round))
-            )
+            rank.train(batches[rank.averager.summary.rank], each=note)
             mine = rank.x[0, 0].item()
             assert rank.meet(SyncPointKind.EPOCH_END, epoch) is Arrival.OPEN
             rank.averager.sync_points.resume()
-            seen.append((box.work.steps, box.since_round))
+            note()
             ends.append((epoch, mine, rank.x[0, 0].item()))
         return min(work for work, _ in seen), min(since for _, since in seen)
 

@@ -24,10 +24,10 @@ class Shown:
     """As much of the wing as a merge tells something."""
 
     showing = False
+    own = False
 
-
-class Own(DeltaMean):
-    restores_local = True
+    def keeps_own_model(self) -> bool:
+        return self.own
 
 
 class Half(DeltaMean):
@@ -41,7 +41,14 @@ class Half(DeltaMean):
 
 
 def merged(
-    now: float, *, base: float | None, step: int = 4, message_step: int | None = 4, rule: Any = None, **fields: Any
+    now: float,
+    *,
+    base: float | None,
+    own: bool = False,
+    step: int = 4,
+    message_step: int | None = 4,
+    rule: Any = None,
+    **fields: Any,
 ) -> tuple[float, Merger, Buckets, Any]:
     """Where a replica stands after a merge, that stood at ``now``."""
     module = nn.Linear(2, 1, bias=False)
@@ -49,6 +56,7 @@ def merged(
     shared_state = SharedState()
     buckets = Buckets(Replica(module), shared_state)
     component: Any = Shown()
+    component.own = own
     merger = Merger(buckets, RuleState(rule or DeltaMean(), buckets, shared_state), component)
     nn.init.constant_(module.weight, now)
     buckets.at_target = message_step is None and now == START
@@ -93,7 +101,7 @@ def test_the_rule_may_say_what_becomes_of_progress(now: float, step: int, expect
 
 
 def test_a_model_of_its_own_comes_back_after_the_sync_point() -> None:
-    x, merger, buckets, component = merged(2.0, base=None, is_consensus=True, message_step=None, rule=Own())
+    x, merger, buckets, component = merged(2.0, base=None, is_consensus=True, message_step=None, own=True)
     assert (x, component.showing) == (TARGET, True)
     assert merger.restore_local()
     assert buckets.replica.parameters[0][0, 0].item() == 2.0

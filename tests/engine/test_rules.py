@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 
-from lightning_async.algorithms import DiLoCo, EveryNSteps, SlowMo, Synchronous, Warmup
+from lightning_async.algorithms import EASGD, DiLoCo, EveryNSteps, PseudoGradientPenalty, SlowMo, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from tests.algorithms.coming import Compressed, Eager, Elastic
+from tests.algorithms.coming import Compressed, Eager
 from tests.engine.ranks import Rank, bits, run
 
 
 @pytest.mark.parametrize("steps", [12, 13])
-def test_a_rendezvous_shows_the_centre_and_training_goes_on_from_the_local_model(steps: int) -> None:
+def test_a_rendezvous_shows_the_center_and_training_goes_on_from_the_local_model(steps: int) -> None:
     def body(rank: Rank):
         rank.train(steps)  # the 13th is in no round yet
         before = rank.x.clone()
@@ -31,7 +32,7 @@ def test_a_rendezvous_shows_the_centre_and_training_goes_on_from_the_local_model
         assert rank.meet() is Arrival.OPEN
         return before, shown, again, restored, rank.x.clone()
 
-    left, right = run(2, body, rule=Elastic(), schedule=EveryNSteps(3), config={"overlap": False})
+    left, right = run(2, body, rule=EASGD(), schedule=EveryNSteps(3), config={"overlap": False})
     for before, shown, again, restored, _ in (left, right):
         assert not torch.equal(shown, before)
         assert torch.equal(bits(shown), bits(again))
@@ -46,14 +47,104 @@ def test_elastic_averaging_is_its_equations() -> None:
         rank.train(10)
         return rank.x.clone()
 
-    found = run(2, body, rule=Elastic(alpha=0.25, beta=0.5), schedule=EveryNSteps(1), config={"overlap": False})
-    x, centre = torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
+    found = run(2, body, rule=EASGD(beta=0.5), schedule=EveryNSteps(1), config={"overlap": False})
+    x, center = torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64)
     goals = torch.tensor([0.0, 1.0], dtype=torch.float64)
     for _ in range(10):
         x = x - 0.1 * (x - goals)
-        x, centre = x - 0.25 * (x - centre), centre + 0.5 * (x.mean() - centre)
+        x, center = x - 0.25 * (x - center), center + 0.5 * (x.mean() - center)
     for mine, expected in zip(found, x, strict=True):
         torch.testing.assert_close(mine.double(), expected.expand(1, 8), atol=1e-6, rtol=0)
+
+
+def test_sync_points_change_nothing_in_elastic_averaging() -> None:
+    def body(rank: Rank, every: int):
+        for step in range(30):
+            rank.train(1, samples=1.0 + rank.averager.summary.rank)
+            if every and step % every == 0:
+                assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+                rank.averager.sync_points.resume()
+        return rank.x.clone(), rank.averager.state_dict()["rule_state"]["center"]
+
+    options: Any = {"rule": EASGD(), "schedule": EveryNSteps(4), "config": {"overlap": False}}
+    plain = run(2, lambda rank: body(rank, 0), **options)
+    seen = run(2, lambda rank: body(rank, 5), **options)
+    assert not torch.equal(plain[0][0], plain[1][0])
+    for (mine, center), (same, the_same) in zip(plain, seen, strict=True):
+        assert torch.equal(bits(mine), bits(same))
+        assert torch.equal(bits(center), bits(the_same))
+
+
+def test_a_center_that_one_processor_has_rounded_differently_is_one_model_at_a_sync_point() -> None:
+    def body(rank: Rank):
+        rank.train(8)
+        center = rank.averager.agreed._states[0].center
+        center.mul_(1.0 + 1e-6 * rank.averager.summary.rank)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        return center, rank.x.flatten().clone()
+
+    (first, shown), (second, same) = run(2, body, rule=EASGD(), schedule=EveryNSteps(4), config={"overlap": False})
+    assert not torch.equal(first, second)
+    assert torch.equal(bits(shown), bits(same))
+    assert torch.equal(bits(shown), bits(first))
+
+
+def test_elastic_averaging_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted() -> None:
+    def whole(rank: Rank):
+        averager = rank.averager
+        rank.train(13, samples=1.0 + averager.summary.rank)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        saved = rank.x.clone(), averager.state_dict(), averager.clocks()
+        averager.sync_points.resume()
+        rank.train(8, samples=1.0 + averager.summary.rank)
+        return saved, rank.x.clone(), averager.state_dict()["rule_state"]["center"]
+
+    options: Any = {"rule": EASGD(), "schedule": EveryNSteps(4), "config": {"overlap": False}}
+    told = run(2, whole, **options)
+
+    def second(rank: Rank):
+        averager = rank.averager
+        (shown, shared, clocks), _, _ = told[averager.summary.rank]
+        rank.x.copy_(shown)
+        averager.load_state_dict(shared, clocks)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        assert torch.equal(bits(rank.x), bits(shown))
+        averager.sync_points.resume()
+        rank.train(8, samples=1.0 + averager.summary.rank)
+        return rank.x.clone(), averager.state_dict()["rule_state"]["center"]
+
+    for (_, mine, center), (resumed, its_center) in zip(told, run(2, second, **options), strict=True):
+        assert torch.equal(bits(mine), bits(resumed))
+        assert torch.equal(bits(center), bits(its_center))
+    elsewhere = {**told[0][0][2], "local": None}  # as where another number of replicas was started
+
+    def anew(rank: Rank):
+        rank.x.copy_(told[0][0][0])
+        rank.averager.load_state_dict(told[0][0][1], elsewhere)
+        rank.averager.sync_points.resume()
+        return rank.x.clone()
+
+    for start in run(2, anew, **options):
+        assert torch.equal(bits(start), bits(told[0][0][0])), "from the center"
+
+
+@pytest.mark.parametrize("compression", ["none", "int8"])
+def test_a_message_that_is_anomalous_weighs_nothing(compression: str) -> None:
+    def body(rank: Rank):
+        for _ in range(12):
+            rank.train(1)
+        before = rank.x.clone()
+        if rank.averager.summary.rank == 1:
+            rank.goal = 50.0
+        rank.train(1)
+        return before, rank.x.clone(), rank.averager.state_dict()["rule_state"].keys(), rank.averager.clocks()
+
+    rule = PseudoGradientPenalty(DiLoCo(outer_lr=1.0, outer_momentum=0.0))
+    config = {"overlap": False, "compression": compression}
+    for before, after, shared, clocks in run(2, body, rule=rule, schedule=EveryNSteps(1), config=config):
+        torch.testing.assert_close(after, 0.9 * before, atol=2e-3, rtol=0)
+        assert shared == {"anchor", "momentum"}
+        assert clocks["rule_state"]["norms"][0] == 13
 
 
 def test_slow_momentum_hears_the_inner_learning_rate() -> None:
@@ -83,7 +174,7 @@ def test_an_absent_replica_with_a_model_of_its_own_stays_where_it_is() -> None:
         rank.averager.sync_points.resume()
         return before, rank.x.clone(), rank.averager.summary.rounds
 
-    busy, absent = run(2, body, rule=Elastic(), schedule=EveryNSteps(4), config={"overlap": False})
+    busy, absent = run(2, body, rule=EASGD(), schedule=EveryNSteps(4), config={"overlap": False})
     assert torch.equal(absent[0], torch.ones(1, 8))
     assert torch.equal(absent[0], absent[1])
     assert busy[2] == 5
@@ -115,7 +206,7 @@ def test_with_nothing_kept_of_progress_in_flight_all_stand_at_the_target() -> No
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("rule", [Eager(), Compressed(DiLoCo(outer_lr=0.5, outer_momentum=0.0))], ids=repr)
+@pytest.mark.parametrize("rule", [EASGD(), Eager(), Compressed(DiLoCo(outer_lr=0.5, outer_momentum=0.0))], ids=repr)
 @pytest.mark.parametrize(
     "schedule", [EveryNSteps(3), Warmup(EveryNSteps(3), steps=5), Synchronous()], ids=lambda each: type(each).__name__
 )

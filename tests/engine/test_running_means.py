@@ -146,7 +146,7 @@ def test_a_layer_ends_where_its_batches_would_have_led_from_the_mean(name: str, 
     replica = Replica(module)
     module.see(4.0)
     snapshot = torch.zeros(replica.numel)
-    replica.pack_(snapshot, for_round=True)
+    replica.pack_(snapshot, fragment=0)
     updates = replica.updates()
     oracle = copy.deepcopy(module)
     target = snapshot.clone()
@@ -170,14 +170,14 @@ def test_forward_passes_are_counted_and_not_steps() -> None:
     """BatchNorm in a loop, and one that is frozen: `num_batches_tracked` tells."""
     module = Statistics(nn.BatchNorm1d(1, momentum=0.5, affine=False))
     replica, snapshot = Replica(module), torch.zeros(10)
-    replica.pack_(snapshot, for_round=True)
+    replica.pack_(snapshot, fragment=0)
     updates, target = replica.updates(), torch.full((10,), 16.0)
     module.see(0.0, 0.0, 0.0)
     replica.merge_late_(target, snapshot.clone(), updates)
     assert module.norm.running_mean.item() == 16.0 * 0.125  # pyright: ignore
     module.norm.eval()
     updates = replica.updates()
-    replica.pack_(snapshot, for_round=True)
+    replica.pack_(snapshot, fragment=0)
     module.see(0.0, 0.0)
     replica.merge_late_(target, snapshot, updates)
     assert module.norm.running_mean.item() == 16.0  # pyright: ignore

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps
+from lightning_async.algorithms import EASGD, DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.algorithms.schedules import Action, ReplicaClock
 from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 from tests.comm.faulty import Fail, Fault
@@ -233,7 +233,7 @@ class TwoOfEight:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("rule", [DeltaMean(), DiLoCo()], ids=["DeltaMean", "DiLoCo"])
+@pytest.mark.parametrize("rule", [DeltaMean(), DiLoCo(), EASGD()], ids=["DeltaMean", "DiLoCo", "EASGD"])
 def test_a_schedule_may_go_back_to_synchronous_steps(rule, overlap) -> None:
     def body(rank: Rank) -> Any:
         seen = []

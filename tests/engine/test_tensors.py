@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_async.algorithms import DiLoCo, EveryNSteps
+from lightning_async.algorithms import EASGD, DiLoCo, EveryNSteps, PseudoGradientPenalty
 from lightning_async.algorithms.schedules import Action
 from lightning_async.engine.fingerprint import digest
 from lightning_async.engine.gradients.overlap import Plans, gradients_of, pack_, unpack_
@@ -292,18 +292,29 @@ def test_healing_that_repeats_is_an_error_in_the_log(caplog) -> None:
     assert "needed 2 time(s) before" in caplog.text
 
 
-@pytest.mark.parametrize("rule", [None, DiLoCo()], ids=["DeltaMean", "DiLoCo"])
-def test_parameters_that_are_unfrozen_at_a_sync_point_travel_from_then_on(rule) -> None:
+@pytest.mark.parametrize(
+    "rule",
+    [None, DiLoCo(), PseudoGradientPenalty(DiLoCo()), EASGD()],
+    ids=["DeltaMean", "DiLoCo", "PseudoGradientPenalty", "EASGD"],
+)
+@pytest.mark.parametrize("again", [False, True], ids=["before a batch", "before another sync point"])
+def test_parameters_that_are_unfrozen_at_a_sync_point_travel_from_then_on(rule, again: bool) -> None:
     def make() -> Model:
         return Model(backbone=nn.Parameter(torch.full((1, 8), 2.0), requires_grad=False))
+
+    def agreed(rank: Rank) -> Any:
+        state = rank.averager.state_dict()["rule_state"]
+        return state.get("anchor", state.get("center"))
 
     def body(rank: Rank, module: Any, number: int) -> Any:
         rank.train(5)
         assert rank.meet(SyncPointKind.EPOCH_END) is Arrival.OPEN
-        anchor = rank.averager.state_dict()["rule_state"].get("anchor")
+        anchor = agreed(rank)
         module.backbone.requires_grad_(True)
+        if again:
+            assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         rank.averager.sync_points.resume()
-        carried = rank.averager.state_dict()["rule_state"].get("anchor")
+        carried = agreed(rank)
         with torch.no_grad():
             module.backbone.add_(number)
         rank.train(4)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_async import (
+    EASGD,
     AdaptiveGradientAccumulation,
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
@@ -31,7 +32,7 @@ from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.failure_workers import digest
 from tests.strategies.live_rank_workers import CAME_BACK, DEADLINES, NUMBER, RANKS, Seen, die, loader
 
-RULES = {"mean": DeltaMean(), "diloco": DiLoCo()}
+RULES = {"mean": DeltaMean(), "diloco": DiLoCo(), "easgd": EASGD()}
 
 
 class UntilBack(Seen):

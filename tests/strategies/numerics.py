@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
+from lightning_async import EASGD, AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.problem import adam, momentum
@@ -186,6 +186,11 @@ def validate_again_delta_mean() -> Any:
 @scenario
 def validate_again_diloco() -> Any:
     return _validate_again(DiLoCo())
+
+
+@scenario
+def validate_again_easgd() -> Any:
+    return _validate_again(EASGD())
 
 
 @scenario

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps
+from lightning_async import EASGD, AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
 from tests.strategies.workers import PATIENT, Net, Recorder, loader, make_trainer, rank, report, scenario, shard
@@ -52,10 +52,22 @@ def _train(epochs: int, checkpoint: Path | None = None, save: Path | None = None
 @scenario
 def interrupted(folder: Path) -> Any:
     """Four epochs at once, and two and two."""
-    whole = _train(4)
-    first = _train(2, save=folder)
+    return _interrupted(folder, DiLoCo())
+
+
+@scenario
+def interrupted_with_models_of_their_own(folder: Path) -> Any:
+    return _interrupted(folder, EASGD())
+
+
+def _interrupted(folder: Path, rule: Any) -> Any:
+    def strategy() -> AsyncAveragingStrategy:
+        return AsyncAveragingStrategy(rule, EveryNSteps(3), overlap=False, timeouts=PATIENT)
+
+    whole = _train(4, strategy=strategy())
+    first = _train(2, save=folder, strategy=strategy())
     saved = torch.load(folder / "epoch=1.ckpt", weights_only=True)
-    second = _train(4, checkpoint=folder / "epoch=1.ckpt")
+    second = _train(4, checkpoint=folder / "epoch=1.ckpt", strategy=strategy())
     return {
         "whole": whole,
         "first": first,

@@ -62,7 +62,7 @@ def told(results: list[RankResult], numbers: list[int]) -> list[dict[str, Any]]:
     return said
 
 
-@pytest.mark.parametrize(("dies", "rule", "workers"), [(0, "diloco", 2), (2, "mean", 0)])
+@pytest.mark.parametrize(("dies", "rule", "workers"), [(0, "diloco", 2), (2, "mean", 0), (2, "easgd", 0)])
 def test_it_takes_over_what_the_others_have_and_trains_with_them(
     dies: int, rule: str, workers: int, tmp_path: Path
 ) -> None:

@@ -160,7 +160,7 @@ def test_a_sync_point_shows_the_work_weighted_mean(ranks: Outcomes, name: str, c
         assert told["samples_by_rank"] == counted
 
 
-@pytest.mark.parametrize("name", ["validate_again_delta_mean", "validate_again_diloco"])
+@pytest.mark.parametrize("name", ["validate_again_delta_mean", "validate_again_diloco", "validate_again_easgd"])
 def test_validating_again_changes_no_bit(ranks: Outcomes, name: str) -> None:
     first, second = ranks(name)
     assert first["validations"] == second["validations"]

@@ -32,12 +32,20 @@ def test_the_anchor_in_a_checkpoint_is_the_model(ranks: Outcomes) -> None:
         assert distance(told["saved"]["rule_state"]["anchor"], told["first"]["flat"]) < 1e-6
 
 
-def test_resumed_training_equals_uninterrupted_training(ranks: Outcomes) -> None:
-    for told in ranks("interrupted"):
+@pytest.mark.parametrize("name", ["interrupted", "interrupted_with_models_of_their_own"])
+def test_resumed_training_equals_uninterrupted_training(ranks: Outcomes, name: str) -> None:
+    for told in ranks(name):
         whole, second = told["whole"], told["second"]
         assert second["history"] == whole["history"][12:]
         assert second["digest"] == whole["digest"]
         assert (second["global_step"], second["epoch"]) == (24, 4)
+
+
+def test_a_checkpoint_shows_the_center_between_replicas(ranks: Outcomes) -> None:
+    first, second = ranks("interrupted_with_models_of_their_own")
+    for told in (first, second):
+        assert told["saved"]["rule_state"]["center"] == pytest.approx(told["first"]["flat"], abs=1e-6)
+    assert first["whole"]["history"] != second["whole"]["history"]
 
 
 def test_totals_go_on_after_a_resume(ranks: Outcomes) -> None:

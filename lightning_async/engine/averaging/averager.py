@@ -47,7 +47,7 @@ class BackgroundAverager(SyncPointParticipant):
         self._buckets = control.buckets
         self._now = control.now
         self.replica = control.buckets.replica
-        self.ledger = WorkLedger(self._now)
+        self.ledger = WorkLedger(self._now, self.replica.num_fragments)
         self.agreed = RuleState(rule, self._buckets, self._box)
         self.component = AveragingComponent(control, self.agreed, self.ledger, self.config)
         control.register(self.component)
@@ -90,15 +90,18 @@ class BackgroundAverager(SyncPointParticipant):
             self.control.see()
             committed = ledger.last_round
             message = self._buckets.message
-            since = ledger.since_round - (message.steps if isinstance(message, LocalMessage) else 0.0)
+            since = list(ledger.since_round)
+            if isinstance(message, LocalMessage):
+                since[message.fragment] -= message.steps
+        times = self.replica.num_fragments  # rounds in a period of the schedule: one for each fragment
         action = self._ask(
             ReplicaClock(
                 step=self.step,
                 epoch=self.epoch,
-                steps_since_round=int(since),
-                seconds_since_round=self._now() - committed,
+                steps_since_round=times * int(min(since)) + times - 1,
+                seconds_since_round=times * (self._now() - committed),
                 step_s=self._step_s,
-                round_s=self._reports.round_s,
+                round_s=times * self._reports.round_s,
                 speed=box.speed,
             )
         )
@@ -108,6 +111,8 @@ class BackgroundAverager(SyncPointParticipant):
         synchronous = action is Action.GRADIENTS
         if ledger.synchronous and not synchronous:
             self._leave_synchronous()
+        if synchronous:
+            self._merger.go_on_from(None)
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
         return action
@@ -155,8 +160,6 @@ class BackgroundAverager(SyncPointParticipant):
                 if action is not Action.GRADIENTS:
                     self.ledger.step(samples)
         report = self._take()
-        if report is not None and not report.is_consensus and report.share > 0.0:
-            self._reports.delay = float(report.staleness_steps)
         if action is Action.ROUND:
             if self.config.overlap:
                 self._pack(lr)
@@ -178,7 +181,9 @@ class BackgroundAverager(SyncPointParticipant):
         return self._take() or report
 
     def _has_news(self) -> bool:
-        return self.ledger.work.weight(self.config.weighting) > 0.0 or self.ledger.since_round > 0.0
+        fragment = self.agreed.next_fragment
+        work = self.ledger.work[fragment]
+        return work.weight(self.config.weighting) > 0.0 or self.ledger.since_round[fragment] > 0.0
 
     def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
         """Pack the parameters as this rank's message, if the buckets are free; return whether they were."""
@@ -187,16 +192,18 @@ class BackgroundAverager(SyncPointParticipant):
         ledger = self.ledger
         started = self._now()
         with box.changed:
-            delay = self._reports.delay
-            message = LocalMessage(ROUND, self.step, ledger.work, ledger.since_round, due, lr, delay=delay)
+            fragment = self.agreed.next_fragment  # no round is under way where a message may be packed
+            since = ledger.since_round[fragment]
+            message = LocalMessage(ROUND, self.step, ledger.work[fragment], since, due, lr, fragment)
             opened = not due and box.sync_point is SyncPointKind.NONE
             if opened or self.component.showing or not buckets.can_pack() or not self._has_news():
                 return False
             buckets.take()
         with buckets.used(message):
             self.replica.tensors.check_unchanged()
-            self.replica.pack_(buckets.sent, for_round=True)
-            message.updates = self.replica.updates()
+            self.replica.pack_(buckets.sent, fragment)
+            if fragment == self.replica.last_fragment:
+                message.updates = self.replica.updates()
             message.state_is_finite = all_finite(self.replica.watched())
         self._reports.merge_s += self._now() - started
         return True
@@ -258,6 +265,7 @@ class BackgroundAverager(SyncPointParticipant):
         replica.tensors.check_unchanged(thawed_too=False)
         if not (thawed := replica.tensors.thawed()):
             return
+        self._merger.restore_local()  # it is a bucket of the old layout
         while not followed:
             self._take()
             with buckets.alone(self.control.see):
@@ -278,8 +286,26 @@ class BackgroundAverager(SyncPointParticipant):
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
-            "rule_state": self.agreed.rule_state_dict(own=True), "gathered": self.gathered(), "alike": self.alike(),
+            "rule_state": self.agreed.rule_state_dict(own=True), "local": self._local_state(),
+            "gathered": self.gathered(), "alike": self.alike(),
         }  # fmt: skip
+
+    def _local_state(self) -> dict[str, Any] | None:
+        """Return this replica's own model and its work since the last round, where a sync point shows another model."""
+        if (model := self._merger.local) is None:
+            return None
+        return {"model": model, "work": self.ledger.work_dict()}
+
+    def _load_local(self, saved: dict[str, Any]) -> None:
+        model = saved["model"].to(self.replica.device)
+        if model.shape != self._buckets.received.shape:
+            log.warning(
+                "Rank %d goes on from the model that the checkpoint shows, not from its own: its parameters or buffers "
+                "that are averaged are others now.", self.summary.rank,
+            )  # fmt: skip
+            return
+        self._merger.go_on_from(model)
+        self.ledger.load_work(saved["work"])
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Go on from `state_dict` and `clocks`; raise ValueError for the state of another rule. Before `start`.
@@ -292,6 +318,8 @@ class BackgroundAverager(SyncPointParticipant):
         self.epoch = int(clocks["epoch"])
         self._resumed = True
         self.ledger.load_state_dict(clocks)
+        if (local := clocks.get("local")) is not None:
+            self._load_local(local)
         self.summary.load_state_dict(clocks["summary"])
         box.steps_then = box.steps = float(self.step)
         box.mean_steps = float(clocks.get("mean_steps", self.step))
@@ -319,14 +347,22 @@ class Merger:
         message = arrived.message
         consensus = arrived.is_consensus
         self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
-        stood_still = message.step == step and self._exact if message is not None else self._buckets.at_target
-        copies = consensus or arrived.base is None or stood_still
+        if message is not None:  # of other fragments, the snapshot tells nothing
+            stood_still = message.step == step and self._exact and len(arrived.fragments) == 1
+        else:
+            stood_still = self._buckets.at_target
+        base = None if consensus else arrived.base
+        takes_all = base is None
+        rest = message if isinstance(message, LocalMessage) and message.fragment == replica.last_fragment else None
         # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
-        if isinstance(message, LocalMessage) and arrived.base is not None and not consensus:
-            replica.merge_late_(arrived.target, arrived.base, message.updates, arrived.plan.source is not None)
+        if rest is not None and base is not None:
+            replica.merge_late_(arrived.target, base, rest.updates, arrived.plan.source is not None)
         target = arrived.target
-        base = None if copies else arrived.base
-        if consensus and rule.restores_local and self._local is None:
+        if stood_still:
+            base = None
+        if consensus and arrived.plan.fresh:
+            self._local = None  # after synchronous steps all replicas are one
+        elif consensus and self._local is None and self._component.keeps_own_model():
             self._local = torch.empty_like(target)
             replica.pack_(self._local)
         if base is not None and rule.mixes:
@@ -336,11 +372,13 @@ class Merger:
             target,
             base,
             with_state=consensus or (message is not None and arrived.base is None),
-            buffers_too=arrived.plan.source is not None,
-            still=stood_still and not consensus and arrived.base is not None,
+            buffers_too=arrived.plan.source is not None and (consensus or rest is not None),
+            still=stood_still and not takes_all,
             of_round=not consensus,
+            fragments=None if takes_all else arrived.fragments,
         )
-        self._buckets.at_target = copies
+        is_whole = replica.num_fragments == 1 or self._buckets.at_target
+        self._buckets.at_target = takes_all or (stood_still and is_whole)
         if consensus:
             replica.tensors.set_apart(arrived.apart)
             self._component.showing = self._local is not None
@@ -349,9 +387,10 @@ class Merger:
         """Return the target, with as much of the progress since ``base`` as the rule takes up."""
         replica = self._replica
         mixed = arrived.target.clone()
-        live, snapshot, target = (replica.of_rule(bucket) for bucket in (mixed, base, arrived.target))
-        replica.pack_parameters_(live)
-        self._agreed.mix_(live, snapshot, target, arrived.round)
+        replica.pack_parameters_(mixed, arrived.fragments)
+        for fragment in arrived.fragments:
+            live, snapshot, target = (replica.of_rule(each, fragment) for each in (mixed, base, arrived.target))
+            self._agreed.mix_(live, snapshot, target, arrived.round._replace(fragment=fragment))
         return mixed
 
     def restore_local(self) -> bool:
@@ -359,7 +398,16 @@ class Merger:
         if self._local is None:
             return False
         self._replica.merge_(self._local, None, with_state=True)
-        self._local = None
+        self.go_on_from(None)
         self._buckets.at_target = False
-        self._component.showing = False
         return True
+
+    @property
+    def local(self) -> Tensor | None:
+        """This replica's own model, as a bucket, where the parameters show another one."""
+        return self._local
+
+    def go_on_from(self, local: Tensor | None) -> None:
+        """Restore the model in the bucket ``local`` at the next batch; None: go on from what the parameters are."""
+        self._local = local
+        self._component.showing = local is not None

@@ -252,7 +252,6 @@ class Reports:
         self.merge_s = 0.0  # packing and merging since the last report
         self.blocked_s = 0.0  # standing still for the round under way
         self.round_s = 0.0  # what the last round's exchange took
-        self.delay = 0.0  # optimizer steps between the last message and its merge, where no sync point came between
 
     def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
         report = RoundReport(

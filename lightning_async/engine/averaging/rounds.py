@@ -40,15 +40,14 @@ class AveragingPart(NamedTuple):
     due: bool = False  # its schedule asked for the message; else it had it when it came to a sync point
     work: float = 0.0  # work in its message that no agreement holds: its weight
     steps: float = 0.0  # optimizer steps in its message that no round holds
-    unreported: float = 0.0  # its weight in a consensus: all its work since replicas last agreed
+    unreported: tuple[float, ...] = (0.0,)  # its weight in a consensus, by fragment: its work since all agreed
     lr: float = 0.0  # its inner learning rate
     healthy: bool = True  # its parameters and its optimizers' state are finite
     sound: bool = True  # its buffers and frozen parameters are; looked at where some rank's are
     fresh: bool = False  # synchronous steps were taken since the rule's state was begun: it begins anew
     digest: int = NOT_COMPARED  # of the parameters that the rule applies to; compared at sync points
     digest_rest: int = NOT_COMPARED  # of all else that replicas share
-    fragment: int = 0  # number of the part of the parameters in the message
-    delay: float = 0.0  # optimizer steps between its last message and the merge of that
+    fragment: int = 0  # of the parameters, in the message
     scalars: tuple[float, ...] = ()  # the rule's
 
 
@@ -60,11 +59,10 @@ class LocalMessage(Message):
     steps: float  # that no round holds; more than in ``work``, where a sync point came between
     due: bool  # the schedule asked for it; else it is dropped with the sync point at which it was made
     lr: float = 0.0  # the inner learning rate
-    fragment: int = 0  # number of the part of the parameters
+    fragment: int = 0  # of the parameters
     updates: Updates = ((), ())  # how often buffers and the optimizers' state had been updated, see `Replica.updates`
     state_is_finite: Tensor | None = None  # whether the optimizers' state is: one bool where that state is
     scalars: tuple[float, ...] = ()  # the rule's
-    delay: float = 0.0  # optimizer steps between the message before this one and its merge
     announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
     healthy: bool = True  # the snapshot and the optimizers' state are finite; else it has weight zero
     sound: bool = True  # buffers in it are finite; that counts where other replicas' are
@@ -78,7 +76,8 @@ class AveragingPlan(ComponentPlan):
     source: int | None = None  # the rank whose buffers are broadcast: the first that takes part; None where none does
     fresh: bool = False  # some rank has taken synchronous steps since the rule's state was begun
     alike: bool = False  # of a consensus, all hold the same parameters, to the bit, and only the rest differs
-    fragment: int = 0  # number of the part of the parameters in the messages
+    fragment: int = 0  # of the parameters, in the messages
+    shares: tuple[tuple[float, ...], ...] = ()  # of a consensus, the `weights` of each fragment
 
 
 @dataclass(kw_only=True)
@@ -91,7 +90,8 @@ class Merge(InFlightRound):
     able: bool  # what this rank holds may be shared
     message_bytes: int  # size of its message on the wire
     is_consensus: bool = False  # all replicas become one model; else a round of the rule
-    base: Tensor | None = None  # origin of the displacement to the target; None where it must be copied
+    fragments: tuple[int, ...] = (0,)  # of the parameters, which are to be merged
+    base: Tensor | None = None  # origin of the displacement to the target; None where all of that must be copied
     apart: dict[str, Tensor] = field(default_factory=dict)  # of a consensus, what moved beside the bucket, by name
     carried_residual: Tensor | None = None  # of compressed messages, see `CompressedMean.carried_residual`
     healed: bool = False  # this replica was not healthy, and takes over the others' model
@@ -108,7 +108,9 @@ class AveragingComponent(EngineComponent):
         self._buckets = control.buckets
         self._replica = control.buckets.replica
         self.rule = agreed.rule
-        self.blank = AveragingPart(scalars=(0.0,) * self.rule.num_scalars)
+        self.blank = AveragingPart(
+            unreported=(0.0,) * self._replica.num_fragments, scalars=(0.0,) * self.rule.num_scalars
+        )
         self.average = AveragingRound(control, agreed, ledger, config)
         self.consensus = ConsensusRound(control, agreed, ledger, self.average)
         self.start = AnchorRound(control, agreed, ledger, self.average)
@@ -121,8 +123,10 @@ class AveragingComponent(EngineComponent):
     def compose(self) -> AveragingPart:
         ledger = self._ledger
         weighting = self._config.weighting
-        weight = ledger.work.weight(weighting) + self._config.rest(self.rule) * ledger.reported.weight(weighting)
-        return self.blank._replace(unreported=weight, fresh=ledger.fresh)
+        rest = self._config.rest(self.rule)
+        counts = zip(ledger.work, ledger.reported, strict=True)
+        weights = tuple(new.weight(weighting) + rest * old.weight(weighting) for new, old in counts)
+        return self.blank._replace(unreported=weights, fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
         if isinstance(message, LocalMessage):
@@ -136,7 +140,6 @@ class AveragingComponent(EngineComponent):
                 healthy=message.healthy,
                 sound=message.sound,
                 fragment=message.fragment,
-                delay=message.delay,
                 scalars=message.scalars or part.scalars,
             )
         return self._compared(part) if compare else part
@@ -144,7 +147,7 @@ class AveragingComponent(EngineComponent):
     def _announce(self, message: LocalMessage) -> None:
         sent = self._buckets.sent
         message.announced = True
-        message.healthy, message.sound = self._replica.judge_packed(sent)
+        message.healthy, message.sound = self._replica.judge_packed(sent, message.fragment)
         message.healthy = message.healthy and bool(message.state_is_finite)
         if message.healthy:  # else the rule's state would learn of it
             message.scalars = self._agreed.message_(sent, message.fragment)
@@ -152,10 +155,14 @@ class AveragingComponent(EngineComponent):
     def _compared(self, part: AveragingPart) -> AveragingPart:
         """Add what this replica holds, for the sync point at which all ranks stand."""
         whole, rest = self._replica.digests()
-        if self.rule.restores_local and not self.showing:
+        if self.keeps_own_model() and not self.showing:
             whole = UNLIKE  # a replica's own model, in place of the one that the sync point shows
         healthy, sound = self._replica.judge()
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
+
+    def keeps_own_model(self) -> bool:
+        """Return whether a sync point only shows a model; not amid synchronous steps, where all replicas are one."""
+        return self.rule.restores_local and not self._ledger.synchronous
 
     def weigh_step(self, samples: float) -> float:
         """Return the weight of gradients in a synchronous step: that of a local step of as many samples."""
@@ -195,14 +202,11 @@ class AveragingComponent(EngineComponent):
         if len(held) == 1 and not unlike:
             return True, None
         able = able_to_share(headers, parts)
-        work = [p.unreported if ok else 0.0 for p, ok in zip(parts, able, strict=True)]
-        if (total := sum(work)) <= 0.0:  # something has moved without a step
-            work = [float(ok) for ok in able]
-            total = sum(work)
-        weights = tuple(w / total for w in work)
+        shares = tuple(_shares(work, able) for work in zip(*(p.unreported for p in parts), strict=True))
         alike = len({p.digest for p in parts}) == 1 and not unlike
         fresh = any(p.fresh for p in parts)
-        return False, AveragingPlan(self.consensus, weights, tuple(able), able.index(True), fresh, alike)
+        source = able.index(True)
+        return False, AveragingPlan(self.consensus, shares[-1], tuple(able), source, fresh, alike, shares=shares)
 
     def opened(self, here: bool) -> None:
         if not self.rule.restores_local:
@@ -233,8 +237,17 @@ class AveragingComponent(EngineComponent):
             )  # fmt: skip
 
 
+def _shares(work: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
+    """Return each rank's share in a consensus: of its work, or an equal one where something moved without a step."""
+    counted = [w if ok else 0.0 for w, ok in zip(work, able, strict=True)]
+    if (total := sum(counted)) <= 0.0:
+        counted = [float(ok) for ok in able]
+        total = sum(counted)
+    return tuple(w / total for w in counted)
+
+
 def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
-    """Return the part of the parameters that all messages carry; raise CollectiveError where they differ."""
+    """Return the fragment that all messages carry; raise CollectiveError where they differ."""
     fragments = {parts[rank].fragment for rank in present}
     if len(fragments) != 1:
         raise CollectiveError(f"The ranks' messages carry different fragments: {[p.fragment for p in parts]}.")
@@ -265,17 +278,22 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
-        self._compressed: CompressedMean | SparseMean | None = None
+        self._compressed: list[CompressedMean | SparseMean] = []
+        """One for each fragment; none without compression."""
         self.follow_layout()
 
     def follow_layout(self) -> None:
-        config = self._config
+        compression = self._config.compression
         transfer = self._transfer
-        if config.compression != "none":
-            self._compressed = mean_of(
-                transfer.large, transfer.result, config.compression, self._replica.layout.numel, transfer.part_bytes,
-                self._replica.device,
-            )  # fmt: skip
+        replica = self._replica
+        if compression == "none":
+            return
+        self._compressed = []
+        for fragment in range(replica.num_fragments):
+            numel = replica.layout_of(fragment).numel
+            self._compressed.append(
+                mean_of(transfer.large, transfer.result, compression, numel, transfer.part_bytes, replica.device)
+            )
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
         message = self._buckets.message
@@ -292,16 +310,16 @@ class AveragingRound(_Round):
         facts = Round(
             id=id,
             rank=rank,
-            work=tuple(p.work for p in parts),
-            steps=tuple(p.steps for p in parts),
+            work=tuple(p.work * able for p, able in zip(parts, plan.able, strict=True)),
+            steps=tuple(p.steps * able for p, able in zip(parts, plan.able, strict=True)),
             scalars=tuple(p.scalars for p in parts),
             lr=tuple(p.lr for p in parts),
             fragment=plan.fragment,
-            delays=tuple(p.delay for p in parts),
         )
         return Merge(
             id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,
-            share=plan.weights[rank], able=plan.able[rank], healed=not plan.able[rank], message_bytes=4 * replica.numel,
+            share=plan.weights[rank], able=plan.able[rank], healed=not plan.able[rank],
+            message_bytes=replica.of_round(self._buckets.received, plan.fragment).nbytes, fragments=(plan.fragment,),
         )  # fmt: skip
 
     def move(self, exchange: Merge) -> None:
@@ -309,37 +327,40 @@ class AveragingRound(_Round):
         target = exchange.target
         sent = self._buckets.sent
         share = exchange.share
-        if self._compressed is not None and self._compressed.world_size != self._transfer.large.world_size:
+        if any(each.world_size != self._transfer.large.world_size for each in self._compressed):
             self.follow_layout()  # a generation of another size
-        compressed = self._compressed
         plan = exchange.plan
+        fragment = plan.fragment
+        compressed = self._compressed[fragment] if self._compressed else None
+        moved = replica.of_round(target, fragment)
+        mine, part = (replica.of_rule(bucket, fragment) for bucket in (sent, target))
         if exchange.message is not None:
             is_source = exchange.round.rank == plan.source
-            replica.scale_(target, sent, share, is_source, of_rule=compressed is None)
+            replica.scale_(target, sent, {fragment: share}, is_source, of_rule=compressed is None)
         else:
-            target.zero_()
+            if replica.num_fragments > 1:
+                target.copy_(self._buckets.received)  # the last targets of the other fragments
+            moved.zero_()
         if compressed is None:
-            self._transfer.sum_(target)
+            self._transfer.sum_(moved)
         else:
-            self._transfer.sum_(replica.beyond_rule(target))
-            part = replica.of_rule(target)
-            message = replica.of_rule(sent) if share > 0.0 else None
-            exchange.carried_residual = compressed.move_(part, message, plan.weights)
-            exchange.message_bytes += compressed.message_bytes - 4 * part.numel()
+            self._transfer.sum_(moved[part.numel() :])
+            exchange.carried_residual = compressed.move_(part, mine if share > 0.0 else None, plan.weights)
+            exchange.message_bytes += compressed.message_bytes - part.nbytes
         if share > 0.0:
-            exchange.tally = share * ops.sq_distance(replica.of_rule(sent), replica.of_rule(target))
+            exchange.tally = share * ops.sq_distance(mine, part)
 
     def commit(self, exchange: Merge) -> None:
         takes_part = exchange.message is not None and exchange.able
         self._agreed.merge_(self._buckets.sent if takes_part else None, exchange.target, exchange.round)
-        if self._compressed is not None and exchange.carried_residual is not None:
-            self._compressed.carried_residual = exchange.carried_residual
+        if exchange.carried_residual is not None:
+            self._compressed[exchange.plan.fragment].carried_residual = exchange.carried_residual
 
     def hand_over(self, exchange: Merge) -> None:
         message = exchange.message
         follows = self._agreed.rule.absent_follow
         if isinstance(message, LocalMessage):
-            self._ledger.round(message.work, message.steps)
+            self._ledger.round(message.work, message.steps, message.fragment)
             exchange.base = self._buckets.sent if exchange.able else None
         else:
             self._ledger.round(None)
@@ -350,11 +371,21 @@ class AveragingRound(_Round):
 
     def _moved_from(self, exchange: Merge) -> Tensor | None:
         """Return the base of an absent replica: the last target, or where a round began that is not merged yet."""
-        last = self._buckets.turn(exchange.target)
-        pending = self._buckets.arrived
+        buckets = self._buckets
+        last = buckets.turn(exchange.target)
+        pending = buckets.arrived
         if self._ledger.synchronous:  # there is no last target, and all that it did is in the others' models
             return None
-        return pending.base if pending is not None else last
+        if pending is None:
+            return last
+        if pending.base is not None and (others := set(exchange.fragments).difference(pending.fragments)):
+            for fragment in others:
+                self._replica.of_rule(pending.base, fragment).copy_(self._replica.of_rule(last, fragment))
+            buckets.to_training.give()
+            exchange.fragments = (*pending.fragments, *others)
+        else:
+            exchange.fragments = pending.fragments
+        return pending.base
 
     def deliver(self, exchange: Merge) -> None:
         """Give the result, with one that is not taken yet, to the training thread. Under the lock."""
@@ -372,8 +403,8 @@ class AveragingRound(_Round):
             self._agreed.abandon_(self._buckets.sent, message.fragment)
 
     def forget_debts(self) -> None:
-        if self._compressed is not None:
-            self._compressed.carried_residual.zero_()
+        for compressed in self._compressed:
+            compressed.carried_residual.zero_()
 
 
 class ConsensusRound(_Round):
@@ -391,6 +422,8 @@ class ConsensusRound(_Round):
         exchange = self._average.record(plan, id, parts)
         exchange.kind = self
         exchange.is_consensus = True
+        exchange.message_bytes = 4 * self._replica.numel
+        exchange.fragments = tuple(range(self._replica.num_fragments))
         return exchange
 
     def move(self, exchange: Merge) -> None:
@@ -398,12 +431,20 @@ class ConsensusRound(_Round):
         target = exchange.target
         sent = self._buckets.sent
         plan = exchange.plan
-        is_source = exchange.round.rank == plan.source
-        replica.scale_(target, sent, exchange.share, is_source, of_rule=not plan.alike)
+        rank = exchange.round.rank
+        shares = {fragment: weights[rank] for fragment, weights in enumerate(plan.shares)}
+        shows_state = self._agreed.rule.restores_local and not plan.fresh
+        replica.scale_(target, sent, shares, rank == plan.source, of_rule=not (plan.alike or shows_state))
         if plan.alike:
             self._transfer.sum_(replica.beyond_rule(target))
             replica.of_rule(target).copy_(replica.of_rule(sent))
             exchange.message_bytes -= 4 * replica.layout.numel
+        elif shows_state and plan.source is not None:
+            # One rank's, for all: unlike processors may have rounded it differently, and it has to be one to the bit.
+            self._transfer.sum_(replica.beyond_rule(target))
+            with self._shared_state.committing:
+                self._agreed.agree_(target)
+            self._transfer.broadcast_(replica.of_rule(target), plan.source)
         else:
             self._transfer.sum_(target)
         self._move_apart(exchange)
@@ -439,7 +480,8 @@ class ConsensusRound(_Round):
         return flat.view(tensor.shape)
 
     def commit(self, exchange: Merge) -> None:
-        self._agreed.agree_(exchange.target)
+        if not self._agreed.rule.restores_local:  # else the target is what it shows
+            self._agreed.agree_(exchange.target)
         if exchange.plan.fresh:
             self._agreed.begin(exchange.target)
         self._average.forget_debts()
@@ -511,10 +553,9 @@ class CheckpointMarkers:
     def replica(self) -> dict[str, Any]:
         """Return what this replica is beside what all have agreed on, but for its tensors."""
         with self._box.changed:
-            work = [self._ledger.work.samples, self._ledger.work.steps]
             buckets = self._control.buckets
             return {
-                "work": work,
+                "work": self._ledger.work_dict(),
                 "at_target": buckets.at_target,
                 "reference": buckets.replica.reference,
                 "remainders": buckets.replica.remainders,
@@ -535,7 +576,7 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
-            self._ledger.work = Work(*replica["work"])
+            self._ledger.load_work(replica["work"])
             buckets.at_target = replica["at_target"]
 
     @property

@@ -10,8 +10,9 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
+import torch
 from torch import Tensor
 
 from lightning_async.algorithms.averaging import AveragingRule, Round
@@ -26,6 +27,8 @@ REST = 1e-6
 """What a reported step weighs at a sync point beside a new one: a message of codes leaves a bit of what it reported in
 the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
+_BY_FRAGMENT = "fragments"
+T = TypeVar("T", float, tuple[float, ...])
 Weighting = Literal["samples", "steps", "equal"]
 
 
@@ -36,6 +39,7 @@ class AveragerConfig:
     overlap: bool = True  # rounds run while training goes on; False: training waits for each
     weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
     compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean` and `SparseMean`
+    fragments: int = 1  # of the parameters, of which each round moves one, in turn
     part_bytes: int = 16 << 20  # payloads move in parts of at most this size
     min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
     max_replicas: int | None = None  # joining ranks are admitted up to this number; None: as many as were started
@@ -52,6 +56,10 @@ class AveragerConfig:
             raise ValueError(f"`AveragerConfig(part_bytes={self.part_bytes})` must be at least 4.")
         if not isinstance(self.timeouts, Timeouts):
             raise TypeError(f"`timeouts={self.timeouts!r}` must be Timeouts(...), such as {EXAMPLE}.")
+        if not isinstance(self.fragments, int) or isinstance(self.fragments, bool):
+            raise TypeError(f"`fragments={self.fragments!r}` must be an int.")
+        if self.fragments < 1:
+            raise ValueError(f"`fragments={self.fragments}` must be at least 1.")
         for name, none in (("min_replicas", "half"), ("max_replicas", "as many as were started")):
             given = getattr(self, name)
             if not isinstance(given, int | None) or isinstance(given, bool):
@@ -62,7 +70,7 @@ class AveragerConfig:
             raise ValueError(f"`min_replicas={self.min_replicas}` must be at most `max_replicas={self.max_replicas}`.")
 
     def settings(self) -> dict[str, object]:
-        names = ("overlap", "weighting", "compression", "min_replicas", "max_replicas")
+        names = ("overlap", "weighting", "compression", "fragments", "min_replicas", "max_replicas")
         own = {name: getattr(self, name) for name in names}
         return {**own, "part_mb": self.part_bytes / 2**20, "timeouts.replicas": self.timeouts.replicas}
 
@@ -126,14 +134,16 @@ class Work:
 class WorkLedger:
     """Two counts of one replica's work: counted when a step is done, counted off when a round that holds it commits.
 
-    ``work`` weighs it in the next mean, and an agreement ends it. ``since_round`` is the clock of rounds, and goes on
-    over agreements. Every field is read and written under `SharedState.changed`.
+    Each fragment of the parameters has its own. ``work`` weighs it in the next mean, and an agreement ends it.
+    ``since_round`` is the clock of rounds, and goes on over agreements. Every field is read and written under
+    `SharedState.changed`.
     """
 
     now: Callable[[], float] = time.monotonic
-    work: Work = field(default_factory=Work)  # what no round holds, since replicas last agreed: its weight
-    since_round: float = 0.0  # steps that no round holds
-    reported: Work = field(default_factory=Work)  # what the last committed message held; none after a consensus
+    num_fragments: int = 1
+    work: list[Work] = field(init=False)  # what no round of a fragment holds, since replicas last agreed: its weight
+    since_round: list[float] = field(init=False)  # steps that no round of a fragment holds
+    reported: list[Work] = field(init=False)  # what the last committed messages held; none after a consensus
     last_round: float = 0.0  # when a round was last committed
     fresh: bool = False
     """Synchronous steps were taken since the rule's state was begun: that begins anew with the next round."""
@@ -144,25 +154,29 @@ class WorkLedger:
 
     before_s: float = 0.0  # seconds since the last round, where training goes on from a checkpoint
 
+    def __post_init__(self) -> None:
+        self.agree()
+        self.since_round = [0.0] * self.num_fragments
+
     def start(self) -> None:
         self.last_round = self.now() - self.before_s
 
     def step(self, samples: float) -> None:
-        self.work = Work(self.work.samples + samples, self.work.steps + 1)
-        self.since_round += 1
+        self.work = [Work(work.samples + samples, work.steps + 1) for work in self.work]
+        self.since_round = [steps + 1 for steps in self.since_round]
 
     def agree(self) -> None:
         """Count all work off: it is in the model that all hold. The clock of rounds goes on."""
-        self.work = Work()
-        self.reported = Work()
+        self.work = [Work()] * self.num_fragments
+        self.reported = [Work()] * self.num_fragments
 
-    def round(self, work: Work | None, steps: float = 0.0) -> None:
+    def round(self, work: Work | None, steps: float = 0.0, fragment: int = 0) -> None:
         """Count off this replica's ``work`` and ``steps`` in a committed round; None: it was absent."""
         self.last_round = self.now()
         if work is not None:
-            self.work = self.work - work
-            self.reported = work
-            self.since_round -= steps
+            self.work[fragment] -= work
+            self.reported[fragment] = work
+            self.since_round[fragment] -= steps
 
     def synchronous_step(self, work: Work | None) -> None:
         """Count a step on averaged gradients; ``work`` is None for a replica that has gone on to local steps."""
@@ -171,17 +185,19 @@ class WorkLedger:
         self.missed += work is None and self.synchronous
         if work is not None or self.synchronous:
             # Shared already: what is kept is only who has the newest model, should a sync point come next.
-            self.work = work or Work()
-            self.reported = Work()
-            self.since_round = 0.0
+            self.agree()
+            self.work = [work or Work()] * self.num_fragments
+            self.since_round = [0.0] * self.num_fragments
 
     def begin(self) -> None:
         if self.fresh:
-            self.fresh, self.since_round, self.last_round = False, 0.0, self.now()
+            self.fresh = False
+            self.since_round = [0.0] * self.num_fragments
+            self.last_round = self.now()
 
     def part(self) -> None:
-        self.work = Work()
-        self.since_round = 0.0
+        self.work = [Work()] * self.num_fragments
+        self.since_round = [0.0] * self.num_fragments
         self.missed = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +205,7 @@ class WorkLedger:
             "synchronous": self.synchronous,
             "fresh": self.fresh,
             "missed": self.missed,
-            "steps_since_round": self.since_round,
+            "steps_since_round": list(self.since_round),
             "seconds_since_round": self.now() - self.last_round,
         }
 
@@ -197,8 +213,20 @@ class WorkLedger:
         self.synchronous = bool(saved["synchronous"])
         self.fresh = bool(saved["fresh"])
         self.missed = int(saved.get("missed", 0))
-        self.since_round = float(saved.get("steps_since_round", 0.0))
+        since = saved.get("steps_since_round", 0.0)  # a number, where there were no fragments yet
+        self.since_round = self._of_cut(since if isinstance(since, list) else [float(since)])
         self.before_s = float(saved.get("seconds_since_round", 0.0))
+
+    def work_dict(self) -> list[list[float]]:
+        return [[work.samples, work.steps] for work in self.work]
+
+    def load_work(self, saved: Sequence[Any]) -> None:
+        pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair, where there were no fragments yet
+        self.work = [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
+
+    def _of_cut(self, counts: list[T]) -> list[T]:
+        """Return counts for these fragments; where parameters were cut otherwise, the largest for each."""
+        return list(counts) if len(counts) == self.num_fragments else [max(counts)] * self.num_fragments
 
 
 class RuleState:
@@ -209,17 +237,25 @@ class RuleState:
 
     def __init__(self, rule: AveragingRule, buckets: Buckets, shared_state: SharedState) -> None:
         self.rule = rule
+        self.num_rounds = 0
+        """Averaging rounds that were committed, the same number on all replicas: it says which fragment is next."""
         self._states: list[Any] = []
+        self._sizes: list[int] = []
         self._replica = buckets.replica
         self._buckets = buckets
         self._shared_state = shared_state
         self.begin(buckets.received)
 
+    @property
+    def next_fragment(self) -> int:
+        return self.num_rounds % self._replica.num_fragments
+
     def begin(self, target: Tensor) -> None:
         """Begin the rule's state where all replicas hold the parameters in the bucket ``target``."""
         replica = self._replica
-        fragments = range(replica.num_fragments)
-        self._states = [self.rule.init(replica.of_rule(target, f), replica.layout) for f in fragments]
+        layouts = [replica.layout_of(f) for f in range(replica.num_fragments)]
+        self._states = [self.rule.init(replica.of_rule(target, f), layout) for f, layout in enumerate(layouts)]
+        self._sizes = [layout.numel for layout in layouts]
 
     def message_(self, sent: Tensor, fragment: int) -> tuple[float, ...]:
         """Turn the snapshot in a bucket into the rule's message; return its scalars."""
@@ -231,6 +267,7 @@ class RuleState:
         of_rule = self._replica.of_rule
         mine = None if sent is None else of_rule(sent, f)
         self._states[f] = self.rule.merge_(mine, of_rule(target, f), self._states[f], round)
+        self.num_rounds += 1
 
     def agree_(self, target: Tensor) -> None:
         """Turn the mean of the parameters of a consensus into the model that it shows."""
@@ -255,49 +292,67 @@ class RuleState:
 
         Only what is equal on all replicas. Under `SharedState.committing`.
         """
-        state = {k: v for k, v in self.rule.state_dict(self._states[0]).items() if k not in self.rule.per_replica}
-        layout = self._replica.layout
-        flat = {"model": self._replica.of_rule(target), **state}
+        state = self._by_name(own=False)
+        of_rule = self._replica.of_rule
+        models = [self.rule.agree(of_rule(target, f), each) for f, each in enumerate(self._states)]
+        tensors = {"model": models}
+        tensors |= {name: parts for name, parts in state.items() if self._is_joined(parts)}
         return {
-            "round": self._shared_state.next_exchange,
-            "rule": type(self.rule).__qualname__,
-            "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
-            "flat": {
-                name: value.reshape(-1).tensor_split(num_shares)[mine].clone()
-                for name, value in flat.items()
-                if isinstance(value, Tensor)
+            **self._origin(),
+            "flat": {name: _share(parts, mine, num_shares) for name, parts in tensors.items()},
+            "shapes": {
+                name: list(parts[0].shape) if len(parts) == 1 else [sum(self._sizes)] for name, parts in tensors.items()
             },
-            "shapes": {name: list(value.shape) for name, value in flat.items() if isinstance(value, Tensor)},
-            "plain": {name: copy.deepcopy(v) for name, v in state.items() if not isinstance(v, Tensor)},
+            "plain": {name: _copied(parts) for name, parts in state.items() if name not in tensors},
         }
 
     def state_dict(self) -> dict[str, Any]:
         with self._shared_state.committing:
-            round_id = self._shared_state.next_exchange
-            state = self._copied(own=False)
+            return {**self._origin(), "rule_state": self._whole(own=False)}
+
+    def _origin(self) -> dict[str, Any]:
         layout = self._replica.layout
-        places = [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)]
-        return {"round": round_id, "rule": type(self.rule).__qualname__, "rule_state": state, "parameters": places}
+        return {
+            "round": self._shared_state.next_exchange,
+            "num_rounds": self.num_rounds,
+            "rule": type(self.rule).__qualname__,
+            "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
+        }
 
     def rule_state_dict(self, own: bool) -> dict[str, Any]:
         """Copy the rule's state: this replica's ``own``, or what is equal on all."""
         with self._shared_state.committing:
-            return self._copied(own)
+            return self._whole(own)
 
     def nbytes(self) -> int:
         """Return the bytes of the tensors in the rule's state; from any thread."""
         with self._shared_state.committing:
-            state = self.rule.state_dict(self._states[0])
-        return sum(value.nbytes for value in state.values() if isinstance(value, Tensor))
+            states = [self.rule.state_dict(state) for state in self._states]
+        return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
-    def _copied(self, own: bool) -> dict[str, Any]:
-        state = self.rule.state_dict(self._states[0])
-        return {k: copy.deepcopy(v) for k, v in state.items() if (k in self.rule.per_replica) == own}
+    def _by_name(self, own: bool) -> dict[str, list[Any]]:
+        """Return the values of each field, by fragment."""
+        states = [self.rule.state_dict(state) for state in self._states]
+        names = [name for name in states[0] if (name in self.rule.per_replica) == own]
+        return {name: [state[name] for state in states] for name in names}
+
+    def _whole(self, own: bool) -> dict[str, Any]:
+        """Copy the state: a field with one number for each element in one piece, however parameters are cut."""
+        state = self._by_name(own)
+        return {k: torch.cat(parts) if self._is_flat(parts) else _copied(parts) for k, parts in state.items()}
+
+    def _is_flat(self, parts: Sequence[Any]) -> bool:
+        sizes = zip(parts, self._sizes, strict=True)
+        return all(isinstance(p, Tensor) and p.dtype is torch.float32 and p.shape == (size,) for p, size in sizes)
+
+    def _is_joined(self, parts: Sequence[Any]) -> bool:
+        return self._is_flat(parts) or (len(parts) == 1 and isinstance(parts[0], Tensor))
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
         mine = type(self.rule).__qualname__
         self._shared_state.next_exchange = int(saved["round"])
+        self.num_rounds = int(saved.get("num_rounds", 0))
         if saved["rule"] != mine and not (saved["rule_state"] or own):
             return  # that one has no state: this one's begins here
         if saved["rule"] != mine:
@@ -307,7 +362,22 @@ class RuleState:
         places = saved.get("parameters")
         state = self._fitted({**saved["rule_state"], **own}, places)
         whole = {**self.rule_state_dict(own=True), **state}
-        self._states[0] = self.rule.load_state_dict(self._states[0], whole)
+        for fragment, state in enumerate(self._states):
+            part = {name: self._part(name, value, fragment) for name, value in whole.items()}
+            self._states[fragment] = self.rule.load_state_dict(state, part)
+
+    def _part(self, name: str, value: Any, fragment: int) -> Any:
+        """Return one fragment's part of a field of a saved state."""
+        count = len(self._sizes)
+        if isinstance(value, Tensor) and value.shape == (sum(self._sizes),):
+            return value.split(self._sizes)[fragment]
+        parts = value[_BY_FRAGMENT] if isinstance(value, dict) and value.keys() == {_BY_FRAGMENT} else [value]
+        if len(parts) != count:
+            raise ValueError(
+                f"`fragments={count}` cannot go on from a checkpoint of `fragments={len(parts)}`: `{name}` of "
+                f"`rule={self.rule!r}` has no value for each element. Pass `fragments={len(parts)}`."
+            )
+        return parts[fragment]
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
         """Fit a saved state to this layout: parameters may have been frozen or unfrozen; new ones begin anew."""
@@ -326,12 +396,35 @@ class RuleState:
 
     def follow_layout(self, before: FlatLayout) -> None:
         """Begin the rule's state anew for another layout than ``before``, with what is known of old parameters."""
-        after = self._replica.layout
-        old = _flat_tensors(self._states[0], before.numel)
+        old = self._flat_fields()
         self.begin(self._buckets.received)
-        for name, tensor in _flat_tensors(self._states[0], after.numel).items():
+        for name, parts in self._flat_fields().items():
             if name in old:
-                _carry_over(old[name], before.names, before.sizes, tensor, after)
+                whole = torch.cat(old[name])
+                for fragment, part in enumerate(parts):
+                    _carry_over(whole, before.names, before.sizes, part, self._replica.layout_of(fragment))
+
+    def _flat_fields(self) -> dict[str, list[Tensor]]:
+        """Return the fields of the rule's state that hold one number per element of the parameters, by fragment."""
+        fields = {**self._by_name(own=False), **self._by_name(own=True)}
+        return {name: parts for name, parts in fields.items() if self._is_flat(parts)}
+
+
+def _copied(parts: Sequence[Any]) -> Any:
+    return copy.deepcopy(parts[0] if len(parts) == 1 else {_BY_FRAGMENT: list(parts)})
+
+
+def _share(parts: Sequence[Tensor], mine: int, num_shares: int) -> Tensor:
+    """Copy one of equal shares of what these tensors hold, one behind the other."""
+    size, rest = divmod(sum(part.numel() for part in parts), num_shares)
+    start = mine * size + min(mine, rest)
+    end = start + size + (mine < rest)
+    found = []
+    for part in parts:
+        found.append(part.reshape(-1)[max(0, start) : max(0, end)])
+        start -= part.numel()
+        end -= part.numel()
+    return torch.cat(found)
 
 
 def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:
@@ -340,9 +433,3 @@ def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Te
     for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
         if name in was and was[name].shape == part.shape:
             part.copy_(was[name])
-
-
-def _flat_tensors(state: Any, numel: int) -> dict[str, Tensor]:
-    """Return the fields of a rule's state that hold one number per element of the parameters."""
-    fields = state._asdict() if hasattr(state, "_asdict") else {}
-    return {name: t for name, t in fields.items() if isinstance(t, Tensor) and t.shape == (numel,)}

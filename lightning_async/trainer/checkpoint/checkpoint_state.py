@@ -206,7 +206,7 @@ def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[s
     }
     names, sizes = zip(*first["parameters"], strict=True)
     model = dict(zip(names, flat.pop("model").split(list(sizes)), strict=True))
-    averaging = {key: first[key] for key in ("round", "rule", "parameters")}
+    averaging = {key: first[key] for key in ("round", "num_rounds", "rule", "parameters") if key in first}
     return {**averaging, "rule_state": {**flat, **first["plain"]}}, model
 
 
