@@ -60,7 +60,7 @@ class MatchCommunication(Schedule):
     def period(self, clock: ReplicaClock) -> int:
         """Return the number of steps from one round to the next, by ``clock``."""
         matched = self.factor * clock.round_s / clock.step_s if clock.step_s > 0.0 else 0.0
-        return max(1, min(self.maximum, math.ceil(max(self.minimum * clock.speed, matched))))
+        return max(1, math.ceil(min(self.maximum, max(self.minimum * clock.speed, matched))))
 
 
 @dataclass(frozen=True)
