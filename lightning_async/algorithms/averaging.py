@@ -26,8 +26,8 @@ class Round(NamedTuple):
     Args:
         id: number of this round; committed rounds count up by one on all replicas.
         rank: this replica.
-        work: every replica's work since its last round (samples, or steps); zero for an absent one.
-        steps: every replica's optimizer steps since its last round.
+        work: every replica's work since its last round of this fragment (samples, or steps); zero for an absent one.
+        steps: every replica's optimizer steps since its last round of this fragment.
         scalars: every replica's, from `AveragingRule.message_`.
         lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
         fragment: number of the part of the parameters in this round.

@@ -124,9 +124,9 @@ class AveragingComponent(EngineComponent):
         ledger = self._ledger
         weighting = self._config.weighting
         rest = self._config.rest(self.rule)
-        counts = zip(ledger.work, ledger.reported, strict=True)
-        weights = tuple(new.weight(weighting) + rest * old.weight(weighting) for new, old in counts)
-        return self.blank._replace(unreported=weights, fresh=ledger.fresh)
+        pairs = zip(ledger.work, ledger.reported, strict=True)
+        weights = [work.weight(weighting) + rest * reported.weight(weighting) for work, reported in pairs]
+        return self.blank._replace(unreported=tuple(weights), fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
         if isinstance(message, LocalMessage):

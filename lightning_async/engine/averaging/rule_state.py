@@ -359,9 +359,8 @@ class RuleState:
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
-        places = saved.get("parameters")
-        state = self._fitted({**saved["rule_state"], **own}, places)
-        whole = {**self.rule_state_dict(own=True), **state}
+        fitted = self._fitted({**saved["rule_state"], **own}, saved.get("parameters"))
+        whole = {**self.rule_state_dict(own=True), **fitted}
         for fragment, state in enumerate(self._states):
             part = {name: self._part(name, value, fragment) for name, value in whole.items()}
             self._states[fragment] = self.rule.load_state_dict(state, part)
