@@ -329,10 +329,6 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
         return self.rule.mixes
 
     @property
-    def keeps_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.keeps_residual
-
-    @property
     def per_replica(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rule.per_replica | {"norms"}
 
