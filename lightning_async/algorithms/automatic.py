@@ -77,7 +77,8 @@ class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
 
     Source: Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105
 
-    >>> first, later = (Round(id, rank=0, work=(8.0, 8.0), steps=(12.0, 20.0)) for id in (0, 9))
+    >>> first = Round(id=0, rank=0, work=(8.0, 8.0), steps=(12.0, 20.0))
+    >>> later = first._replace(id=9, past=9)
     >>> AdaptiveDiLoCo().chosen(first)["outer_momentum"], AdaptiveDiLoCo().chosen(later)["outer_momentum"]
     (0.0, 0.6)
     """
@@ -116,4 +117,4 @@ def _settings_of(round: Round) -> tuple[float, float]:
     steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
     mean = sum(steps) / len(steps) if steps else 0.0
     share = min(1.0, max(0.0, (mean - 8.0) / 8.0))
-    return 0.5 + 0.2 * share, (0.7 - 0.1 * share) * min(1.0, round.id * mean / 64.0)
+    return 0.5 + 0.2 * share, (0.7 - 0.1 * share) * min(1.0, round.past * mean / 64.0)

@@ -49,7 +49,7 @@ def test_a_round_is_merged_with_the_settings_that_follow_from_its_steps(
     number: int, steps: float, lr: float, momentum: float
 ) -> None:
     """As `DiLoCo` with the same numbers, whoever merges; those who were absent do not count."""
-    facts = Round(number, 0, (8.0, 0.0, 24.0), steps=(0.5 * steps, 999.0, 1.5 * steps))
+    facts = Round(7, 0, (8.0, 0.0, 24.0), steps=(0.5 * steps, 999.0, 1.5 * steps), past=number)
     params = torch.tensor([1.0, -2.0, 3.0])
     sent = torch.tensor([0.5, -1.0, 2.0])
     found = []

@@ -168,10 +168,6 @@ PEERS: dict[str, Peer] = {
     "target ddp PowerSGD hook": _ddp(", PowerSGD hook"),
     "target ours": _ours("AsyncAveragingStrategy() as it is", lambda package: {}),
     "target ours whole": _ours("AsyncAveragingStrategy(fragments=1)", lambda package: {"fragments": 1}),
-    "target ours in four": _ours(
-        "AsyncAveragingStrategy(fragments=4), a period of 1.3 times the time of a round of all",
-        lambda package: {"fragments": 4, "schedule": package.MatchCommunication(factor=1.3)},
-    ),
     "target ours DeltaMean H=32": _ours(
         "DeltaMean(), EveryNSteps(32), not compressed",
         lambda package: {

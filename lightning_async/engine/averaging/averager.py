@@ -224,8 +224,9 @@ class BackgroundAverager(SyncPointParticipant):
         if arrived.healed:
             self.on_healed()
         if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus:
-            settings = self.agreed.rule.chosen(arrived.round)
-            self.summary.settings = {"period_steps": arrived.message.steps, "step_s": self._step_s, **settings}
+            settings = {"period_steps": arrived.message.steps, "step_s": self._step_s}
+            settings |= {"fragments": self.replica.num_fragments} if self.replica.num_fragments > 1 else {}
+            self.summary.settings = {**settings, **self.agreed.rule.chosen(arrived.round)}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
