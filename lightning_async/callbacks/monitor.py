@@ -32,6 +32,7 @@ class AveragingMonitor(Callback):
 
     def __init__(self) -> None:
         self._logged = 0
+        self._before: dict[str, float] = {}
         self._told: dict[str, float] = {}
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -43,9 +44,12 @@ class AveragingMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         show(trainer._logger_connector, summary.shown())
-        if summary.automatic and summary.settings and self._is_news(summary.settings):
-            self._told = summary.settings
-            rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
+        if summary.automatic and summary.settings:
+            settles = not _differ(self._before, summary.settings)
+            self._before = summary.settings
+            if settles and _differ(self._told, summary.settings):
+                self._told = summary.settings
+                rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
         """Return whether to log. Steps that take a window of gradients, or a push, each are many: then as often as
@@ -56,13 +60,6 @@ class AveragingMonitor(Callback):
         self._logged = number
         return True
 
-    def _is_news(self, settings: dict[str, float]) -> bool:
-        """Return whether some setting has changed by a third or more since it was told."""
-        if self._told.keys() != settings.keys():
-            return True
-        pairs = [(self._told[name], value) for name, value in settings.items() if name != "step_s"]
-        return any(max(before, now) > 4 / 3 * min(before, now) for before, now in pairs)
-
     def attach(self, trainer: Any) -> Callable[[], None]:
         """Join the Trainer's callbacks, unless it has a monitor; return what takes this one away again."""
         if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
@@ -71,3 +68,9 @@ class AveragingMonitor(Callback):
             setattr(self, hook, None)  # Lightning profiles every call of a hook, also of an empty one
         trainer.callbacks.insert(0, self)
         return lambda: trainer.callbacks.remove(self) if self in trainer.callbacks else None
+
+
+def _differ(before: dict[str, float], now: dict[str, float]) -> bool:
+    """Return whether some setting has changed by a third or more."""
+    pairs = [(before.get(name, 0.0), value) for name, value in now.items() if name != "step_s"]
+    return any(max(pair) > 4 / 3 * min(pair) for pair in pairs)

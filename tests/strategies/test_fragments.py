@@ -38,6 +38,7 @@ def test_one_is_killed_and_all_resume_with_as_many_fragments_or_others(tmp_path:
         assert one["rounds"] > left["rounds"] and one["step"] >= 400
 
 
+@pytest.mark.processes
 def test_all_are_killed_between_sync_points_and_resume_from_a_round(tmp_path: Path) -> None:
     ended(tmp_path, killed=[0, 1], epochs=1, dies_at=None)
     one, other = ended(tmp_path, epochs=1)

@@ -223,7 +223,8 @@ class BackgroundAverager(SyncPointParticipant):
         self._reports.merge_s += self._now() - started
         if arrived.healed:
             self.on_healed()
-        if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus:
+        whole_period = arrived.round.past > 0 or self.replica.num_fragments == 1  # at first fragments have had a part
+        if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus and whole_period:
             settings = {"period_steps": arrived.message.steps, "step_s": self._step_s}
             settings |= {"fragments": self.replica.num_fragments} if self.replica.num_fragments > 1 else {}
             self.summary.settings = {**settings, **self.agreed.rule.chosen(arrived.round)}
