@@ -26,11 +26,12 @@ class Round(NamedTuple):
     Args:
         id: number of this round; committed rounds count up by one on all replicas.
         rank: this replica.
-        work: every replica's work since its last round (samples, or steps); zero for an absent one.
-        steps: every replica's optimizer steps since its last round.
+        work: every replica's work since its last round of this fragment (samples, or steps); zero for an absent one.
+        steps: every replica's optimizer steps since its last round of this fragment.
         scalars: every replica's, from `AveragingRule.message_`.
         lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
         fragment: number of the part of the parameters in this round.
+        past: rounds of this fragment that were committed before this one.
     """
 
     id: int
@@ -40,6 +41,7 @@ class Round(NamedTuple):
     scalars: tuple[tuple[float, ...], ...] = ()
     lr: tuple[float, ...] = ()
     fragment: int = 0
+    past: int = 0
 
     def is_absent(self) -> bool:
         """Return whether no message of this replica is in the round.

@@ -287,8 +287,8 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: ``rule`` sends no differences, ``threshold`` or ``clip`` is not positive, or ``decay`` is not in
-            (0, 1).
+        ValueError: ``rule`` sends no differences, or keeps a residual, ``threshold`` or ``clip`` is not positive, or
+            ``decay`` is not in (0, 1).
 
     Source: Cheng et al., "EDiT: A Local-SGD-Based Efficient Distributed Training Method for Large Language Models",
     ICLR 2025, https://arxiv.org/abs/2412.07210
@@ -313,10 +313,11 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
         check_real(self, "threshold", above=0)
         check_real(self, "clip", above=0)
         check_real(self, "decay", above=0, below=1)
-        if not self.rule.sends_difference or self.rule.num_scalars or self.rule.restores_local:
+        rule = self.rule
+        if not rule.sends_difference or rule.num_scalars or rule.restores_local or rule.keeps_residual:
             raise ValueError(
-                f"`PseudoGradientPenalty(rule={self.rule!r})` must send differences, and no scalars, and make replicas "
-                "one model, such as DiLoCo()."
+                f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, keep no residual of "
+                "compression, and make replicas one model, such as DiLoCo()."
             )
 
     @property
@@ -326,10 +327,6 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
     @property
     def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.rule.mixes
-
-    @property
-    def keeps_residual(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.keeps_residual
 
     @property
     def per_replica(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]

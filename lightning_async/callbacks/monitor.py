@@ -32,6 +32,7 @@ class AveragingMonitor(Callback):
 
     def __init__(self) -> None:
         self._logged = 0
+        self._before: dict[str, float] = {}
         self._told: dict[str, float] = {}
         self._told_at = 0  # rounds
 
@@ -57,18 +58,16 @@ class AveragingMonitor(Callback):
         return True
 
     def is_news(self, summary: Any) -> bool:
-        """Note how the last round was set if that is to be told now: some setting has changed by a third or more.
+        """Note how the last round was set; return whether that is to be told: it has changed, and settled since.
 
         Measured times vary from round to round. So that there are few lines however many rounds there are, the next
         one comes after twice as many rounds at the earliest.
         """
         settings = summary.settings
-        if summary.exchanges < 2 * self._told_at:
+        settles = not _differ(self._before, settings)
+        self._before = settings
+        if not settles or summary.exchanges < 2 * self._told_at or not _differ(self._told, settings):
             return False
-        if self._told.keys() == settings.keys():
-            pairs = [(self._told[name], value) for name, value in settings.items() if name != "step_s"]
-            if not any(max(before, now) > 4 / 3 * min(before, now) for before, now in pairs):
-                return False
         self._told = settings
         self._told_at = summary.exchanges
         return True
@@ -81,3 +80,9 @@ class AveragingMonitor(Callback):
             setattr(self, hook, None)  # Lightning profiles every call of a hook, also of an empty one
         trainer.callbacks.insert(0, self)
         return lambda: trainer.callbacks.remove(self) if self in trainer.callbacks else None
+
+
+def _differ(before: dict[str, float], now: dict[str, float]) -> bool:
+    """Return whether some setting has changed by a third or more."""
+    pairs = [(before.get(name, 0.0), value) for name, value in now.items() if name != "step_s"]
+    return any(max(pair) > 4 / 3 * min(pair) for pair in pairs)

@@ -22,6 +22,8 @@ from lightning_async.trainer.namespace import name as namespace
 from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 
+_FRAGMENTS = 4
+
 
 class AsyncAveragingStrategy(AsyncStrategy):
     r"""Replicas take local steps and become one model by averaging in the background.
@@ -57,7 +59,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
             the next one. Sync points exchange fp32.
         fragments: each round moves one of so many parts of the parameters, in turn, and each part has a round per
             period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, of a quarter of the bytes.
-            Parts are runs of whole parameters, balanced by bytes. Default 1: all parameters in every round.
+            Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four where ``schedule`` is
+            ``"auto"`` and rounds overlap, but no more than there are parameters; else one, all in every round.
         min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
             the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
             (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
@@ -93,17 +96,20 @@ class AsyncAveragingStrategy(AsyncStrategy):
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
         compression: Compression | TopK | Literal["auto"] = "auto",
-        fragments: int = 1,
+        fragments: int | Literal["auto"] = "auto",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
         timeouts: Timeouts | None = None,
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
-        chosen = {"rule": rule, "schedule": schedule, "compression": compression}
+        chosen = {"rule": rule, "schedule": schedule, "compression": compression, "fragments": fragments}
         self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
-        schedule = MatchCommunication() if schedule == "auto" else schedule
+        if fragments == "auto":
+            fragments = _FRAGMENTS if schedule == "auto" and overlap else 1
+        if schedule == "auto":  # what is in flight is a part only, so that rounds may follow each other more closely
+            schedule = MatchCommunication() if fragments == 1 else MatchCommunication(factor=1.3)
         configuration_checks.check_arguments(rule, schedule, overlap)
         owner = type(self).__name__
         configuration_checks.check_compression(owner, compression)

@@ -35,14 +35,21 @@ def test_the_period_follows_the_time_of_a_round(facts: Any, period: int) -> None
 
 
 @pytest.mark.parametrize(
-    ("steps", "lr", "momentum"),
-    [(1.0, 0.5, 0.8), (16.0, 0.5, 0.8), (32.0, 0.7, 0.65), (64.0, 0.9, 0.5), (500.0, 0.9, 0.5)],
+    ("number", "steps", "lr", "momentum"),
+    [
+        (0, 16.0, 0.7, 0.0),
+        (1, 16.0, 0.7, 0.15),
+        (4, 16.0, 0.7, 0.6),
+        (64, 1.0, 0.5, 0.7),
+        (99, 12.0, 0.6, 0.65),
+        (1, 500.0, 0.7, 0.6),
+    ],
 )
 def test_a_round_is_merged_with_the_settings_that_follow_from_its_steps(
-    steps: float, lr: float, momentum: float
+    number: int, steps: float, lr: float, momentum: float
 ) -> None:
     """As `DiLoCo` with the same numbers, whoever merges; those who were absent do not count."""
-    facts = Round(0, 0, (8.0, 0.0, 24.0), steps=(0.5 * steps, 999.0, 1.5 * steps))
+    facts = Round(7, 0, (8.0, 0.0, 24.0), steps=(0.5 * steps, 999.0, 1.5 * steps), past=number)
     params = torch.tensor([1.0, -2.0, 3.0])
     sent = torch.tensor([0.5, -1.0, 2.0])
     found = []

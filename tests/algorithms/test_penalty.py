@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_async.algorithms import EASGD, DeltaMean, DiLoCo, PseudoGradientPenalty, Round
+from lightning_async.algorithms import EASGD, DeltaMean, DiLoCo, PseudoGradientPenalty, Round, SparseLoCo
 from tests.algorithms.replicas import Replicas, fill
 
 PLAIN = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
@@ -106,6 +106,7 @@ def test_absent_replicas_have_neither_weight_nor_statistics() -> None:
         ({"rule": DeltaMean()}, ValueError, r"`PseudoGradientPenalty\(rule=DeltaMean\(\)\)` must send differences"),
         ({"rule": EASGD()}, ValueError, "make replicas one model"),
         ({"rule": PseudoGradientPenalty(PLAIN)}, ValueError, "no scalars"),
+        ({"rule": SparseLoCo()}, ValueError, "no residual"),
         ({"rule": DiLoCo}, TypeError, "must be an averaging rule"),
         ({"threshold": 0.0}, ValueError, r"threshold=0\.0\)` must be > 0"),
         ({"clip": -1}, ValueError, r"clip=-1\)` must be > 0"),

@@ -39,11 +39,9 @@ class Hooked(pl.Callback):
 def _bf16_hook() -> Hooked:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook  # noqa: TID251 (a peer)
 
-    def halve(state: Any, bucket: Any) -> Any:
-        """DDP refuses the hook itself where there is no NCCL; Gloo adds up bf16, too."""
-        return bf16_compress_hook(state, bucket)
-
-    return Hooked(None, halve)
+    # DDP refuses the hook itself where there is no NCCL, though Gloo adds up bf16, too. It also refuses annotations
+    # that are strings, as all of this module are: hence a lambda.
+    return Hooked(None, lambda state, bucket: bf16_compress_hook(state, bucket))
 
 
 def _powersgd_hook() -> Hooked:
@@ -53,11 +51,13 @@ def _powersgd_hook() -> Hooked:
     return Hooked(state, power.powerSGD_hook)
 
 
-def _ddp(about: str, batches: int, hook: Callable[[], Hooked] | None = None, share: float = 1.0) -> Peer:
-    """``share``: of the bytes of an exchange, that are left."""
+def _ddp(
+    about: str, batches: int, hook: Callable[[], Hooked] | None = None, share: float = 1.0, **options: Any
+) -> Peer:
+    """``share``: of the bytes of an exchange, that are left; ``options``: of DDP."""
 
     def run_ddp(job: Job) -> RankResult:
-        strategy = DDPStrategy(process_group_backend="gloo")
+        strategy = DDPStrategy(process_group_backend="gloo", **options)
         return _train(job, strategy, batches, False, batches, *([] if hook is None else [hook()]))
 
     return Peer(
@@ -67,6 +67,11 @@ def _ddp(about: str, batches: int, hook: Callable[[], Hooked] | None = None, sha
         compressed=share < 1.0,
         update_s=lambda batch_s, exchange_s: batches * batch_s + share * exchange_s,
     )
+
+
+# The hook's second exchange of a bucket starts on a thread of Gloo's: with two buckets, ranks differ in the order of
+# their collectives, and end.
+_ONE_BUCKET: dict[str, Any] = {"bucket_cap_mb": 64}
 
 
 def _windows(
@@ -141,9 +146,11 @@ BEGINNING = Peer(about="trains the model that others begin with", run=_begin, al
 PEERS: dict[str, Peer] = {
     **{f"ddp accumulate={n}": _ddp(f"DDPStrategy, accumulate_grad_batches={n}", n) for n in (1, 2, 4, 8, 16)},
     "ddp accumulate=8, bf16 hook": _ddp("accumulate_grad_batches=8, torch's bf16_compress_hook", 8, _bf16_hook, 0.5),
-    "ddp accumulate=8, PowerSGD hook": _ddp("accumulate_grad_batches=8, torch's, rank 1", 8, _powersgd_hook, 0.1),
+    "ddp accumulate=8, PowerSGD hook": _ddp(
+        "accumulate_grad_batches=8, torch's, rank 1", 8, _powersgd_hook, 0.1, **_ONE_BUCKET
+    ),
     "ddp accumulate=1, bf16 hook": _ddp("DDPStrategy, torch's bf16_compress_hook", 1, _bf16_hook, 0.5),
-    "ddp accumulate=1, PowerSGD hook": _ddp("DDPStrategy, torch's, rank 1", 1, _powersgd_hook, 0.1),
+    "ddp accumulate=1, PowerSGD hook": _ddp("DDPStrategy, torch's, rank 1", 1, _powersgd_hook, 0.1, **_ONE_BUCKET),
     "windows of 1, int8, no delay": _windows(
         "ours, gradients, accumulate=1, delay=0, int8", 1, 1, late=False, share=0.25, delay=0, compression="int8"
     ),

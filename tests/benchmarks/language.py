@@ -9,6 +9,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -26,6 +27,7 @@ __all__ = [
     "BEGIN",
     "RATES",
     "SAMPLES",
+    "Copies",
     "LanguageModule",
     "Looks",
     "held_out",
@@ -80,6 +82,7 @@ class LanguageModule(CharModule):
     def __init__(self, slot: Slot, lr: float, total_steps: int, begin: str | None = None) -> None:
         super().__init__(slot, CHARS)
         self.lr, self.total_steps = lr, total_steps
+        self.copies: Copies | None = None
         self._begun = None if begin is None else torch.load(begin)
         if self._begun is not None:
             self.load_state_dict(self._begun["model"])
@@ -92,6 +95,11 @@ class LanguageModule(CharModule):
         optimizer.register_step_post_hook(lambda *_: self.slot.finish())
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self._share)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.copies is not None:
+            self.copies.begin_step(self)
+        return super().forward(tokens)
 
     def on_after_backward(self) -> None:
         if self.trainer.fit_loop._should_accumulate():  # no step of an optimizer ends the slot
@@ -109,6 +117,8 @@ def language(batches: float = 1.0, late: bool = False) -> Work:
     def work(job: Job, slot: Slot) -> tuple[CharModule, DataLoader[Any]]:
         stream = CharStream(1000 * job.seed + job.rank, job.seconds, training_windows())
         module = LanguageModule(slot, rate_for(job.rates, batches, late), job.warmup + job.steps, job.begin)
+        if job.copies is not None:
+            module.copies = Copies(job, Path(job.copies))
         return module, DataLoader(stream, batch_size=SAMPLES, drop_last=True)
 
     return work
@@ -141,6 +151,35 @@ def held_out(module: nn.Module) -> float:
     parts = zip(inputs.split(16), targets.split(16), strict=True)  # what a cache holds
     losses = [F.cross_entropy(module(x).flatten(0, 1), y.flatten()).item() for x, y in parts]
     return sum(losses) / len(losses)
+
+
+class Copies:
+    """A file of a rank's parameters, to which a module adds those that it begins every so many steps with.
+
+    That is within the slot of a step, which is padded, so no peer is slower for it. Beside the file is another one,
+    with a line for each copy: the steps that were taken, and the moment.
+    """
+
+    def __init__(self, job: Job, folder: Path) -> None:
+        self._numbers, self._values = self.files(folder, job.rank)
+        self._first, self._every = job.copy_from, job.copy_every
+        self._steps = 0
+
+    @staticmethod
+    def files(folder: Path, rank: int) -> tuple[Path, Path]:
+        """Steps and moments, and parameters."""
+        return folder / f"{rank}.txt", folder / f"{rank}.f32"
+
+    def begin_step(self, module: nn.Module) -> None:
+        """The next step of the module begins."""
+        if self._steps >= self._first and (self._steps - self._first) % self._every == 0:
+            moment = time.monotonic()
+            with self._values.open("ab") as values:
+                for parameter in module.parameters():
+                    values.write(parameter.detach().numpy().data)
+            with self._numbers.open("a") as numbers:
+                numbers.write(f"{self._steps} {moment}\n")
+        self._steps += 1
 
 
 class Looks(pl.Callback):

@@ -36,6 +36,9 @@ class Job:
         begin: file of a model, and of an optimizer's state, that training begins with.
         rates: learning rate of steps of a batch, power of the batches that it goes with, and factor where it is late.
         look_s: seconds from one look at the held-out loss to the next; 0 for none.
+        copies: folder of files with the parameters of then and now; none are kept without, see `language.Copies`.
+        copy_from: the number of steps after which the first is made.
+        copy_every: steps from one to the next.
         width: of the layers of the wide model, which has 24 of them.
         accumulate: batches of an optimizer step, of peers that are bound by their gradients.
     """
@@ -56,6 +59,9 @@ class Job:
     begin: str | None = None
     rates: tuple[float, float, float] = (2e-3, 1 / 3, 0.5)
     look_s: float = 0.0
+    copies: str | None = None
+    copy_from: int = 0
+    copy_every: int = 5
     width: int = 1024
     accumulate: int = 1
 

@@ -19,9 +19,9 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.benchmarks import gradient_peers, horovod_peers
+from tests.benchmarks import gradient_peers, horovod_peers, target_peers
 from tests.benchmarks.fitting import Peer, Work, claims_of, fit, small
-from tests.benchmarks.language import language
+from tests.benchmarks.language import SAMPLES, language
 from tests.benchmarks.link import pace_sockets
 from tests.benchmarks.measured import Job, RankResult, note_step
 from tests.benchmarks.model import CharModule, Slot, loader
@@ -77,11 +77,11 @@ def ddp_raw(job: Job) -> RankResult:
     return result
 
 
-def periodic(job: Job) -> RankResult:
+def periodic(job: Job, work: Work = small) -> RankResult:
     """`PeriodicModelAverager`, from a callback (Lightning's own use of it needs a GPU)."""
     dist.init_process_group("gloo")
     averaging = PeriodicAveraging(job.sync_every or 32)
-    result = fit(job, SingleDeviceStrategy(torch.device("cpu")), averaging)
+    result = fit(job, SingleDeviceStrategy(torch.device("cpu")), averaging, work=work)
     _leave()
     return result
 
@@ -201,6 +201,13 @@ PEERS: dict[str, Peer] = {
     ),
     "ours windows": Peer(about="ours, gradients, delay=0", run=_windows, ours=True),
     **gradient_peers.PEERS,
+    **target_peers.PEERS,
+    "target periodic H=32": Peer(
+        about="PyTorch's PeriodicModelAverager",
+        run=lambda job: periodic(job, language()),
+        sync_every=32,
+        batch=SAMPLES,
+    ),
     "beginning of gradients": gradient_peers.BEGINNING,
     "wide ddp": Peer(about="Lightning's DDPStrategy, Gloo", run=horovod_peers.ddp, sync_every=1),
     "wide hvd": Peer(

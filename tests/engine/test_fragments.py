@@ -225,9 +225,11 @@ def test_buffers_travel_with_the_last_fragment() -> None:
 # ---- ranks that are late, lost, or not finite ----
 
 
-@pytest.mark.parametrize("missed", [1, 3, 4])
-@pytest.mark.parametrize("sent_before", [False, True], ids=["absent from all", "its result waits"])
-def test_an_absent_replica_moves_by_what_each_fragment_did_meanwhile(missed: int, sent_before: bool) -> None:
+@pytest.mark.parametrize(("missed", "steps"), [(1, 0), (1, 1), (3, 1), (4, 0)])
+@pytest.mark.parametrize("before", ["absent from all", "its result waits", "it has taken its result"])
+def test_an_absent_replica_moves_by_what_each_fragment_did_meanwhile(missed: int, steps: int, before: str) -> None:
+    """Its own steps stay, those after its last snapshot, and of other fragments those before it."""
+    sent_before = before != "absent from all"
     turn = Turnstile()
     timeouts = Timeouts(grace=timedelta(seconds=1), reform=timedelta(seconds=60))
     committed: list[int] = []
@@ -238,15 +240,23 @@ def test_an_absent_replica_moves_by_what_each_fragment_did_meanwhile(missed: int
         if rank.number == 0:
             if sent_before:
                 take_when_there(rank)
+                turn.wait("the other is silent")
             for _ in range(missed):
                 step(rank, Action.ROUND)
                 committed.append(take_when_there(rank).id)
             turn.set("the other went on")
+            turn.wait("the other follows")  # else what it has left over would go on without that one
         else:
             buckets = rank.averager.control.buckets
+            if before == "it has taken its result":
+                take_when_there(rank)
+            turn.set("the other is silent")
             turn.wait("the other went on")
             rank.averager.sync_points.wait(lambda: buckets.arrived is not None and buckets.arrived.id == committed[-1])
-            step(rank)
+            for _ in range(steps):
+                learn(rank)
+            rank.averager.tick(Action.LOCAL, float(steps), stepped=steps > 0)
+            turn.set("the other follows")
         own = flat(rank)
         assert rank.meet() is Arrival.OPEN
         return own, flat(rank), rank.rule_state
@@ -260,11 +270,14 @@ def test_an_absent_replica_moves_by_what_each_fragment_did_meanwhile(missed: int
         x = [learned(each, rank, 1) for rank, each in enumerate(x)]
         base[here] = x[1][here]
         target[here] = x[0][here] = (x[0][here] + x[1][here]) / 2
+        if before == "it has taken its result":
+            x[1] = torch.cat([target[here], x[1][here.stop :]])
+            base[here] = target[here]
     for number in range(missed):
         here = PLACES[3][(number + sent_before) % 3]
         x[0] = learned(x[0], 0, 1)
         target[here] = x[0][here]
-    x[1] = learned(x[1], 1, 1) + target - base
+    x[1] = learned(x[1], 1, steps) + target - base
     for (own, _, _), expected in zip(found, x, strict=True):
         torch.testing.assert_close(own.double(), expected, rtol=0, atol=1e-6)
     assert torch.equal(bits(found[0][1]), bits(found[1][1]))

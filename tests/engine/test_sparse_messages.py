@@ -218,17 +218,22 @@ def test_those_that_are_left_go_on_with_their_residuals() -> None:
         torch.testing.assert_close(outcome.value[1].double(), RULE.decay * expected, atol=2e-6, rtol=0)
 
 
-def test_training_goes_on_from_a_checkpoint_to_the_bit_with_residuals_and_without_begins_them_at_zero() -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_training_goes_on_from_a_checkpoint_to_the_bit_with_residuals_and_without_begins_them_at_zero(
+    fragments: int,
+) -> None:
     goals = messages(2, 300, seed=5)
-    config = {"overlap": False, "compression": TopK(0.05, bits=2)}
+    config = {"overlap": False, "compression": TopK(0.05, bits=2), "fragments": fragments}
     options: Any = {"rule": RULE, "schedule": EveryNSteps(4), "config": config}
 
     def fits(body: Any, start: Tensor) -> list[Any]:
         world = InProcessWorld(2)
 
         def on_rank(collectives: Any) -> Any:
-            module = nn.Linear(300, 1, bias=False)
+            module = nn.Linear(300, 1, bias=fragments > 1)  # the other fragment
             with torch.no_grad():
+                for param in module.parameters():
+                    param.zero_()
                 module.weight.copy_(start)
             with rank_of(collectives, world.store, goals[collectives.rank], module=module, **options) as rank:  # pyright: ignore
                 return body(rank)

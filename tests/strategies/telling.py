@@ -85,10 +85,10 @@ def summaries() -> Any:
 
 @scenario
 def automatic() -> Any:
-    """Whatever is left as it is sets itself."""
-    trainer = make_trainer(AsyncAveragingStrategy(min_replicas=2))
+    """Whatever is left as it is sets itself; with a period that nothing measured changes."""
+    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(16), overlap=False, min_replicas=2))
     with logged() as messages:
-        trainer.fit(Net(), loader(shard((70, 70))))
+        trainer.fit(Net(), loader(shard((160, 160))))
     return {
         "told": [m for m in messages if m.startswith("Set by what is measured")],
         "metrics": trainer.strategy.summary.metrics(),

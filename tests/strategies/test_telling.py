@@ -64,23 +64,24 @@ def test_a_summary_says_what_happened(ranks: Outcomes) -> None:
 def test_what_sets_itself_is_told_once_and_is_in_summary_and_metrics(ranks: Outcomes) -> None:
     for rank, found in enumerate(ranks("automatic")):
         metrics = found["metrics"]
-        chosen = f"outer_lr {metrics['averaging/outer_lr']:.3g}, outer_momentum "
-        assert metrics["averaging/period_steps"] >= 16.0 and metrics["averaging/step_s"] > 0.0
-        assert chosen in found["summary"]
+        assert metrics["averaging/period_steps"] == 16.0
+        assert metrics["averaging/step_s"] > 0.0
+        assert (metrics["averaging/outer_lr"], metrics["averaging/outer_momentum"]) == pytest.approx((0.7, 0.6))
+        assert ", outer_lr 0.7, outer_momentum 0.6\n" in found["summary"]
         if rank:
             assert found["told"] == []
         else:
-            first = found["told"][0]
-            assert first.startswith("Set by what is measured (rule, schedule, compression): a round every ")
-            assert "outer_lr" in first
+            (told,) = found["told"]
+            assert told.startswith("Set by what is measured (rule, compression, fragments): a round every 16 steps of ")
+            assert told.endswith(" ms, outer_lr 0.7, outer_momentum 0.6.")
 
 
 def test_what_sets_itself_is_told_again_after_twice_as_many_rounds_if_it_has_changed() -> None:
-    """Periods vary by what is measured: between 16 and 32 steps from round to round, and by a few steps."""
-    for periods, rounds_told in (((16.0, 32.0), [1, 2, 5, 10, 21, 42, 85]), ((16.0, 18.0), [1])):
+    """Periods of 16 or 32 steps, each for three rounds; of 16 or 18."""
+    for periods, rounds_told in (((16.0, 32.0), [2, 5, 14, 29, 62]), ((16.0, 18.0), [2])):
         monitor = AveragingMonitor()
         summaries = [
-            RunSummary(rounds=rounds, settings={"period_steps": periods[rounds % 2], "step_s": 0.01})
+            RunSummary(rounds=rounds, settings={"period_steps": periods[(rounds - 1) // 3 % 2], "step_s": 0.01})
             for rounds in range(1, 101)
         ]
         assert [summary.rounds for summary in summaries if monitor.is_news(summary)] == rounds_told

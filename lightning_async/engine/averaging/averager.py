@@ -53,9 +53,7 @@ class BackgroundAverager(SyncPointParticipant):
         control.register(self.component)
         self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
         self.sync_points = SyncPoints(control, self)
-        self.summary = RunSummary(
-            rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments
-        )
+        self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
         self._reports = Reports(self.summary)
         exact = self.config.compression == "none" or rule.keeps_residual
         self._merger = Merger(self._buckets, self.agreed, self.component, exact)
@@ -226,10 +224,12 @@ class BackgroundAverager(SyncPointParticipant):
         if arrived.healed:
             self.on_healed()
         message = arrived.message
-        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus:
+        whole_period = arrived.round.past > 0 or self.replica.num_fragments == 1  # at first fragments have had a part
+        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus and whole_period:
             # A message that was not due holds what was left over at a sync point: no period.
-            settings = self.agreed.rule.chosen(arrived.round)
-            self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **settings}
+            settings = {"period_steps": message.steps, "step_s": self._step_s}
+            settings |= {"fragments": self.replica.num_fragments} if self.replica.num_fragments > 1 else {}
+            self.summary.settings = {**settings, **self.agreed.rule.chosen(arrived.round)}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:

@@ -315,6 +315,7 @@ class AveragingRound(_Round):
             scalars=tuple(p.scalars for p in parts),
             lr=tuple(p.lr for p in parts),
             fragment=plan.fragment,
+            past=self._agreed.num_rounds // replica.num_fragments,
         )
         return Merge(
             id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,
