@@ -205,6 +205,20 @@ def test_with_nothing_kept_of_progress_in_flight_all_stand_at_the_target() -> No
     assert all(torch.equal(seen[0][id], seen[1][id]) for id in common())
 
 
+def test_where_nothing_is_in_flight_mixing_leaves_to_the_next_message_what_one_lacked() -> None:
+    goals = [torch.linspace(0.0, 1.0, 300), torch.linspace(1.0, 2.0, 300)]
+
+    def body(rank: Rank) -> torch.Tensor:
+        rank.train(200)
+        rank.meet()
+        return rank.x[0].clone()
+
+    rule = DiLoCo(outer_lr=1.0, outer_momentum=0.0, mixing=0.5)
+    config = {"overlap": False, "compression": "int8"}
+    for x in run(2, body, rule=rule, schedule=EveryNSteps(4), goals=goals, numel=300, config=config):
+        torch.testing.assert_close(x, (goals[0] + goals[1]) / 2, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("rule", [EASGD(), Eager(), Compressed(DiLoCo(outer_lr=0.5, outer_momentum=0.0))], ids=repr)
 @pytest.mark.parametrize(

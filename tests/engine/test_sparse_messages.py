@@ -273,4 +273,6 @@ def test_a_part_of_the_parameters_themselves_is_refused(code: TopK) -> None:
     for rule in (DeltaMean(), Mean()):
         with pytest.raises(ValueError, match=r"Mean\(\), compression=TopK\(.*a part says too little for replicas"):
             config.check_rule("Owner", rule)
+    with pytest.raises(ValueError, match=r"mixing=0\.5.*compression=TopK\(.*Use a rule without mixing"):
+        config.check_rule("Owner", DiLoCo(mixing=0.5))
     config.check_rule("Owner", RULE)

@@ -365,7 +365,7 @@ class Merger:
         elif consensus and self._local is None and self._component.keeps_own_model():
             self._local = torch.empty_like(target)
             replica.pack_(self._local)
-        if base is not None and rule.mixes:
+        if base is not None and rule.mixes and (message is None or message.step != step):
             target = self._mix(arrived, base)
             base = None
         replica.merge_(

@@ -112,6 +112,12 @@ class AveragerConfig:
                 "differences (`DiLoCo(outer_lr=1.0, outer_momentum=0.0)` averages as `DeltaMean()` does), or "
                 '`compression="bf16"`.'
             )
+        if isinstance(self.compression, TopK) and rule.mixes:
+            raise ValueError(
+                f"`{owner}(rule={rule!r}, compression={self.compression!r})`: this rule gives up a part of what is in "
+                "the parameters beyond the messages, and with it what sparse messages lack, which is most of them. "
+                'Use a rule without mixing, or codes, such as `compression="int8"`.'
+            )
 
 
 @dataclass(frozen=True)
