@@ -321,7 +321,7 @@ class RuleState:
         return {
             "round": self._shared_state.next_exchange,
             "num_rounds": self.num_rounds,
-            "rule": type(self.rule).__qualname__,
+            "rule": _name_of(self.rule),
             "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
         }
 
@@ -356,7 +356,7 @@ class RuleState:
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
-        mine = type(self.rule).__qualname__
+        mine = _name_of(self.rule)
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
         if saved["rule"] != mine and not (saved["rule_state"] or own):
@@ -413,6 +413,13 @@ class RuleState:
         """Return the fields of the rule's state that hold one number per element of the parameters, by fragment."""
         fields = {**self._by_name(own=False), **self._by_name(own=True)}
         return {name: parts for name, parts in fields.items() if self._is_flat(parts)}
+
+
+def _name_of(rule: AveragingRule) -> str:
+    """Return a rule's name, with that of the rule that it wraps: fields of the same name may mean different things."""
+    name = type(rule).__qualname__
+    inner = getattr(rule, "rule", None)
+    return f"{name}({_name_of(inner)})" if isinstance(inner, AveragingRule) else name
 
 
 def _copied(parts: Sequence[Any]) -> Any:
