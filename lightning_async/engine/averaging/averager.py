@@ -222,6 +222,8 @@ class BackgroundAverager(SyncPointParticipant):
                 buckets.arrived = None
         self._reports.merge_s += self._now() - started
         if arrived.healed:
+            with self._box.changed:
+                self.ledger.agree()  # what this replica did is in no parameters any more, in those of no fragment
             self.on_healed()
         if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus:
             settings = self.agreed.rule.chosen(arrived.round)
