@@ -226,9 +226,17 @@ class WorkLedger:
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
 
-    def load_work(self, saved: Sequence[Any]) -> None:
+    def reported_dict(self) -> list[list[float]]:
+        return [[work.samples, work.steps] for work in self.reported]
+
+    def load_work(self, work: Sequence[Any], reported: Sequence[Any] | None = None) -> None:
+        self.work = self._loaded(work)
+        if reported is not None:  # else the checkpoint is too old
+            self.reported = self._loaded(reported)
+
+    def _loaded(self, saved: Sequence[Any]) -> list[Work]:
         pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair, where there were no fragments yet
-        self.work = [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
+        return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
 
     def _of_cut(self, counts: list[T]) -> list[T]:
         """Return counts for these fragments; where parameters were cut otherwise, the largest for each."""
