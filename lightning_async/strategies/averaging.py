@@ -100,7 +100,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
-        chosen = {"rule": rule, "schedule": schedule, "compression": compression}
+        chosen = {"rule": rule, "schedule": schedule}  # compression follows from the rule
         self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
         schedule = MatchCommunication() if schedule == "auto" else schedule
