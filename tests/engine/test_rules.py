@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_async.algorithms import EASGD, DiLoCo, EveryNSteps, PseudoGradientPenalty, SlowMo, Synchronous, Warmup
+from lightning_async.algorithms.schedules import Action, ReplicaClock
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from tests.algorithms.coming import Compressed, Eager
 from tests.engine.ranks import Rank, bits, run
@@ -40,6 +41,30 @@ def test_a_rendezvous_shows_the_center_and_training_goes_on_from_the_local_model
     for mine, others in ((left[1], right[1]), (left[4], right[4])):
         assert torch.equal(bits(mine), bits(others))
     assert not torch.equal(left[0], right[0])
+
+
+def test_a_step_that_finds_others_elsewhere_is_one_of_the_replicas_own_model() -> None:
+    """It was to be synchronous, and a signal has come after the exchange of that sync point."""
+
+    class ThenSynchronous(EveryNSteps):
+        def next(self, clock: ReplicaClock) -> Action:
+            return Action.GRADIENTS if clock.step >= 5 else super().next(clock)
+
+    def body(rank: Rank) -> Any:
+        def told(kind: SyncPointKind) -> Arrival:
+            assert rank.meet(kind) is Arrival.OPEN
+            return Arrival.STOP
+
+        rank.train(5)
+        before = rank.x.clone()
+        rank.averager.meet = told
+        rank.train(1)
+        rank.averager.sync_points.resume()
+        return before, rank.x.clone()
+
+    found = run(2, body, rule=EASGD(), schedule=ThenSynchronous(3), config={"overlap": False})
+    for number, (before, after) in enumerate(found):
+        torch.testing.assert_close(after, before - 0.1 * (before - number), rtol=0, atol=1e-6)
 
 
 def test_elastic_averaging_is_its_equations() -> None:

@@ -113,6 +113,8 @@ class BackgroundAverager(SyncPointParticipant):
             self._leave_synchronous()
         if synchronous:
             self._merger.go_on_from(None)
+        else:
+            self._merger.restore_local()  # a sync point that did not open may have shown its model all the same
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
         return action
