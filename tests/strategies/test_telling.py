@@ -70,7 +70,7 @@ def test_what_sets_itself_is_told_once_and_is_in_summary_and_metrics(ranks: Outc
             assert found["told"] == []
         else:
             first = found["told"][0]
-            assert first.startswith("Set by what is measured (rule, schedule, compression, fragments): a round every ")
+            assert first.startswith("Set by what is measured (rule, schedule): a round every ")
             assert "outer_lr" in first
 
 

@@ -113,6 +113,8 @@ class BackgroundAverager(SyncPointParticipant):
             self._leave_synchronous()
         if synchronous:
             self._merger.go_on_from(None)
+        else:
+            self._merger.restore_local()  # a sync point that did not open may have shown its model all the same
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
         return action
@@ -222,6 +224,8 @@ class BackgroundAverager(SyncPointParticipant):
                 buckets.arrived = None
         self._reports.merge_s += self._now() - started
         if arrived.healed:
+            with self._box.changed:
+                self.ledger.agree()  # what this replica did is in no parameters any more, in those of no fragment
             self.on_healed()
         whole_period = arrived.round.past > 0 or self.replica.num_fragments == 1  # at first fragments have had a part
         if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus and whole_period:
@@ -367,7 +371,7 @@ class Merger:
         elif consensus and self._local is None and self._component.keeps_own_model():
             self._local = torch.empty_like(target)
             replica.pack_(self._local)
-        if base is not None and rule.mixes:
+        if base is not None and rule.mixes and (message is None or message.step != step):
             target = self._mix(arrived, base)
             base = None
         replica.merge_(

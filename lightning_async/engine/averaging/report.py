@@ -271,7 +271,8 @@ class Reports:
         if report.healed:
             self._warn_of_healing(step, report.id)
         self.blocked_s = self.merge_s = 0.0
-        self.round_s = arrived.exchange_s
+        if not arrived.is_consensus:  # that moves all parameters, as fp32
+            self.round_s = arrived.exchange_s
         self.summary.add(report)
         self.summary.failed_rounds = failed_rounds
         self.summary.samples_by_rank = list(samples_by_rank)
