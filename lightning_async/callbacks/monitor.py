@@ -34,6 +34,7 @@ class AveragingMonitor(Callback):
         self._logged = 0
         self._before: dict[str, float] = {}
         self._told: dict[str, float] = {}
+        self._told_at = 0  # rounds
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         summary = view_of(trainer.strategy).summary
@@ -44,12 +45,8 @@ class AveragingMonitor(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         show(trainer._logger_connector, summary.shown())
-        if summary.automatic and summary.settings:
-            settles = not _differ(self._before, summary.settings)
-            self._before = summary.settings
-            if settles and _differ(self._told, summary.settings):
-                self._told = summary.settings
-                rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
+        if summary.automatic and summary.settings and self.is_news(summary):
+            rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
         """Return whether to log. Steps that take a window of gradients, or a push, each are many: then as often as
@@ -58,6 +55,19 @@ class AveragingMonitor(Callback):
         if number == self._logged or (summary.totals is not None and 0 < number - max(0, self._logged) < every):
             return False
         self._logged = number
+        return True
+
+    def is_news(self, summary: Any) -> bool:
+        """Return whether to tell how rounds are set: it has settled, and differs by a third or more from what was told.
+
+        The next line comes after twice as many rounds at the earliest, so that there are few however long training is.
+        """
+        settles = not _differ(self._before, summary.settings)
+        self._before = summary.settings
+        if not settles or summary.exchanges < 2 * self._told_at or not _differ(self._told, summary.settings):
+            return False
+        self._told = summary.settings
+        self._told_at = summary.exchanges
         return True
 
     def attach(self, trainer: Any) -> Callable[[], None]:

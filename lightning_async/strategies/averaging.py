@@ -112,9 +112,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         if schedule == "auto":  # what is in flight is a part only, so that rounds may follow each other more closely
             schedule = MatchCommunication() if fragments == 1 else MatchCommunication(factor=1.3)
         configuration_checks.check_arguments(rule, schedule, overlap)
+        owner = type(self).__name__
+        configuration_checks.check_compression(owner, compression)
         if compression == "auto":
             compression = "int8" if rule.sends_difference else "none"
-        owner = type(self).__name__
         configuration_checks.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.weighting = weighting
         if callable(weighting):
@@ -139,7 +140,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
 
     @property
-    def num_fragments(self) -> int:
+    def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         number = self.config.fragments
         trained = sum(p.requires_grad for p in self.module.parameters())
         return max(1, min(number, trained)) if self._cuts_itself else number

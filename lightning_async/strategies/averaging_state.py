@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_async.engine.averaging.averager import BackgroundAverager
+from lightning_async.engine.averaging.rule_state import RuleState
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.trainer.loops.loop_state import without_own
 
@@ -136,9 +137,19 @@ class SavedState:
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
+            if rank == 0:
+                self._warn_of_rule(saved, averager.agreed)
             self._replica = saved.get("replica")
             self._alike = replicas[0].get("alike")
             self._gathered = own.get("gathered") or self._gathered
+
+    def _warn_of_rule(self, saved: dict[str, Any], agreed: RuleState) -> None:
+        """Warn of a rule that begins where another one was, which had nothing that it could not go on from."""
+        if self._is_read and saved["rule"] != type(agreed.rule).__qualname__ and agreed.nbytes():
+            log.warning(
+                "The checkpoint of %s holds no state of a rule: that of `rule=%r` begins there.",
+                self.origin, agreed.rule,
+            )  # fmt: skip
 
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
         """Warn of windows that nobody goes on with: each belongs to a rank, and these are other ranks."""

@@ -14,9 +14,11 @@ from torchmetrics import Metric
 
 from lightning_async._checks import check_bool, check_choice, check_protocol
 from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.algorithms.compression import TopK
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.data.partition import PartitionedSampler
 from lightning_async.engine.collectives import LightningCollectives
+from lightning_async.engine.compressed_mean import Compression
 from lightning_async.engine.replica import BufferPolicy, OptimizerPolicy, with_statistics
 from lightning_async.trainer.data.epoch_data import EpochAssignment
 from lightning_async.trainer.loops.updates import updates_of
@@ -30,9 +32,19 @@ LrClock = Literal["local", "global"]
 
 def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
     """Check the first three arguments of `AsyncAveragingStrategy`."""
-    check_protocol("AsyncAveragingStrategy", "rule", rule, AveragingRule, "an averaging rule such as DeltaMean()")
-    check_protocol("AsyncAveragingStrategy", "schedule", schedule, Schedule, "a schedule such as EveryNSteps(32)")
-    check_bool("AsyncAveragingStrategy", "overlap", overlap)
+    owner = "AsyncAveragingStrategy"
+    check_protocol(owner, "rule", rule, AveragingRule, "'auto', or an averaging rule such as DeltaMean()")
+    check_protocol(owner, "schedule", schedule, Schedule, "'auto', or a schedule such as EveryNSteps(32)")
+    check_bool(owner, "overlap", overlap)
+
+
+def check_compression(owner: str, compression: object) -> None:
+    """Raise ValueError unless the argument is a compression of averaging's messages."""
+    names = ("auto", *get_args(Compression))
+    if not isinstance(compression, TopK) and not (isinstance(compression, str) and compression in names):
+        raise ValueError(
+            f"`{owner}(compression={compression!r})` must be one of {names}, or a TopK such as TopK(0.02, bits=2)."
+        )
 
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:

@@ -8,7 +8,7 @@ import torch
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from tests.engine.fault_ranks import outcomes
-from tests.engine.ranks import run
+from tests.engine.ranks import Rank, run
 
 
 def test_blocking_period_one_is_synchronous_sgd() -> None:
@@ -114,3 +114,15 @@ def test_a_schedule_that_says_something_else_is_named() -> None:
     (outcome,) = outcomes(1, lambda rank: rank.train(1), schedule=Says())
     assert isinstance(outcome.error, TypeError)
     assert "said 'round'; `next` must return an `Action`" in str(outcome.error)
+
+
+def test_what_was_left_over_at_a_sync_point_is_no_period() -> None:
+    """The last round has the two steps that rank 0 took since the one that its schedule asked for."""
+
+    def body(rank: Rank):
+        rank.train(8 if rank.averager.summary.rank else 6)
+        assert rank.meet() is Arrival.OPEN
+        summary = rank.averager.summary
+        return summary.rounds, summary.absent_rounds, summary.settings["period_steps"]
+
+    assert run(2, body, schedule=EveryNSteps(4), config={"overlap": False}) == [(2, 0, 4.0), (2, 0, 4.0)]

@@ -10,7 +10,18 @@ import torch
 from lightning_async import EASGD, AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps
 from lightning_async.trainer.namespace import pl
 from tests.strategies import problem
-from tests.strategies.workers import PATIENT, Net, Recorder, loader, make_trainer, rank, report, scenario, shard
+from tests.strategies.workers import (
+    PATIENT,
+    Net,
+    Recorder,
+    loader,
+    logged,
+    make_trainer,
+    rank,
+    report,
+    scenario,
+    shard,
+)
 
 
 def diloco() -> AsyncAveragingStrategy:
@@ -82,6 +93,19 @@ def _interrupted(folder: Path, rule: Any) -> Any:
 def other_rule(folder: Path) -> Any:
     _train(1, save=folder)
     return _train(2, checkpoint=folder / "epoch=0.ckpt", strategy=AsyncAveragingStrategy(DeltaMean()))
+
+
+@scenario
+def rule_that_begins(folder: Path) -> Any:
+    """Of the rule in the checkpoint there is no state."""
+    _train(1, save=folder, strategy=AsyncAveragingStrategy(DeltaMean(), EveryNSteps(3), timeouts=PATIENT))
+    told = []
+    for rule in (DiLoCo(), DeltaMean()):
+        strategy = AsyncAveragingStrategy(rule, EveryNSteps(3), timeouts=PATIENT)
+        with logged() as messages:
+            _train(2, checkpoint=folder / "epoch=0.ckpt", strategy=strategy)
+        told.append([m for m in messages if "holds no state of a rule" in m])
+    return told
 
 
 @scenario

@@ -66,6 +66,15 @@ def test_another_rules_state_is_refused(ranks: Outcomes) -> None:
         assert "DeltaMean" in error and "DiLoCo" in error
 
 
+def test_a_rule_that_begins_with_a_checkpoint_without_its_state_is_told_once(ranks: Outcomes) -> None:
+    for rank, (began, went_on) in enumerate(ranks("rule_that_begins")):
+        assert went_on == []
+        assert len(began) == (1 if rank == 0 else 0)
+        for message in began:
+            assert "of DeltaMean, " in message
+            assert "`rule=DiLoCo(outer_lr=0.7" in message
+
+
 def test_a_checkpoint_saved_after_the_fit_holds_the_rules_state(ranks: Outcomes) -> None:
     first, _ = ranks("saved_after_fit")
     assert first["state"] is not None

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from lightning_async.callbacks.monitor import AveragingMonitor
+from lightning_async.engine.averaging.report import RunSummary
 from tests.strategies.workers import Outcomes
 
 pytestmark = pytest.mark.processes
@@ -70,8 +71,27 @@ def test_what_sets_itself_is_told_once_and_is_in_summary_and_metrics(ranks: Outc
             assert found["told"] == []
         else:
             first = found["told"][0]
-            assert first.startswith("Set by what is measured (rule, schedule): a round every ")
+            assert first.startswith("Set by what is measured (rule, schedule): a round of each of ")
             assert "outer_lr" in first
+
+
+@pytest.mark.parametrize(
+    ("periods", "told"),
+    [
+        ([16.0, 18.0] * 20, [2]),  # measured times vary
+        ([4.0, 8.0, 12.0, 16.0, 16.0, 16.0], [4]),
+        ([16.0] * 20 + [32.0] * 20, [2, 22]),
+        ([16.0, 16.0, 32.0, 32.0, 64.0, 64.0, 64.0, 64.0], [2, 4, 8]),  # the next comes after twice as many rounds
+        ([16.0, 32.0] * 20, []),
+    ],
+)
+def test_what_sets_itself_is_told_when_it_has_settled(periods: list[float], told: list[int]) -> None:
+    monitor = AveragingMonitor()
+    summaries = [
+        RunSummary(rounds=number, settings={"period_steps": period, "step_s": 0.01})
+        for number, period in enumerate(periods, 1)
+    ]
+    assert [summary.rounds for summary in summaries if monitor.is_news(summary)] == told
 
 
 def test_windows_of_gradients_are_told_as_such(ranks: Outcomes) -> None:

@@ -46,7 +46,7 @@ SCENARIOS = "tests.strategies.unsupported"
         ({"buffers": "mean"}, ValueError, ("buffers='mean'", "recompute")),
         ({"optimizer_state": "drop"}, ValueError, ("optimizer_state='drop'", "reset")),
         ({"lr_clock": "mean"}, ValueError, ("lr_clock='mean'", "global")),
-        ({"compression": "int4"}, ValueError, ("compression='int4'", "int8")),
+        ({"compression": "int4"}, ValueError, ("Strategy(compression='int4')", "'auto'", "int8", "TopK(0.02, bits=2)")),
         (
             {"rule": DeltaMean(), "compression": "int8"},
             ValueError,
@@ -137,7 +137,7 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):
         rule = nothing
-        with pytest.raises(TypeError, match=r"must be an averaging rule such as DeltaMean\(\)\.$"):
+        with pytest.raises(TypeError, match=r"must be 'auto', or an averaging rule such as DeltaMean\(\)\.$"):
             AsyncAveragingStrategy(rule)
 
 

@@ -53,7 +53,9 @@ class BackgroundAverager(SyncPointParticipant):
         control.register(self.component)
         self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
         self.sync_points = SyncPoints(control, self)
-        self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
+        self.summary = RunSummary(
+            rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments
+        )
         self._reports = Reports(self.summary)
         exact = self.config.compression == "none" or rule.keeps_residual
         self._merger = Merger(self._buckets, self.agreed, self.component, exact)
@@ -227,10 +229,11 @@ class BackgroundAverager(SyncPointParticipant):
             with self._box.changed:
                 self.ledger.agree()  # what this replica did is in no parameters any more, in those of no fragment
             self.on_healed()
-        whole_period = arrived.round.past > 0 or self.replica.num_fragments == 1  # at first fragments have had a part
-        if isinstance(arrived.message, LocalMessage) and not arrived.is_consensus and whole_period:
-            settings = {"period_steps": arrived.message.steps, "step_s": self._step_s}
-            settings |= {"fragments": self.replica.num_fragments} if self.replica.num_fragments > 1 else {}
+        message = arrived.message
+        whole = arrived.round.past > 0 or self.replica.num_fragments == 1  # else a part of a period
+        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus and whole:
+            # A message that was not due holds what was left over at a sync point: no period.
+            settings = {"period_steps": message.steps, "step_s": self._step_s}
             self.summary.settings = {**settings, **self.agreed.rule.chosen(arrived.round)}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
