@@ -52,8 +52,9 @@ class DiLoCo(RuleBase[DiLoCoState]):
             restores the optimizer's options too, as in torch. Default: None, the equations above.
         mixing: :math:`\alpha`, where a replica has taken steps while the round travelled: in place of the
             displacement :math:`x_i \leftarrow \alpha\, x_i + (1 - \alpha)\, a`. Replicas stay closer together, and
-            lose :math:`1 - \alpha` of those steps. An absent replica, whose steps no message holds, keeps all of
-            them. Default: None, all local progress is kept.
+            lose :math:`1 - \alpha` of those steps, and of what compression took from the message: `TopK`, which takes
+            most, is refused. An absent replica, whose steps no message holds, keeps all of them. Default: None, all
+            local progress is kept.
 
     Raises:
         TypeError: an argument has the wrong type.
@@ -363,7 +364,18 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
             received.mul_(self.clip / norm)
         if sent is not None:
             self._learn_(state.norms, round.scalars[round.rank][0])
-        return state._replace(inner=self.rule.merge_(sent, received, state.inner, round))
+        return state._replace(inner=self.rule.merge_(sent, received, state.inner, self._heard(round)))
+
+    def _heard(self, round: Round) -> Round:
+        """Return the round as the rule is told of it: with no work of those whose messages are anomalous."""
+        usual = self._usual(self.rule.weights(round), round)
+        if not usual:
+            return round
+        work, steps = (
+            tuple(each if rank in usual else 0.0 for rank, each in enumerate(counts))
+            for counts in (round.work, round.steps)
+        )
+        return round._replace(work=work, steps=steps)
 
     def _learn_(self, norms: Tensor, norm: float) -> None:
         count, mean, variance = norms.tolist()
@@ -375,7 +387,7 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
         norms.copy_(torch.tensor(learned, dtype=torch.float64))
 
     def chosen(self, round: Round) -> dict[str, float]:
-        return self.rule.chosen(round)
+        return self.rule.chosen(self._heard(round))
 
     def abandon_(self, sent: Tensor, state: PenaltyState) -> PenaltyState:
         return state._replace(inner=self.rule.abandon_(sent, state.inner))

@@ -58,17 +58,15 @@ class AveragingMonitor(Callback):
         return True
 
     def is_news(self, summary: Any) -> bool:
-        """Note how the last round was set; return whether that is to be told: it has changed, and settled since.
+        """Return whether to tell how rounds are set: it has settled, and differs by a third or more from what was told.
 
-        Measured times vary from round to round. So that there are few lines however many rounds there are, the next
-        one comes after twice as many rounds at the earliest.
+        The next line comes after twice as many rounds at the earliest, so that there are few however long training is.
         """
-        settings = summary.settings
-        settles = not _differ(self._before, settings)
-        self._before = settings
-        if not settles or summary.exchanges < 2 * self._told_at or not _differ(self._told, settings):
+        settles = not _differ(self._before, summary.settings)
+        self._before = summary.settings
+        if not settles or summary.exchanges < 2 * self._told_at or not _differ(self._told, summary.settings):
             return False
-        self._told = settings
+        self._told = summary.settings
         self._told_at = summary.exchanges
         return True
 

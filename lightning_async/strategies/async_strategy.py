@@ -61,6 +61,8 @@ class AsyncStrategy(ReplicatedStrategy):
     """Makes one model of replicas that differ at a sync point: by default their mean."""
     schedule: Schedule = Synchronous()
     """Says which steps replicas take alone: by default none, so that there are no rounds between sync points."""
+    num_fragments: int = 1
+    """Parts of the parameters that rounds move in turn."""
     automatic: tuple[str, ...] = ()
     """Names the arguments that follow from what is measured."""
     make_step_runner: Callable[..., StepRunner] = LocalSteps

@@ -103,9 +103,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
-        chosen = {"rule": rule, "schedule": schedule, "compression": compression, "fragments": fragments}
+        chosen = {"rule": rule, "schedule": schedule}  # the rest follows from these
         self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
+        self._cuts_itself = fragments == "auto"
         if fragments == "auto":
             fragments = _FRAGMENTS if schedule == "auto" and overlap else 1
         if schedule == "auto":  # what is in flight is a part only, so that rounds may follow each other more closely
@@ -137,6 +138,12 @@ class AsyncAveragingStrategy(AsyncStrategy):
         if trainer.state.fn == "fit" and self.world is not None:
             apart = not isinstance(self.schedule, Synchronous)  # what replicas make of their own steps is averaged
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
+
+    @property
+    def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        number = self.config.fragments
+        trained = sum(p.requires_grad for p in self.module.parameters())
+        return max(1, min(number, trained)) if self._cuts_itself else number
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:

@@ -173,10 +173,7 @@ class Session:
         self._connection = connection
         self._world = connection.world
         config = strategy.config
-        fragments = config.fragments
-        if "fragments" in strategy.automatic:
-            fragments = max(1, min(fragments, sum(p.requires_grad for p in strategy.module.parameters())))
-        replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device, fragments)
+        replica = Replica(strategy.module, strategy.buffers, strategy.bucket_device, strategy.num_fragments)
         self._averaged: AveragedState | None = None
         if strategy.optimizer_state_policy == "average":
             state = AveragedState(strategy.optimizers)

@@ -84,6 +84,28 @@ def test_warm_up_ends_in_rounds() -> None:
         assert left.rounds == 4
 
 
+def test_a_schedule_hears_what_rounds_take_and_not_the_exchange_of_a_sync_point() -> None:
+    def body(rank):
+        seen = []
+
+        class Recording(EveryNSteps):
+            def next(self, clock):
+                seen.append(clock.round_s)
+                return super().next(clock)
+
+        rank.averager.schedule = Recording(3)
+        rank.train(4)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        rank.averager.sync_points.resume()
+        rank.train(1)
+        assert (rank.averager.summary.rounds, rank.averager.summary.consensuses) == (1, 1)
+        return seen
+
+    for seen in run(2, body, rule=DiLoCo(), config={"overlap": False}):
+        assert seen[:3] == [0.0] * 3
+        assert seen[3] == seen[4] > 0.0
+
+
 def test_a_schedule_that_says_something_else_is_named() -> None:
     class Says:
         def next(self, clock):

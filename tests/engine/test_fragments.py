@@ -330,13 +330,15 @@ def test_a_replica_that_is_not_finite_takes_over_all_fragments_at_once() -> None
             fill(rank, float("nan"))
         train(rank, 1)
         healed = flat(rank)
+        work = [work.steps for work in rank.averager.ledger.work]
         train(rank, 4)
         rank.meet()
-        return healed, flat(rank), rank.averager.summary.healed
+        return healed, flat(rank), work, rank.averager.summary.healed
 
     found = values(3, body, **STREAMS)
     assert [healed for *_, healed in found] == [0, 1, 0]
-    for healed, end, _ in found:
+    assert [work for *_, work, _ in found] == [[2.0, 0.0, 4.0], [0.0] * 3, [2.0, 0.0, 4.0]]
+    for healed, end, *_ in found:
         assert torch.isfinite(healed).all()
         assert torch.equal(bits(end), bits(found[0][1]))
 

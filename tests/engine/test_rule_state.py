@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, Mean, SparseLoCo
+from lightning_async.algorithms import DeltaMean, DiLoCo, Mean, PseudoGradientPenalty, SlowMo, SparseLoCo
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import Buckets
@@ -168,3 +168,6 @@ def test_a_state_of_another_rule_is_refused() -> None:
     saved, own = agreed(DiLoCo())[0].state_dict(), {}
     with pytest.raises(ValueError, match=r"rule=Mean\(\).*`DiLoCo` wrote"):
         agreed(Mean())[0].load_state_dict(saved, own)
+    penalised = agreed(PseudoGradientPenalty(SlowMo()))[0].state_dict()  # it has the fields that DiLoCo has
+    with pytest.raises(ValueError, match=r"rule=PseudoGradientPenalty\(.*`PseudoGradientPenalty\(SlowMo\)` wrote"):
+        agreed(PseudoGradientPenalty(DiLoCo()))[0].load_state_dict(penalised, own)

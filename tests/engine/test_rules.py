@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lightning_async.algorithms import EASGD, DiLoCo, EveryNSteps, PseudoGradientPenalty, SlowMo, Synchronous, Warmup
+from lightning_async.algorithms.schedules import Action, ReplicaClock
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
 from tests.algorithms.coming import Compressed, Eager
 from tests.engine.ranks import Rank, bits, run
@@ -40,6 +41,30 @@ def test_a_rendezvous_shows_the_center_and_training_goes_on_from_the_local_model
     for mine, others in ((left[1], right[1]), (left[4], right[4])):
         assert torch.equal(bits(mine), bits(others))
     assert not torch.equal(left[0], right[0])
+
+
+def test_a_step_that_finds_others_elsewhere_is_one_of_the_replicas_own_model() -> None:
+    """It was to be synchronous, and a signal has come after the exchange of that sync point."""
+
+    class ThenSynchronous(EveryNSteps):
+        def next(self, clock: ReplicaClock) -> Action:
+            return Action.GRADIENTS if clock.step >= 5 else super().next(clock)
+
+    def body(rank: Rank) -> Any:
+        def told(kind: SyncPointKind) -> Arrival:
+            assert rank.meet(kind) is Arrival.OPEN
+            return Arrival.STOP
+
+        rank.train(5)
+        before = rank.x.clone()
+        rank.averager.meet = told
+        rank.train(1)
+        rank.averager.sync_points.resume()
+        return before, rank.x.clone()
+
+    found = run(2, body, rule=EASGD(), schedule=ThenSynchronous(3), config={"overlap": False})
+    for number, (before, after) in enumerate(found):
+        torch.testing.assert_close(after, before - 0.1 * (before - number), rtol=0, atol=1e-6)
 
 
 def test_elastic_averaging_is_its_equations() -> None:
@@ -203,6 +228,20 @@ def test_with_nothing_kept_of_progress_in_flight_all_stand_at_the_target() -> No
     run(2, body, rule=DiLoCo(outer_lr=1.0, outer_momentum=0.0, mixing=0.0), schedule=EveryNSteps(4))
     assert any(stale) and common()
     assert all(torch.equal(seen[0][id], seen[1][id]) for id in common())
+
+
+def test_where_nothing_is_in_flight_mixing_leaves_to_the_next_message_what_one_lacked() -> None:
+    goals = [torch.linspace(0.0, 1.0, 300), torch.linspace(1.0, 2.0, 300)]
+
+    def body(rank: Rank) -> torch.Tensor:
+        rank.train(200)
+        rank.meet()
+        return rank.x[0].clone()
+
+    rule = DiLoCo(outer_lr=1.0, outer_momentum=0.0, mixing=0.5)
+    config = {"overlap": False, "compression": "int8"}
+    for x in run(2, body, rule=rule, schedule=EveryNSteps(4), goals=goals, numel=300, config=config):
+        torch.testing.assert_close(x, (goals[0] + goals[1]) / 2, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

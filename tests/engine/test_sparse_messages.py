@@ -163,6 +163,36 @@ def test_at_a_sync_point_what_was_not_sent_weighs_as_what_is_new(code: TopK) -> 
         torch.testing.assert_close(x, (11 * found[0][1] + 8 * found[1][1]) / 19, atol=1e-6, rtol=0)
 
 
+@every_code
+def test_what_was_not_sent_weighs_as_before_where_training_goes_on_from_a_save_between_sync_points(code: TopK) -> None:
+    options: Any = {"schedule": EveryNSteps(4), "goals": messages(2, 300), "numel": 300}
+    config = {"overlap": False, "compression": code}
+
+    def save(rank: Rank) -> Any:
+        rank.train(4, samples=2.0)
+        averager = rank.averager
+        saved = copy.deepcopy((rank.x, averager.state_dict(), averager.clocks(), averager.marks.replica()))
+        sent.wait()
+        return *saved, go_on(rank)
+
+    def resume(rank: Rank) -> Any:
+        x, shared, clocks, replica, _ = first[rank.averager.summary.rank]
+        rank.averager.load_state_dict(shared, clocks)
+        rank.averager.marks.part(replica, {"weight": x}, rank.module)
+        sent.wait()
+        return go_on(rank)
+
+    def go_on(rank: Rank) -> Tensor:
+        rank.train(1 - rank.averager.summary.rank, samples=3.0)
+        assert rank.meet() is Arrival.OPEN
+        return rank.x.clone()
+
+    sent = threading.Barrier(2, timeout=60)
+    first = run(2, save, rule=LOCAL_SGD, config=config, **options)
+    for x, told in zip(run(2, resume, rule=LOCAL_SGD, config=config, **options), first, strict=True):
+        torch.testing.assert_close(x, told[-1], atol=1e-6, rtol=0)
+
+
 def test_with_the_residual_in_the_rule_replicas_hold_one_model_after_a_round() -> None:
     """To the bit, so that a sync point moves nothing."""
 
@@ -278,4 +308,6 @@ def test_a_part_of_the_parameters_themselves_is_refused(code: TopK) -> None:
     for rule in (DeltaMean(), Mean()):
         with pytest.raises(ValueError, match=r"Mean\(\), compression=TopK\(.*a part says too little for replicas"):
             config.check_rule("Owner", rule)
+    with pytest.raises(ValueError, match=r"mixing=0\.5.*compression=TopK\(.*Use a rule without mixing"):
+        config.check_rule("Owner", DiLoCo(mixing=0.5))
     config.check_rule("Owner", RULE)

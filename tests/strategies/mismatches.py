@@ -33,7 +33,7 @@ STRATEGIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "schedule": ({"schedule": EveryNSteps(4)}, {"schedule": EverySeconds(0.5)}),
     "synchronous": ({"schedule": EveryNSteps(4)}, {"schedule": Synchronous()}),
     "warm-up": ({"schedule": EveryNSteps(4)}, {"schedule": Warmup(EveryNSteps(4), steps=3)}),
-    "overlap": ({"overlap": True}, {"overlap": False}),
+    "overlap": ({"overlap": True, "fragments": 1}, {"overlap": False}),
     "weighting": ({"weighting": "samples"}, {"weighting": "equal"}),
     "buffers": ({"buffers": "average"}, {"buffers": "recompute"}),
     "optimizer_state": ({"optimizer_state": "keep"}, {"optimizer_state": "average"}),

@@ -73,7 +73,7 @@ def interrupted_with_models_of_their_own(folder: Path) -> Any:
 
 def _interrupted(folder: Path, rule: Any) -> Any:
     def strategy() -> AsyncAveragingStrategy:
-        return AsyncAveragingStrategy(rule, EveryNSteps(3), overlap=False, compression="none", timeouts=PATIENT)
+        return AsyncAveragingStrategy(rule, EveryNSteps(3), overlap=False, timeouts=PATIENT, compression="none")
 
     whole = _train(4, strategy=strategy())
     first = _train(2, save=folder, strategy=strategy())

@@ -85,8 +85,8 @@ def summaries() -> Any:
 
 @scenario
 def automatic() -> Any:
-    """Whatever is left as it is sets itself; with a period that nothing measured changes."""
-    trainer = make_trainer(AsyncAveragingStrategy(schedule=EveryNSteps(16), overlap=False, min_replicas=2))
+    """A rule that is left as it is sets itself; without overlap, so that periods do not vary."""
+    trainer = make_trainer(AsyncAveragingStrategy(min_replicas=2, schedule=EveryNSteps(8), fragments=2, overlap=False))
     with logged() as messages:
         trainer.fit(Net(), loader(shard((160, 160))))
     return {

@@ -51,11 +51,11 @@ def test_all_are_killed_between_sync_points_and_resume_from_a_round(tmp_path: Pa
 @pytest.mark.parametrize(
     ("arguments", "fragments", "automatic"),
     [
-        ({}, 4, ("rule", "schedule", "compression", "fragments")),
-        ({"fragments": 2}, 2, ("rule", "schedule", "compression")),
-        ({"overlap": False}, 1, ("rule", "schedule", "compression", "fragments")),
-        ({"schedule": EveryNSteps(8), "rule": DiLoCo(), "compression": "none"}, 1, ("fragments",)),
-        ({"schedule": EveryNSteps(8), "rule": DiLoCo(), "compression": "none", "fragments": 3}, 3, ()),
+        ({}, 4, ("rule", "schedule")),
+        ({"fragments": 2}, 2, ("rule", "schedule")),
+        ({"overlap": False}, 1, ("rule", "schedule")),
+        ({"schedule": EveryNSteps(8)}, 1, ("rule",)),
+        ({"schedule": EveryNSteps(8), "rule": DiLoCo(), "fragments": 3}, 3, ()),
     ],
 )
 def test_there_are_several_where_the_schedule_sets_itself_too(

@@ -53,7 +53,9 @@ class BackgroundAverager(SyncPointParticipant):
         control.register(self.component)
         self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
         self.sync_points = SyncPoints(control, self)
-        self.summary = RunSummary(rank=control.rank, world_size=control.transfer.small.world_size)
+        self.summary = RunSummary(
+            rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments
+        )
         self._reports = Reports(self.summary)
         exact = self.config.compression == "none" or rule.keeps_residual
         self._merger = Merger(self._buckets, self.agreed, self.component, exact)
@@ -113,6 +115,8 @@ class BackgroundAverager(SyncPointParticipant):
             self._leave_synchronous()
         if synchronous:
             self._merger.go_on_from(None)
+        else:
+            self._merger.restore_local()  # a sync point that did not open may have shown its model all the same
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
         return action
@@ -222,13 +226,14 @@ class BackgroundAverager(SyncPointParticipant):
                 buckets.arrived = None
         self._reports.merge_s += self._now() - started
         if arrived.healed:
+            with self._box.changed:
+                self.ledger.agree()  # what this replica did is in no parameters any more, in those of no fragment
             self.on_healed()
         message = arrived.message
-        whole_period = arrived.round.past > 0 or self.replica.num_fragments == 1  # at first fragments have had a part
-        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus and whole_period:
+        whole = arrived.round.past > 0 or self.replica.num_fragments == 1  # else a part of a period
+        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus and whole:
             # A message that was not due holds what was left over at a sync point: no period.
             settings = {"period_steps": message.steps, "step_s": self._step_s}
-            settings |= {"fragments": self.replica.num_fragments} if self.replica.num_fragments > 1 else {}
             self.summary.settings = {**settings, **self.agreed.rule.chosen(arrived.round)}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
@@ -369,7 +374,7 @@ class Merger:
         elif consensus and self._local is None and self._component.keeps_own_model():
             self._local = torch.empty_like(target)
             replica.pack_(self._local)
-        if base is not None and rule.mixes:
+        if base is not None and rule.mixes and (message is None or message.step != step):
             target = self._mix(arrived, base)
             base = None
         replica.merge_(

@@ -84,6 +84,7 @@ class RunSummary:
     samples_by_rank: list[float] = field(default_factory=list)
     paces: dict[str, Pace] = field(default_factory=dict)
     settings: dict[str, float] = field(default_factory=dict)  # of the last round: its period, and what the rule chose
+    fragments: int = 1  # of the parameters: each has a round in a period
     automatic: tuple[str, ...] = ()  # arguments of the strategy that follow from what is measured
     totals: Totals | None = None  # what is exchanged in place of averaging rounds, counted
 
@@ -180,13 +181,12 @@ class RunSummary:
 
         >>> RunSummary(settings={"period_steps": 16.0, "step_s": 0.05, "outer_lr": 1.0}).in_words()
         'a round every 16 steps of 50 ms, outer_lr 1'
-        >>> RunSummary(settings={"period_steps": 16.0, "step_s": 0.05, "fragments": 4}).in_words()
+        >>> RunSummary(settings={"period_steps": 16.0, "step_s": 0.05}, fragments=4).in_words()
         'a round of each of 4 fragments every 16 steps of 50 ms'
         """
-        chosen = dict(self.settings)
-        steps, step_s, fragments = (chosen.pop(name, 1) for name in ("period_steps", "step_s", "fragments"))
-        what = "a round" if fragments == 1 else f"a round of each of {fragments:.0f} fragments"
-        every = f"{what} every {steps:.0f} steps of {1e3 * step_s:.0f} ms"
+        chosen = {name: value for name, value in self.settings.items() if name not in ("period_steps", "step_s")}
+        what = "a round" if self.fragments == 1 else f"a round of each of {self.fragments} fragments"
+        every = f"{what} every {self.settings['period_steps']:.0f} steps of {1e3 * self.settings['step_s']:.0f} ms"
         return ", ".join([every, *(f"{name} {value:.3g}" for name, value in chosen.items())])
 
     def advice(self, schedule: object) -> str:
@@ -210,7 +210,7 @@ class RunSummary:
             if dot:
                 if self.totals is not None and prefix == self.totals.prefix:
                     setattr(self.totals, own, value)
-            elif name not in ("rank", "world_size", "lost"):
+            elif name not in ("rank", "world_size", "lost", "fragments"):
                 setattr(self, name, value)
 
     def __str__(self) -> str:
@@ -275,7 +275,8 @@ class Reports:
         if report.healed:
             self._warn_of_healing(step, report.id)
         self.blocked_s = self.merge_s = 0.0
-        self.round_s = arrived.exchange_s
+        if not arrived.is_consensus:  # that moves all parameters, as fp32
+            self.round_s = arrived.exchange_s
         self.summary.add(report)
         self.summary.failed_rounds = failed_rounds
         self.summary.samples_by_rank = list(samples_by_rank)

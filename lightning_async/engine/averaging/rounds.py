@@ -557,6 +557,7 @@ class CheckpointMarkers:
             buckets = self._control.buckets
             return {
                 "work": self._ledger.work_dict(),
+                "reported": self._ledger.reported_dict(),
                 "at_target": buckets.at_target,
                 "reference": buckets.replica.reference,
                 "remainders": buckets.replica.remainders,
@@ -577,7 +578,7 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
-            self._ledger.load_work(replica["work"])
+            self._ledger.load_work(replica["work"], replica.get("reported"))
             buckets.at_target = replica["at_target"]
 
     @property

@@ -112,6 +112,12 @@ class AveragerConfig:
                 "differences (`DiLoCo(outer_lr=1.0, outer_momentum=0.0)` averages as `DeltaMean()` does), or "
                 '`compression="bf16"`.'
             )
+        if isinstance(self.compression, TopK) and rule.mixes:
+            raise ValueError(
+                f"`{owner}(rule={rule!r}, compression={self.compression!r})`: this rule gives up a part of what is in "
+                "the parameters beyond the messages, and with it what sparse messages lack, which is most of them. "
+                'Use a rule without mixing, or codes, such as `compression="int8"`.'
+            )
 
 
 @dataclass(frozen=True)
@@ -220,9 +226,17 @@ class WorkLedger:
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
 
-    def load_work(self, saved: Sequence[Any]) -> None:
+    def reported_dict(self) -> list[list[float]]:
+        return [[work.samples, work.steps] for work in self.reported]
+
+    def load_work(self, work: Sequence[Any], reported: Sequence[Any] | None = None) -> None:
+        self.work = self._loaded(work)
+        if reported is not None:  # else the checkpoint is too old
+            self.reported = self._loaded(reported)
+
+    def _loaded(self, saved: Sequence[Any]) -> list[Work]:
         pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair, where there were no fragments yet
-        self.work = [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
+        return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
 
     def _of_cut(self, counts: list[T]) -> list[T]:
         """Return counts for these fragments; where parameters were cut otherwise, the largest for each."""
@@ -315,7 +329,7 @@ class RuleState:
         return {
             "round": self._shared_state.next_exchange,
             "num_rounds": self.num_rounds,
-            "rule": type(self.rule).__qualname__,
+            "rule": _name_of(self.rule),
             "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
         }
 
@@ -350,7 +364,7 @@ class RuleState:
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
-        mine = type(self.rule).__qualname__
+        mine = _name_of(self.rule)
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
         if saved["rule"] != mine and not (saved["rule_state"] or own):
@@ -407,6 +421,13 @@ class RuleState:
         """Return the fields of the rule's state that hold one number per element of the parameters, by fragment."""
         fields = {**self._by_name(own=False), **self._by_name(own=True)}
         return {name: parts for name, parts in fields.items() if self._is_flat(parts)}
+
+
+def _name_of(rule: AveragingRule) -> str:
+    """Return a rule's name, with that of the rule that it wraps: fields of the same name may mean different things."""
+    name = type(rule).__qualname__
+    inner = getattr(rule, "rule", None)
+    return f"{name}({_name_of(inner)})" if isinstance(inner, AveragingRule) else name
 
 
 def _copied(parts: Sequence[Any]) -> Any:
