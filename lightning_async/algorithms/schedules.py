@@ -108,7 +108,7 @@ class ReplicaClock(NamedTuple):
         steps_since_round: completed steps that no round's snapshot holds yet.
         seconds_since_round: seconds since the last round was committed (or since training began).
         step_s: measured seconds per local step, 0.0 while unknown.
-        round_s: measured seconds of one round's exchange, 0.0 while unknown.
+        round_s: measured seconds of one round's exchange, the shorter of the last two; 0.0 while there were fewer.
         speed: this replica's steps per second, over those of the fastest; 1.0 while unknown.
     """
 

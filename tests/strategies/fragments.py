@@ -51,6 +51,15 @@ class Dies(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Notices(pl.Callback):
+    """Lets this rank go on from a step once it has heard that the other one is lost."""
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        until = time.monotonic() + 60
+        while trainer.global_step == 40 and not trainer.strategy.live_ranks.lost and time.monotonic() < until:
+            time.sleep(0.01)
+
+
 class Begins(pl.Callback):
     """Notes what this rank goes on from."""
 
@@ -73,7 +82,8 @@ def train(
     )  # fmt: skip
     begins = Begins()
     saves = FaultTolerantCheckpoint(folder, every_n_train_steps=10)
-    callbacks = [saves, begins, Dies(folder, dies or [], dies_at)]
+    callbacks: list[Any] = [saves, begins, Dies(folder, dies or [], dies_at)]
+    callbacks += [Notices()] * (bool(dies) and rank not in (dies or []))
     trainer = pl.Trainer(
         strategy=strategy, accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), max_epochs=epochs, logger=False,
         callbacks=callbacks, enable_progress_bar=False, enable_model_summary=False, use_distributed_sampler=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -255,7 +256,7 @@ class Reports:
         self.summary = summary
         self.merge_s = 0.0  # packing and merging since the last report
         self.blocked_s = 0.0  # standing still for the round under way
-        self.round_s = 0.0  # what the last round's exchange took
+        self._exchanges_s: deque[float] = deque(maxlen=2)
 
     def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
         report = RoundReport(
@@ -276,11 +277,16 @@ class Reports:
             self._warn_of_healing(step, report.id)
         self.blocked_s = self.merge_s = 0.0
         if not arrived.is_consensus:  # that moves all parameters, as fp32
-            self.round_s = arrived.exchange_s
+            self._exchanges_s.append(arrived.exchange_s)
         self.summary.add(report)
         self.summary.failed_rounds = failed_rounds
         self.summary.samples_by_rank = list(samples_by_rank)
         return report
+
+    @property
+    def round_s(self) -> float:
+        """The shorter of the last two rounds' exchanges: the first one is cold, and some are held up by chance."""
+        return min(self._exchanges_s) if len(self._exchanges_s) == 2 else 0.0
 
     def _warn_of_healing(self, step: int, round_id: int) -> None:
         """Warn once; a replica that is healed again and again has a cause that averaging cannot mend."""
