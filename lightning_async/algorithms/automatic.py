@@ -24,9 +24,9 @@ class MatchCommunication(Schedule):
 
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min} \frac{v}{v_{\max}}, c\, \frac{t_{round}}{t_{step}}\big)\Big)
 
-    :math:`t_{round}` is the time of a round (the shorter of the last two), :math:`t_{step}` that of a step of this replica, :math:`v` its
-    speed and :math:`v_{\max}` that of the fastest. The period follows the link as it changes. A slow replica takes
-    fewer steps in a period, so that all are ready together.
+    :math:`t_{round}` is the time of a round (the shorter of the last two), :math:`t_{step}` that of a step of this
+    replica, :math:`v` its speed and :math:`v_{\max}` that of the fastest. The period follows the link as it changes. A
+    slow replica takes fewer steps in a period, so that all are ready together.
 
     Args:
         minimum: :math:`n_{\min}`. Default 16: more frequent rounds gain nothing with an outer optimizer.
