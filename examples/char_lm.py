@@ -188,10 +188,10 @@ def make_strategy(options: Any) -> Any:
     if options.strategy != "async_averaging":
         return options.strategy
 
-    rules = {"mean": Mean, "delta_mean": DeltaMean, "diloco": DiLoCo}
+    rules = {"auto": lambda: "auto", "mean": Mean, "delta_mean": DeltaMean, "diloco": DiLoCo}
     return AsyncAveragingStrategy(
         rules[options.rule](),
-        EveryNSteps(options.sync_every),
+        "auto" if options.sync_every is None else EveryNSteps(options.sync_every),
         overlap=options.rule != "mean",  # Mean overwrites the parameters, so its rounds block
         compression=options.compression,
         transport=options.transport,
@@ -202,9 +202,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategy", default="async_averaging", help='or "horovod", "ddp", ...')
     parser.add_argument("--devices", type=int, default=2, help="number of replicas")
-    parser.add_argument("--rule", choices=["mean", "delta_mean", "diloco"], default="delta_mean")
-    parser.add_argument("--sync-every", type=int, default=32, metavar="STEPS", help="a replica's steps per round")
-    parser.add_argument("--compression", choices=["none", "bf16", "fp8", "int8"], default="none", help="of messages")
+    parser.add_argument("--rule", choices=["auto", "mean", "delta_mean", "diloco"], default="auto")
+    parser.add_argument("--sync-every", type=int, metavar="STEPS", help="a replica's steps per round (default: auto)")
+    parser.add_argument(
+        "--compression", choices=["auto", "none", "bf16", "fp8", "int8"], default="auto", help="of messages"
+    )
     parser.add_argument("--transport", choices=["auto", "torch", "horovod"], default="auto", help="of averaging")
     parser.add_argument("--max-steps", type=int, default=800, metavar="STEPS", help="a replica's steps in all")
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), metavar="FOLDER", help="metrics and picture")

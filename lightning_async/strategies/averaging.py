@@ -108,7 +108,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
         self._cuts_itself = fragments == "auto"
         if fragments == "auto":
-            fragments = _FRAGMENTS if schedule == "auto" and overlap else 1
+            fragments = _FRAGMENTS if schedule == "auto" and overlap is True else 1
         if schedule == "auto":  # what is in flight is a part only, so that rounds may follow each other more closely
             schedule = MatchCommunication() if fragments == 1 else MatchCommunication(factor=1.3)
         configuration_checks.check_arguments(rule, schedule, overlap)
