@@ -29,7 +29,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint, Synchronous, Timeouts
+from lightning_async import (
+    AsyncAveragingStrategy,
+    DeltaMean,
+    EveryNSteps,
+    FaultTolerantCheckpoint,
+    Synchronous,
+    Timeouts,
+)
 from lightning_async.checkpoint.saver import Saver
 from lightning_async.engine.averaging.averager import BackgroundAverager
 from lightning_async.engine.averaging.rounds import AnchorRound, AveragingRound, ConsensusRound
@@ -274,6 +281,7 @@ def main() -> None:
         process_liveness.place_of = lambda process: NAME
     module.trace.note("start", process=os.getpid(), name=NAME)
     strategy = AsyncAveragingStrategy(
+        rule=DeltaMean(),  # its payload moves as one bucket, in which ranks die
         schedule=Synchronous() if job.synchronous else EveryNSteps(job.period),
         min_replicas=job.min_replicas,
         timeouts=Timeouts(dead_after=timedelta(seconds=job.dead_after_s)),
