@@ -210,7 +210,7 @@ def test_a_launcher_that_is_killed_while_it_starts_the_others_leaves_none(tmp_pa
         deadline = time.monotonic() + LIMIT_S / 3
         while len(group_members(process.pid)) < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(group_members(process.pid)) == 2
+        assert len(group_members(process.pid)) >= 2  # a process that keeps the store may be there, too
         process.kill()
         process.wait()
         wait_for_group_to_end(process.pid, LIMIT_S / 2)
