@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from lightning_async._sockets import connects, opening, serves_at
-from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, PeerLost
+from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, PeerLost, StoreLost
 from lightning_async.membership.failure_detector import new_life
 from lightning_async.membership.generation import in_order, listed
 from lightning_async.membership.membership import Membership
@@ -439,7 +439,7 @@ class ProcessHeartbeat:
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
         """Wait, with logs, until all ranks that live have come to the run ``name``; name those that have not.
 
-        Raises PeerLost where a process is gone, or the store, and CollectiveTimeout.
+        Raises PeerLost where a process is gone, StoreLost where the store is, and CollectiveTimeout.
         """
         patience = WaitWithLog(self._rank, timeout, self.check)
         with naming_the_stores_host(self._rank):
@@ -448,11 +448,11 @@ class ProcessHeartbeat:
 
 @contextmanager
 def naming_the_stores_host(rank: int) -> Iterator[None]:
-    """Raise `PeerLost`, which names rank 0, in place of torch's errors where the store fails."""
+    """Raise `StoreLost`, which names rank 0, in place of torch's errors where the store fails."""
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:
-        raise PeerLost(
+        raise StoreLost(
             f"rank {rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
             "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",
             () if rank == 0 else (0,),

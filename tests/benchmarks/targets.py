@@ -7,6 +7,9 @@ averaged and judged once training has ended. A model is at the target when the m
 The steps of DDP, with its hooks too, do not depend on the link: it trains where nothing limits it, and its time per
 step is then taken on the link. The row "ddp free" has the same steps, in the time that they take without a limit.
 
+With ``--falls-to`` the link has another rate from half of ``--steps`` on; the seconds of those who wait for each step
+are then taken at the first rate.
+
 The first seed tries all learning rates, for every peer alike; the other seeds repeat each peer's best one.
 """
 
@@ -20,6 +23,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +33,7 @@ from torch.nn.utils import vector_to_parameters
 
 from tests.benchmarks.averaging import RATE_MBIT, make_link, termination_as_exception
 from tests.benchmarks.language import WARMUP, Copies, LanguageModule, held_out
-from tests.benchmarks.link import Link
+from tests.benchmarks.link import Link, shaping_problem
 from tests.benchmarks.measured import Job, RankResult
 from tests.benchmarks.model import Slot
 from tests.benchmarks.peers import PEERS
@@ -182,11 +186,36 @@ class Measurement:
         return run_ranks(link, job, timeout_s=timeout_s, step_s=self.slots)
 
     @contextlib.contextmanager
+    def falling(self, link: Link, folder: Path) -> Iterator[None]:
+        """Give the link its second rate when the first rank has begun its copies, as it does at half of the steps."""
+        if self.options.falls_to is None or link is not self.link:
+            yield
+            return
+        over = threading.Event()
+
+        def fall() -> None:
+            numbers, _ = Copies.files(folder, 0)
+            while not numbers.exists():
+                if over.wait(0.05):
+                    return
+            link.set_rate(self.options.falls_to)
+
+        thread = threading.Thread(target=fall)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            link.set_rate(self.options.rate_mbit)
+
+    @contextlib.contextmanager
     def trained(self, link: Link, job: Job, first: int) -> Iterator[tuple[list[RankResult], Means]]:
         """A run, and its mean models from so many steps on; what they are made of goes when the context ends."""
         place = MEMORY if MEMORY.is_dir() else None
         with tempfile.TemporaryDirectory(prefix="labench-", dir=place) as folder:
-            ranks = self.ranks(link, replace(job, copies=folder, copy_from=first, copy_every=self.options.every))
+            with self.falling(link, Path(folder)):
+                ranks = self.ranks(link, replace(job, copies=folder, copy_from=first, copy_every=self.options.every))
             yield ranks, Means(Path(folder), ranks)
 
     def find_target(self) -> float:
@@ -291,6 +320,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slot-ms", type=float, help="padded compute of a step (default: what it needs)")
     parser.add_argument("--slowest", type=float, default=1.0, help="how much longer the last rank's steps take")
     parser.add_argument("--rate-mbit", type=float, default=RATE_MBIT)
+    parser.add_argument("--falls-to", type=float, help="rate of the link, in Mbit/s, from half of --steps on")
     parser.add_argument("--loopback", action="store_true", help="nothing limits the link")
     parser.add_argument("--quick", action="store_true", help="a functional check: few peers, unshaped, seconds")
     options = parser.parse_args(arguments)
@@ -306,6 +336,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.peers.insert(0, PLAIN)
     if options.steps < WARMUP or min(options.lrs) <= 0.0:
         parser.error(f"arguments --steps, --lrs: {options.steps}, {options.lrs} must be at least {WARMUP}, and above 0")
+    if options.falls_to is not None and (options.loopback or shaping_problem() is not None):
+        parser.error("argument --falls-to: only a shaped link, which needs root, has a rate that changes")
     return options
 
 
@@ -323,8 +355,9 @@ def measure(options: argparse.Namespace) -> tuple[Measurement, list[str]]:
         slots = [slot_s] * (options.replicas - 1) + [slot_s * options.slowest]
         done = Measurement(link=link, free=free, options=options, slots=slots, tail_s=tail_s)
         done.all_passes()
+    falls = "" if options.falls_to is None else f", from step {options.steps // 2} on {options.falls_to:g} Mbit/s"
     notes = [
-        f"{options.replicas} replicas; link: {link.kind}; slots of {[round(each * 1e3) for each in slots]} ms",
+        f"{options.replicas} replicas; link: {link.kind}{falls}; slots of {[round(each * 1e3) for each in slots]} ms",
         f"target: a held-out loss of {done.target:.4f}; seeds {options.seeds}, rates {options.lrs}",
         f"load averages: {done.load}",
         *(f"left out: {peer}, as {package} is not installed" for peer, package in options.left_out.items()),
