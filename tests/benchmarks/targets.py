@@ -107,6 +107,12 @@ class Means:
         steps, seconds = (each[before] + part * (each[after] - each[before]) for each in (self.steps, self.seconds))
         return steps, seconds
 
+    def curve(self, points: int = 12) -> list[tuple[float, float, float]]:
+        """Steps, seconds and loss at some looks, evenly apart."""
+        last = len(self.steps) - 1
+        looks = sorted({round(last * point / (points - 1)) for point in range(points)})
+        return [(self.steps[look], self.seconds[look], self.loss(look)) for look in looks]
+
 
 def _nearest(moment: float, moments: Sequence[float]) -> int:
     return min(range(len(moments)), key=lambda i: abs(moments[i] - moment))
@@ -124,6 +130,7 @@ class Run:
         step_ms: what a step took.
         mb_per_step: what a replica sent; None where that is unknown.
         last_loss: of the mean model, at the end.
+        curve: steps, seconds and the loss of the mean model, from half of ``--steps`` on.
     """
 
     lr: float
@@ -133,11 +140,13 @@ class Run:
     step_ms: float
     mb_per_step: float | None
     last_loss: float
+    curve: list[tuple[float, float, float]] = field(default_factory=list)
 
     def at(self, step_s: float, mb_per_step: float | None) -> Run:
         """The same steps, were each of them to take that long and to send so much."""
         seconds = None if self.steps is None else self.steps * step_s
-        return replace(self, seconds=seconds, step_ms=step_s * 1e3, mb_per_step=mb_per_step)
+        curve = [(steps, steps * step_s, loss) for steps, _, loss in self.curve]
+        return replace(self, seconds=seconds, step_ms=step_s * 1e3, mb_per_step=mb_per_step, curve=curve)
 
 
 def best_rate(runs: Sequence[Run], seed: int) -> float:
@@ -244,6 +253,7 @@ class Measurement:
             steps, seconds = means.reach(self.target) or (None, None)
             run = Run(
                 lr=job.rates[0], seed=job.seed, steps=steps, seconds=seconds, last_loss=means.around(-2),
+                curve=means.curve(),
                 step_ms=1e3 * (means.seconds[-1] - means.seconds[0]) / (means.steps[-1] - means.steps[0]),
                 mb_per_step=None if job.seconds is not None else mb_per_step(job, self.link, ranks),
             )  # fmt: skip
@@ -305,10 +315,34 @@ def markdown(runs: dict[str, list[Run]], errors: dict[str, str], seed: int) -> s
     return "\n".join(lines)
 
 
+def draw(runs: dict[str, list[Run]], seed: int, target: float, path: Path) -> None:
+    """Draw the loss of each peer's first run at its best learning rate over the seconds that it took."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for peer, each in runs.items():
+        best = best_rate(each, seed)
+        run = next(run for run in each if run.seed == seed and run.lr == best)
+        _, seconds, losses = zip(*run.curve, strict=True)
+        ours = peer.startswith("ours")
+        axes.plot(seconds, losses, label=peer, linewidth=2.2 if ours else 1.2, linestyle="-" if ours else "--")
+    axes.axhline(target, color="#444444", linewidth=1, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("held-out loss of the mean model")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Steps and time to a held-out loss.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the table and the numbers")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the table, the numbers and the picture")
     parser.add_argument("--peers", nargs="+", choices=TARGETS, help=f"beside {PLAIN!r} (default: all installed)")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -377,6 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "targets.md").write_text(text + "\n")
     (options.out / "targets.json").write_text(json.dumps({**told, "errors": done.errors}, indent=1))
+    draw(done.runs, options.seeds[0], done.target, options.out / "targets.svg")
     print(text, flush=True)
     return int(bool(done.errors))
 
