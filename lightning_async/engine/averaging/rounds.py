@@ -19,7 +19,7 @@ from lightning_async import ops
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
-from lightning_async.engine.compressed_mean import CompressedMean, SparseMean, mean_of
+from lightning_async.engine.compressed_mean import CompressedMean, mean_of
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.fingerprint import digests
@@ -278,7 +278,7 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
-        self._compressed: list[CompressedMean | SparseMean] = []
+        self._compressed: list[CompressedMean] = []
         """One for each fragment; none without compression."""
         self.follow_layout()
 

@@ -38,7 +38,7 @@ class AveragerConfig:
 
     overlap: bool = True  # rounds run while training goes on; False: training waits for each
     weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
-    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean` and `SparseMean`
+    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean`
     fragments: int = 1  # of the parameters, of which each round moves one, in turn
     part_bytes: int = 16 << 20  # payloads move in parts of at most this size
     min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
