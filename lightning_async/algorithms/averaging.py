@@ -94,7 +94,10 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
-        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header."""
+        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header.
+
+        A message may be dropped, and made anew: what the rule learns from it, it learns in `merge_`.
+        """
         ...
 
     @abstractmethod
@@ -123,13 +126,6 @@ class AveragingRule(Protocol[S]):
             return tuple(work / total for work in round.work)
         owing = [rank for rank, steps in enumerate(round.steps) if steps > 0.0]
         return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
-
-    def abandon_(self, sent: Tensor, state: S) -> S:
-        """Take back this replica's message, in ``sent``, which no round will hold; return the state.
-
-        Only the fields in `per_replica` may change. Default: nothing has to be undone.
-        """
-        return state
 
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
         """Turn ``live``, the parameters now, into what they shall be, in place; called where `mixes`.

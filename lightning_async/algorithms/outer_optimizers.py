@@ -389,9 +389,6 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
     def chosen(self, round: Round) -> dict[str, float]:
         return self.rule.chosen(self._heard(round))
 
-    def abandon_(self, sent: Tensor, state: PenaltyState) -> PenaltyState:
-        return state._replace(inner=self.rule.abandon_(sent, state.inner))
-
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: PenaltyState, round: Round) -> PenaltyState:
         return state._replace(inner=self.rule.mix_(live, base, target, state.inner, round))
 

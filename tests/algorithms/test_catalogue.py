@@ -73,7 +73,6 @@ def test_what_a_rule_inherits_from_the_interface_answers() -> None:
     rule, mean = OnlyEquations(), torch.ones(2)
     state = rule.init(mean, None)
     assert rule.weights(algorithms.Round(id=0, rank=1, work=(1.0, 3.0))) == (0.25, 0.75)
-    assert rule.abandon_(mean, state) is state
     assert rule.agree(mean, state) is mean
     live = torch.tensor([3.0, 4.0])
     facts = algorithms.Round(id=0, rank=0, work=(1.0,))

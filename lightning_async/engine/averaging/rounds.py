@@ -398,10 +398,7 @@ class AveragingRound(_Round):
 
     def abandon(self) -> None:
         """Drop the message; its work stays for another one. Under the lock."""
-        message = self._buckets.message
         self._buckets.message = None
-        if isinstance(message, LocalMessage) and message.announced and message.healthy:
-            self._agreed.abandon_(self._buckets.sent, message.fragment)
 
     def forget_debts(self) -> None:
         for compressed in self._compressed:

@@ -296,11 +296,6 @@ class RuleState:
         with self._shared_state.committing:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
 
-    def abandon_(self, sent: Tensor, fragment: int) -> None:
-        with self._shared_state.committing:
-            mine = self._replica.of_rule(sent, fragment)
-            self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
-
     def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
         """Copy one of equal parts of each flat tensor after a round that has made ``target``, and the rest whole.
 
