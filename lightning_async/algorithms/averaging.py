@@ -177,8 +177,9 @@ class RuleBase(AveragingRule[RuleS], ABC):
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """Overwrite the tensors of ``state`` in place with the saved ones; raise ValueError where these do not fit."""
-        copy_saved_(self, state._asdict(), saved)
+        """Overwrite in place the fields that `state_dict` names; raise ValueError where ``saved`` does not fit."""
+        named = self.state_dict(state)
+        copy_saved_(self, {name: value for name, value in state._asdict().items() if name in named}, saved)
         return state
 
 

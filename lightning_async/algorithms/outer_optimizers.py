@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -29,8 +30,36 @@ class DiLoCoState(NamedTuple):
     optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer`` over shaped views of ``anchor``
 
 
+class DiLoCoBase(RuleBase[DiLoCoState]):
+    """A rule that steps the anchor by the equations of `DiLoCo`. It states `outer_settings`."""
+
+    nesterov: bool = _NESTEROV
+    sends_difference = True
+
+    @abstractmethod
+    def outer_settings(self, round: Round) -> tuple[float, float]:
+        """Return the outer learning rate and the outer momentum of a round."""
+        ...
+
+    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
+        anchor = params.detach().clone()
+        return DiLoCoState(anchor, torch.zeros_like(anchor))
+
+    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
+        torch.sub(state.anchor, out, out=out)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
+        lr, momentum = self.outer_settings(round)
+        ops.outer_merge_(state.anchor, state.momentum, received, sent, lr, momentum, self.nesterov)
+        return state
+
+    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
+        return {"anchor": state.anchor, "momentum": state.momentum}
+
+
 @dataclass(frozen=True)
-class DiLoCo(RuleBase[DiLoCoState]):
+class DiLoCo(DiLoCoBase):
     r"""Distributed low-communication training: Nesterov's method on the mean pseudo-gradient of all replicas.
 
     .. math::
@@ -82,8 +111,6 @@ class DiLoCo(RuleBase[DiLoCoState]):
     outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
     mixing: float | None = None
 
-    sends_difference = True
-
     @property
     def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mixing is not None
@@ -106,10 +133,13 @@ class DiLoCo(RuleBase[DiLoCoState]):
                     "`outer_optimizer`; set it there."
                 )
 
+    def outer_settings(self, round: Round) -> tuple[float, float]:
+        return self.outer_lr, self.outer_momentum
+
     def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
-        anchor = params.detach().clone()
         if self.outer_optimizer is None:
-            return DiLoCoState(anchor, torch.zeros_like(anchor))
+            return super().init(params, layout)
+        anchor = params.detach().clone()
         shaped: list[Tensor] = [torch.nn.Parameter(view) for view in layout.views(anchor)]
         optimizer = self.outer_optimizer(list(shaped))
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -123,16 +153,9 @@ class DiLoCo(RuleBase[DiLoCoState]):
             )
         return DiLoCoState(anchor, anchor.new_empty(0), optimizer)
 
-    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
-        torch.sub(state.anchor, out, out=out)
-        return ()
-
     def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
         if state.optimizer is None:
-            ops.outer_merge_(
-                state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
-            )
-            return state
+            return super().merge_(sent, received, state, round)
         if sent is not None:
             torch.sub(state.anchor, sent, out=sent)
         _step(state.optimizer, state.anchor, received)
@@ -147,7 +170,7 @@ class DiLoCo(RuleBase[DiLoCoState]):
 
     def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
         if state.optimizer is None:
-            return {"anchor": state.anchor, "momentum": state.momentum}
+            return super().state_dict(state)
         return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
 
     def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
@@ -156,8 +179,7 @@ class DiLoCo(RuleBase[DiLoCoState]):
             which = "has" if "optimizer" in saved else "lacks"
             raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
         if state.optimizer is None:
-            copy_saved_(self, {"anchor": state.anchor, "momentum": state.momentum}, saved)
-            return state
+            return super().load_state_dict(state, saved)
         copy_saved_(self, {"anchor": state.anchor}, {key: v for key, v in saved.items() if key != "optimizer"})
         # torch keeps references to what it loads; a copy keeps two states that load the same dict apart
         state.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
