@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async._checks import check_bool, check_protocol, check_real
-from lightning_async.algorithms.averaging import AveragingRule, Round, RuleBase, copy_saved_
+from lightning_async.algorithms.averaging import AveragingRule, Round, RuleBase, RuleWrapper, copy_saved_
 from lightning_async.flat import FlatLayout
 
 _OUTER_LR = 0.7
@@ -287,7 +287,7 @@ class PenaltyState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PseudoGradientPenalty(RuleBase[PenaltyState]):
+class PseudoGradientPenalty(RuleWrapper):
     r"""A rule whose messages weigh less the larger they are, and nothing where they are anomalous.
 
     .. math::
@@ -329,7 +329,6 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
     decay: float = 0.02
 
     num_scalars = 2  # the norm, and how unusual it is
-    sends_difference = True
 
     def __post_init__(self) -> None:
         check_protocol("PseudoGradientPenalty", "rule", self.rule, AveragingRule, "an averaging rule such as DiLoCo()")
@@ -342,14 +341,6 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
                 f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, keep no residual of "
                 "compression, and make replicas one model, such as DiLoCo()."
             )
-
-    @property
-    def overlappable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.overlappable
-
-    @property
-    def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.mixes
 
     @property
     def per_replica(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -386,7 +377,7 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
             received.mul_(self.clip / norm)
         if sent is not None:
             self._learn_(state.norms, round.scalars[round.rank][0])
-        return state._replace(inner=self.rule.merge_(sent, received, state.inner, self._heard(round)))
+        return super().merge_(sent, received, state, self._heard(round))
 
     def _heard(self, round: Round) -> Round:
         """Return the round as the rule is told of it: with no work of those whose messages are anomalous."""
@@ -410,16 +401,3 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
 
     def chosen(self, round: Round) -> dict[str, float]:
         return self.rule.chosen(self._heard(round))
-
-    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: PenaltyState, round: Round) -> PenaltyState:
-        return state._replace(inner=self.rule.mix_(live, base, target, state.inner, round))
-
-    def state_dict(self, state: PenaltyState) -> dict[str, Any]:
-        """Return the rule's state, and the statistics beside it."""
-        return {**self.rule.state_dict(state.inner), "norms": state.norms}
-
-    def load_state_dict(self, state: PenaltyState, saved: dict[str, Any]) -> PenaltyState:
-        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
-        inner = self.rule.load_state_dict(state.inner, {k: v for k, v in saved.items() if k != "norms"})
-        copy_saved_(self, {"norms": state.norms}, {k: v for k, v in saved.items() if k == "norms"})
-        return state._replace(inner=inner)
