@@ -123,9 +123,9 @@ class AveragingComponent(EngineComponent):
     def compose(self) -> AveragingPart:
         ledger = self._ledger
         weighting = self._config.weighting
-        rest = self._config.rest(self.rule)
+        left = self._config.weight_of_reported(self.rule)
         pairs = zip(ledger.work, ledger.reported, strict=True)
-        weights = [work.weight(weighting) + rest * reported.weight(weighting) for work, reported in pairs]
+        weights = [work.weight(weighting) + left * reported.weight(weighting) for work, reported in pairs]
         return self.blank._replace(unreported=tuple(weights), fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
@@ -286,14 +286,11 @@ class AveragingRound(_Round):
         compression = self._config.compression
         transfer = self._transfer
         replica = self._replica
-        if compression == "none":
-            return
-        self._compressed = []
-        for fragment in range(replica.num_fragments):
-            numel = replica.layout_of(fragment).numel
-            self._compressed.append(
+        if compression != "none":
+            self._compressed = [
                 mean_of(transfer.large, transfer.result, compression, numel, transfer.part_bytes, replica.device)
-            )
+                for numel in (replica.layout_of(fragment).numel for fragment in range(replica.num_fragments))
+            ]
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
         message = self._buckets.message

@@ -23,7 +23,7 @@ from lightning_async.engine.shared_state import SharedState
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import FlatLayout
 
-REST = 1e-6
+_LEFT_BY_CODES = 1e-6
 """What a reported step weighs at a sync point beside a new one: a message of codes leaves a bit of what it reported in
 the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
@@ -90,11 +90,11 @@ class AveragerConfig:
         """Return how many form groups anew: one, where fewer than `fewest` wait for others."""
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
-    def rest(self, rule: AveragingRule) -> float:
+    def weight_of_reported(self, rule: AveragingRule) -> float:
         """Return what a reported step weighs at a sync point, for what its message has left in the parameters."""
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
-        return 1.0 if isinstance(self.compression, TopK) else REST  # most of a sparse message is left
+        return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""
@@ -304,8 +304,7 @@ class RuleState:
         state = self._by_name(own=False)
         of_rule = self._replica.of_rule
         models = [self.rule.agree(of_rule(target, f), each) for f, each in enumerate(self._states)]
-        tensors = {"model": models}
-        tensors |= {name: parts for name, parts in state.items() if self._is_joined(parts)}
+        tensors = {"model": models, **{name: parts for name, parts in state.items() if self._is_joined(parts)}}
         return {
             **self._origin(),
             "flat": {name: _share(parts, mine, num_shares) for name, parts in tensors.items()},
