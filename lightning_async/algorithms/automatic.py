@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
-
-from torch import Tensor
 
 from lightning_async._checks import check_int, check_real
-from lightning_async.algorithms.averaging import Round, RuleBase
-from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState
+from lightning_async.algorithms.averaging import Round
+from lightning_async.algorithms.outer_optimizers import DiLoCoBase
 from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
-from lightning_async.flat import FlatLayout
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class MatchCommunication(Schedule):
 
 
 @dataclass(frozen=True)
-class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
+class AdaptiveDiLoCo(DiLoCoBase):
     r"""DiLoCo whose outer learning rate and momentum follow from the steps of each round.
 
     .. math::
@@ -83,38 +79,17 @@ class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
     (0.0, 0.6)
     """
 
-    sends_difference = True
+    def outer_settings(self, round: Round) -> tuple[float, float]:
+        """Return the outer learning rate and the outer momentum of a round.
 
-    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
-        return _FIXED.init(params, layout)
-
-    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
-        return _FIXED.message_(out, state)
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
-        return DiLoCo(*_settings_of(round)).merge_(sent, received, state, round)
-
-    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
-        return _FIXED.state_dict(state)
-
-    def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        return _FIXED.load_state_dict(state, saved)
+        Found by simulation on a language model with AdamW. Delay and number of replicas made no difference beside the
+        steps; a larger learning rate with less momentum has the same gain and more noise.
+        """
+        steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
+        mean = sum(steps) / len(steps) if steps else 0.0
+        share = min(1.0, max(0.0, (mean - 8.0) / 8.0))
+        return 0.5 + 0.2 * share, (0.7 - 0.1 * share) * min(1.0, round.past * mean / 64.0)
 
     def chosen(self, round: Round) -> dict[str, float]:
-        lr, momentum = _settings_of(round)
+        lr, momentum = self.outer_settings(round)
         return {"outer_lr": lr, "outer_momentum": momentum}
-
-
-_FIXED = DiLoCo()  # its state and its messages do not depend on its settings
-
-
-def _settings_of(round: Round) -> tuple[float, float]:
-    """Return the outer learning rate and momentum.
-
-    Found by simulation on a language model with AdamW. Delay and number of replicas made no difference beside the
-    steps; a larger learning rate with less momentum has the same gain and more noise.
-    """
-    steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
-    mean = sum(steps) / len(steps) if steps else 0.0
-    share = min(1.0, max(0.0, (mean - 8.0) / 8.0))
-    return 0.5 + 0.2 * share, (0.7 - 0.1 * share) * min(1.0, round.past * mean / 64.0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_async._checks import check_real
-from lightning_async.algorithms.averaging import Round, RuleBase, copy_saved_
+from lightning_async.algorithms.averaging import Round, RuleBase
 from lightning_async.flat import FlatLayout
 
 
@@ -100,7 +100,3 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
     def state_dict(self, state: SparseLoCoState) -> dict[str, Any]:
         """Return anchor and residual by name; no message is under way where training goes on from them."""
         return {"anchor": state.anchor, "error": state.error}
-
-    def load_state_dict(self, state: SparseLoCoState, saved: dict[str, Any]) -> SparseLoCoState:
-        copy_saved_(self, {"anchor": state.anchor, "error": state.error}, saved)
-        return state

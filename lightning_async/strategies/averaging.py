@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 from lightning_async.algorithms import Synchronous
@@ -21,8 +22,6 @@ from lightning_async.trainer.namespace import counting, pytorch
 from lightning_async.trainer.namespace import name as namespace
 from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
-
-_FRAGMENTS = 4
 
 
 class AsyncAveragingStrategy(AsyncStrategy):
@@ -106,9 +105,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
         chosen = {"rule": rule, "schedule": schedule}  # the rest follows from these
         self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
-        self._cuts_itself = fragments == "auto"
-        if fragments == "auto":
-            fragments = _FRAGMENTS if schedule == "auto" and overlap is True else 1
+        self._num_fragments = partial(_num_fragments, fragments, schedule == "auto" and overlap is True)
+        fragments = self._num_fragments()
         if schedule == "auto":  # what is in flight is a part only, so that rounds may follow each other more closely
             schedule = MatchCommunication() if fragments == 1 else MatchCommunication(factor=1.3)
         configuration_checks.check_arguments(rule, schedule, overlap)
@@ -141,9 +139,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     @property
     def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        number = self.config.fragments
-        trained = sum(p.requires_grad for p in self.module.parameters())
-        return max(1, min(number, trained)) if self._cuts_itself else number
+        return self._num_fragments(sum(p.requires_grad for p in self.module.parameters()))
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
@@ -159,6 +155,13 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for `{namespace}`: rule={self.rule!r}, schedule={self.schedule!r}>"
+
+
+def _num_fragments(given: int | Literal["auto"], several: bool, num_parameters: int = 4) -> int:
+    """Return in how many parts parameters move: four at most, where that is "auto" and there may be ``several``."""
+    if given != "auto":
+        return given
+    return max(1, min(4, num_parameters)) if several else 1
 
 
 AsyncAveragingStrategy.register_strategies(pytorch("strategies").StrategyRegistry)

@@ -38,7 +38,7 @@ from lightning_async.algorithms import (
     Warmup,
     WeightPrediction,
 )
-from tests.algorithms.coming import Compressed, Eager
+from tests.algorithms.coming import Eager
 
 
 class RuleRow(NamedTuple):
@@ -102,11 +102,7 @@ RULES = (
     RuleRow("SparseLoCo-half", lambda: SparseLoCo(outer_lr=0.5, decay=1.0)),
 )
 
-COMING = (
-    RuleRow("Eager", Eager),
-    RuleRow("Compressed-mean", lambda: Compressed(DiLoCo(outer_lr=1.0, outer_momentum=0.0))),
-    RuleRow("Compressed-DiLoCo", lambda: Compressed(DiLoCo())),
-)
+COMING = (RuleRow("Eager", Eager),)
 """What the interface must carry, too."""
 
 SCHEDULES = (

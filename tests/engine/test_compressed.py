@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean
 from lightning_async.engine.averaging.rule_state import AveragerConfig
-from lightning_async.engine.compressed_mean import CODES, CompressedMean
+from lightning_async.engine.compressed_mean import CODES, mean_of
 from lightning_async.engine.shared_state import Arrival
 from tests.comm.faulty import Fail, Fault
 from tests.comm.simulated import InProcessWorld
@@ -35,7 +35,7 @@ def moved(sent: list[Tensor | None], weights: list[float], compression: Any, par
 
     def body(collectives: Any) -> Any:
         mine = sent[collectives.rank]
-        each = CompressedMean(
+        each = mean_of(
             collectives, lambda pending: pending.result(), compression, numel, part_bytes, torch.device("cpu")
         )
         means = []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, Mean, PseudoGradientPenalty, SlowMo, SparseLoCo
+from lightning_async.algorithms import DiLoCo, Mean, PseudoGradientPenalty, SlowMo, SparseLoCo
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import Buckets
@@ -129,19 +129,6 @@ def test_a_round_and_a_consensus_change_the_state_as_the_rule_says() -> None:
     with shared_state.committing:
         found.begin(shown)
     assert found.state_dict()["rule_state"]["anchor"].tolist() == [0.25] * 3
-
-
-def test_a_rule_hears_that_its_message_goes_nowhere() -> None:
-    heard: list[list[float]] = []
-
-    class Listening(DeltaMean):
-        def abandon_(self, sent, state):
-            heard.append(sent.tolist())
-            return state
-
-    found, buckets, _ = agreed(Listening())
-    found.abandon_(buckets.sent.fill_(2.0), 0)
-    assert heard == [[2.0] * 3]
 
 
 def test_a_replicas_own_state_follows_parameters_by_name_and_begins_anew_where_it_is_lost() -> None:

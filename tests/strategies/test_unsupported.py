@@ -132,7 +132,7 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
 
     rule: Any = Half()
     with pytest.raises(
-        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'weights', 'abandon_', 'chosen'\]"
+        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'weights', 'chosen'\]"
     ):
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):

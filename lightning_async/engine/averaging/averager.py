@@ -63,8 +63,8 @@ class BackgroundAverager(SyncPointParticipant):
         """Opens a sync point that a step needs."""
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
-        self.gathered: Callable[[], Any] = lambda: None  # towards a step to come, for checkpoints
-        self.alike: Callable[[], Any] = lambda: None  # on all replicas at the same step, for checkpoints too
+        self.gathered: Callable[[], Any] = lambda: None  # says, for checkpoints, what is gathered towards the next step
+        self.alike: Callable[[], Any] = lambda: None  # says, for checkpoints, what all replicas have alike
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
@@ -72,7 +72,8 @@ class BackgroundAverager(SyncPointParticipant):
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
         ledger = self.ledger
-        self.started_at, self._last_tick = self._now() - self.summary.elapsed_s, self._now()  # as if never stopped
+        self._last_tick = self._now()
+        self.started_at = self._last_tick - self.summary.elapsed_s  # as if never stopped
         ledger.start()
         self.first_step = self.step
         if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
@@ -95,12 +96,13 @@ class BackgroundAverager(SyncPointParticipant):
             since = list(ledger.since_round)
             if isinstance(message, LocalMessage):
                 since[message.fragment] -= message.steps
-        times = self.replica.num_fragments  # rounds in a period of the schedule: one for each fragment
+        # Each fragment has a round in a period of the schedule: its clock runs so many times as fast.
+        times = self.replica.num_fragments
         action = self._ask(
             ReplicaClock(
                 step=self.step,
                 epoch=self.epoch,
-                steps_since_round=times * int(min(since)) + times - 1,
+                steps_since_round=times * int(min(since) + 1) - 1,
                 seconds_since_round=times * (self._now() - committed),
                 step_s=self._step_s,
                 round_s=times * self._reports.round_s,
@@ -111,11 +113,11 @@ class BackgroundAverager(SyncPointParticipant):
         if action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
             action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = action is Action.GRADIENTS
-        if ledger.synchronous and not synchronous:
-            self._leave_synchronous()
         if synchronous:
             self._merger.go_on_from(None)
         else:
+            if ledger.synchronous:
+                self._leave_synchronous()
             self._merger.restore_local()  # a sync point that did not open may have shown its model all the same
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
@@ -230,11 +232,11 @@ class BackgroundAverager(SyncPointParticipant):
                 self.ledger.agree()  # what this replica did is in no parameters any more, in those of no fragment
             self.on_healed()
         message = arrived.message
-        whole = arrived.round.past > 0 or self.replica.num_fragments == 1  # else a part of a period
-        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus and whole:
-            # A message that was not due holds what was left over at a sync point: no period.
-            settings = {"period_steps": message.steps, "step_s": self._step_s}
-            self.summary.settings = {**settings, **self.agreed.rule.chosen(arrived.round)}
+        # The first round of one fragment of several, or one that a sync point asked for, ends no whole period.
+        whole = arrived.round.past > 0 or self.replica.num_fragments == 1
+        if isinstance(message, LocalMessage) and message.due and whole and not arrived.is_consensus:
+            chosen = self.agreed.rule.chosen(arrived.round)
+            self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **chosen}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
@@ -246,7 +248,8 @@ class BackgroundAverager(SyncPointParticipant):
     def before_sync_point(self) -> None:
         self.replica.tensors.check_unchanged()
         self._buckets.to_engine.give()
-        self._stood_at, self._in_flight = self._now(), isinstance(self._buckets.message, LocalMessage)
+        self._stood_at = self._now()
+        self._in_flight = isinstance(self._buckets.message, LocalMessage)
 
     def at_sync_point(self) -> None:
         """Take what arrives; what is left over counts, even if the sync point does not open for long."""

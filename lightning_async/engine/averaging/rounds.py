@@ -19,7 +19,7 @@ from lightning_async import ops
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
-from lightning_async.engine.compressed_mean import CompressedMean, SparseMean, mean_of
+from lightning_async.engine.compressed_mean import CompressedMean, mean_of
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.fingerprint import digests
@@ -123,9 +123,9 @@ class AveragingComponent(EngineComponent):
     def compose(self) -> AveragingPart:
         ledger = self._ledger
         weighting = self._config.weighting
-        rest = self._config.rest(self.rule)
+        left = self._config.weight_of_reported(self.rule)
         pairs = zip(ledger.work, ledger.reported, strict=True)
-        weights = [work.weight(weighting) + rest * reported.weight(weighting) for work, reported in pairs]
+        weights = [work.weight(weighting) + left * reported.weight(weighting) for work, reported in pairs]
         return self.blank._replace(unreported=tuple(weights), fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
@@ -278,7 +278,7 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
-        self._compressed: list[CompressedMean | SparseMean] = []
+        self._compressed: list[CompressedMean] = []
         """One for each fragment; none without compression."""
         self.follow_layout()
 
@@ -286,14 +286,11 @@ class AveragingRound(_Round):
         compression = self._config.compression
         transfer = self._transfer
         replica = self._replica
-        if compression == "none":
-            return
-        self._compressed = []
-        for fragment in range(replica.num_fragments):
-            numel = replica.layout_of(fragment).numel
-            self._compressed.append(
+        if compression != "none":
+            self._compressed = [
                 mean_of(transfer.large, transfer.result, compression, numel, transfer.part_bytes, replica.device)
-            )
+                for numel in (replica.layout_of(fragment).numel for fragment in range(replica.num_fragments))
+            ]
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
         message = self._buckets.message
@@ -398,10 +395,7 @@ class AveragingRound(_Round):
 
     def abandon(self) -> None:
         """Drop the message; its work stays for another one. Under the lock."""
-        message = self._buckets.message
         self._buckets.message = None
-        if isinstance(message, LocalMessage) and message.announced and message.healthy:
-            self._agreed.abandon_(self._buckets.sent, message.fragment)
 
     def forget_debts(self) -> None:
         for compressed in self._compressed:

@@ -23,7 +23,7 @@ from lightning_async.engine.shared_state import SharedState
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import FlatLayout
 
-REST = 1e-6
+_LEFT_BY_CODES = 1e-6
 """What a reported step weighs at a sync point beside a new one: a message of codes leaves a bit of what it reported in
 the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
@@ -38,7 +38,7 @@ class AveragerConfig:
 
     overlap: bool = True  # rounds run while training goes on; False: training waits for each
     weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
-    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean` and `SparseMean`
+    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean`
     fragments: int = 1  # of the parameters, of which each round moves one, in turn
     part_bytes: int = 16 << 20  # payloads move in parts of at most this size
     min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
@@ -90,11 +90,11 @@ class AveragerConfig:
         """Return how many form groups anew: one, where fewer than `fewest` wait for others."""
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
-    def rest(self, rule: AveragingRule) -> float:
+    def weight_of_reported(self, rule: AveragingRule) -> float:
         """Return what a reported step weighs at a sync point, for what its message has left in the parameters."""
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
-        return 1.0 if isinstance(self.compression, TopK) else REST  # most of a sparse message is left
+        return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""
@@ -296,11 +296,6 @@ class RuleState:
         with self._shared_state.committing:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
 
-    def abandon_(self, sent: Tensor, fragment: int) -> None:
-        with self._shared_state.committing:
-            mine = self._replica.of_rule(sent, fragment)
-            self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
-
     def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
         """Copy one of equal parts of each flat tensor after a round that has made ``target``, and the rest whole.
 
@@ -309,8 +304,7 @@ class RuleState:
         state = self._by_name(own=False)
         of_rule = self._replica.of_rule
         models = [self.rule.agree(of_rule(target, f), each) for f, each in enumerate(self._states)]
-        tensors = {"model": models}
-        tensors |= {name: parts for name, parts in state.items() if self._is_joined(parts)}
+        tensors = {"model": models, **{name: parts for name, parts in state.items() if self._is_joined(parts)}}
         return {
             **self._origin(),
             "flat": {name: _share(parts, mine, num_shares) for name, parts in tensors.items()},
