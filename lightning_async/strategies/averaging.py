@@ -9,6 +9,7 @@ from lightning_async.algorithms import Synchronous
 from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.compression import TopK
+from lightning_async.algorithms.outer_optimizers import DiLoCo
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
 from lightning_async.engine.compressed_mean import Compression
@@ -23,6 +24,8 @@ from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 
 _FRAGMENTS = 4
+_PLAIN_MEAN = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
+"""Makes of the replicas what `DeltaMean` makes, and takes compressed messages and the state of `AdaptiveDiLoCo`."""
 
 
 class AsyncAveragingStrategy(AsyncStrategy):
@@ -36,9 +39,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     Args:
         rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`,
-            `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of
-            their own around a center.
+            settings follow from the local steps in a round; where a module steps several optimizers by itself it is
+            the plain mean, as momentum leads models astray that train against each other. `DiLoCo`, `SlowMo`,
+            `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With
+            `EASGD` they stay models of their own around a center.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
             `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
@@ -104,7 +108,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         transport: Transport | TransportName = "auto",
     ) -> None:
         chosen = {"rule": rule, "schedule": schedule}  # the rest follows from these
-        self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
+        self.automatic = self._left_open = tuple(name for name, value in chosen.items() if value == "auto")
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
         self._cuts_itself = fragments == "auto"
         if fragments == "auto":
@@ -135,9 +139,23 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if trainer.state.fn == "fit" and self.world is not None:
+        if trainer.state.fn != "fit":
+            return
+        self._fit_rule()
+        if self.world is not None:
             apart = not isinstance(self.schedule, Synchronous)  # what replicas make of their own steps is averaged
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
+
+    def _fit_rule(self) -> None:
+        """Take a rule without momentum where several optimizers step manually, or warn of one that the user named."""
+        in_rounds = not isinstance(self.schedule, Synchronous)
+        several = in_rounds and not self.module.automatic_optimization and len(self.optimizers) > 1
+        if "rule" in self._left_open:
+            self.rule = _PLAIN_MEAN if several else AdaptiveDiLoCo()
+            mean = f"the plain mean as rule for {len(self.optimizers)} optimizers that step manually"
+            self.automatic = tuple(mean if several and name == "rule" else name for name in self._left_open)
+        elif several and self.world is not None and self.world.rank == 0:
+            configuration_checks.warn_of_momentum(self.module, len(self.optimizers), self.rule)
 
     @property
     def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
