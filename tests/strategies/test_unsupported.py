@@ -25,6 +25,7 @@ from lightning_async import (
     SlowMo,
     SparseLoCo,
     Timeouts,
+    TopK,
     TorchTransport,
 )
 from lightning_async.algorithms.averaging import AveragingRule
@@ -76,6 +77,19 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     with pytest.raises(error) as raised:
         AsyncAveragingStrategy(**arguments)
     assert all(text in str(raised.value) for text in texts), raised.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compression"),
+    [
+        ({}, "int8"),
+        ({"rule": DeltaMean()}, "none"),
+        ({"rule": SparseLoCo()}, TopK(0.02, bits=2)),
+        ({"rule": SparseLoCo(), "compression": "int8"}, "int8"),
+    ],
+)
+def test_compression_follows_from_the_rule(arguments: dict[str, Any], compression: object) -> None:
+    assert AsyncAveragingStrategy(**arguments).config.compression == compression
 
 
 @pytest.mark.parametrize("strategy", [AsyncAveragingStrategy, AsyncGradientStrategy, ParameterServerStrategy])
