@@ -57,10 +57,11 @@ class AsyncAveragingStrategy(AsyncStrategy):
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
-            such as `DiLoCo`), `TopK(fraction, bits)` (the largest elements; for the same rules), ``"bf16"`` (half), or
-            ``"none"``; ``"auto"`` (default) is ``TopK(0.02, bits=2)`` under `SparseLoCo`, int8 under other rules that
-            send differences, else none. Nothing is lost: what a message cannot hold stays in the replica's parameters,
-            or in the residual of `SparseLoCo`, and goes with the next one. Sync points exchange fp32.
+            such as `DiLoCo`), ``"topk"`` or `TopK(fraction, bits)` (the largest elements; for the same rules),
+            ``"bf16"`` (half), or ``"none"``; ``"auto"`` (default) is ``TopK(0.02, bits=2)`` under `SparseLoCo`, int8
+            under other rules that send differences, else none. Nothing is lost: what a message cannot hold stays in the
+            replica's parameters, or in the residual of `SparseLoCo`, and goes with the next one. Sync points exchange
+            fp32.
         fragments: each round moves one of so many parts of the parameters, in turn, and each part has a round per
             period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, of a quarter of the bytes.
             Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four where ``schedule`` is
@@ -99,7 +100,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
-        compression: Compression | TopK | Literal["auto"] = "auto",
+        compression: Compression | TopK | Literal["auto", "topk"] = "auto",
         fragments: int | Literal["auto"] = "auto",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
@@ -120,6 +121,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
         configuration_checks.check_compression(owner, compression)
         if compression == "auto" and rule.keeps_residual:
             compression = TopK(0.02, bits=2)
+        elif compression == "topk":
+            compression = TopK()
         elif compression == "auto":
             compression = "int8" if rule.sends_difference else "none"
         configuration_checks.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)

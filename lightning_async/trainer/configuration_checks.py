@@ -42,7 +42,7 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
 
 def check_compression(owner: str, compression: object) -> None:
     """Raise ValueError unless the argument is a compression of averaging's messages."""
-    names = ("auto", *get_args(Compression))
+    names = ("auto", "topk", *get_args(Compression))
     if not isinstance(compression, TopK) and not (isinstance(compression, str) and compression in names):
         raise ValueError(
             f"`{owner}(compression={compression!r})` must be one of {names}, or a TopK such as TopK(0.02, bits=2)."

@@ -86,6 +86,7 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
         ({"rule": DeltaMean()}, "none"),
         ({"rule": SparseLoCo()}, TopK(0.02, bits=2)),
         ({"rule": SparseLoCo(), "compression": "int8"}, "int8"),
+        ({"compression": "topk"}, TopK(0.01)),
     ],
 )
 def test_compression_follows_from_the_rule(arguments: dict[str, Any], compression: object) -> None:
