@@ -51,7 +51,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.agreed = RuleState(rule, self._buckets, self._box)
         self.component = AveragingComponent(control, self.agreed, self.ledger, self.config)
         control.register(self.component)
-        self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
+        self.marks = CheckpointMarkers(control, self.agreed, self.ledger, self.component.average)
         self.sync_points = SyncPoints(control, self)
         self.summary = RunSummary(
             rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments

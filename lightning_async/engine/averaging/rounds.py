@@ -403,6 +403,20 @@ class AveragingRound(_Round):
         if isinstance(message, LocalMessage) and message.announced and message.healthy:
             self._agreed.abandon_(self._buckets.sent, message.fragment)
 
+    def residuals(self) -> dict[str, Any]:
+        """Return what this rank's part of the means has yet to bring, by fragment, and which part that is."""
+        place = [self._transfer.large.rank, self._transfer.large.world_size]
+        return {"place": place, "parts": [compressed.carried_residual for compressed in self._compressed]}
+
+    def load_residuals(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `residuals`; those of another part begin at zero."""
+        mine, theirs = (
+            (list(each["place"]), [part.shape for part in each["parts"]]) for each in (self.residuals(), saved)
+        )
+        if mine == theirs:
+            for compressed, part in zip(self._compressed, saved["parts"], strict=True):
+                compressed.carried_residual = part.to(self._replica.device, copy=True)
+
     def forget_debts(self) -> None:
         for compressed in self._compressed:
             compressed.carried_residual.zero_()
@@ -531,10 +545,11 @@ class MarkedRound(NamedTuple):
 class CheckpointMarkers:
     """The marked rounds of checkpoints while replicas are asynchronous."""
 
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         self._box = control.shared_state
         self._control = control
         self._agreed = agreed
+        self._average = average
         self._ledger = ledger
         self._name = control.membership.generation.name
         self.settle: Callable[[], None] = lambda: None
@@ -561,6 +576,7 @@ class CheckpointMarkers:
                 "at_target": buckets.at_target,
                 "reference": buckets.replica.reference,
                 "remainders": buckets.replica.remainders,
+                "residuals": self._average.residuals(),
             }
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
@@ -578,6 +594,8 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
+            if "residuals" in replica:  # else the checkpoint is too old
+                self._average.load_residuals(replica["residuals"])
             self._ledger.load_work(replica["work"], replica.get("reported"))
             buckets.at_target = replica["at_target"]
 
