@@ -84,6 +84,7 @@ class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
     """
 
     sends_difference = True
+    saved_as = "DiLoCo"
 
     def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
         return _FIXED.init(params, layout)
