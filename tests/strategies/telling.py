@@ -82,6 +82,7 @@ def summaries() -> Any:
         "rounds": _summary(EveryNSteps(2)),
         "no round": _summary(EveryNSteps(32), max_epochs=2),
         "synchronous": _summary(Synchronous()),
+        "trial": _summary(EveryNSteps(32), fast_dev_run=2),
     }
 
 

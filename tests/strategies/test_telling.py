@@ -54,7 +54,8 @@ def test_a_summary_says_what_happened(ranks: Outcomes) -> None:
         assert none["gate_s"] > 0.0 and f"at sync points {none['gate_s']:.2f} s" in none["rows"]["communication"]
         assert not {"averaging/hidden_share", "averaging/round_s", "averaging/spread"} & set(none["metrics"])
         assert none["metrics"]["averaging/bytes"] == 2 * 4 * 65
-        for quiet in (rounds, synchronous):
+        assert told["trial"]["rows"]["averaging rounds"].strip() == "0"
+        for quiet in (rounds, synchronous, told["trial"]):
             assert quiet["hints"] == []
         assert len(none["hints"]) == (rank == 0)
         if rank == 0:

@@ -191,8 +191,11 @@ class RunSummary:
         return ", ".join([every, *(f"{name} {value:.3g}" for name, value in chosen.items())])
 
     def advice(self, schedule: object) -> str:
-        """Return what to do about a run without a round; "" where there is nothing to say."""
-        if self.rounds or self.synchronous_steps or not self.steps:
+        """Return what to do about a run without a round; "" where there is nothing to do.
+
+        A schedule that sets itself asks for a round within 16 steps: a run without one was short.
+        """
+        if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""
         return (
             f"No averaging round took place in {self.steps} steps, as `schedule={schedule!r}` did not ask for one: the "
