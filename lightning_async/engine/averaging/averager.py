@@ -215,6 +215,8 @@ class BackgroundAverager(SyncPointParticipant):
     def _take(self) -> RoundReport | None:
         buckets = self._buckets
         with self._box.changed:
+            for unmerged in self.component.average.take_unmerged():
+                self.summary.add_unmerged(unmerged)
             arrived = buckets.arrived
             if not isinstance(arrived, Merge):
                 return None

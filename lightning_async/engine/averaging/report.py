@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from lightning_async.algorithms.schedules import Pace, straggler
-from lightning_async.engine.averaging.rounds import Merge
+from lightning_async.engine.averaging.rounds import Merge, UnmergedRound
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,13 @@ class RunSummary:
         self.healed += report.healed
         self.merge_s += report.merge_s
         self.payload_bytes += report.payload_bytes
+
+    def add_unmerged(self, unmerged: UnmergedRound) -> None:
+        """Count a round that was committed without a report, so that all ranks count the same rounds."""
+        self.rounds += 1
+        self.absent_rounds += unmerged.share == 0.0
+        self.exchange_s += unmerged.exchange_s
+        self.payload_bytes += unmerged.message_bytes
 
     def drop(self) -> None:
         """Count gradients of this replica that were dropped; the first time with a warning."""

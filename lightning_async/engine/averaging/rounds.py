@@ -97,6 +97,14 @@ class Merge(InFlightRound):
     healed: bool = False  # this replica was not healthy, and takes over the others' model
 
 
+class UnmergedRound(NamedTuple):
+    """A committed round of which no merge of this replica's tells: it was absent, or another one came before it."""
+
+    share: float  # this rank's weight
+    message_bytes: int
+    exchange_s: float
+
+
 class AveragingComponent(EngineComponent):
     """The component that averages parameters."""
 
@@ -280,6 +288,7 @@ class AveragingRound(_Round):
         self._config = config
         self._compressed: list[CompressedMean | SparseMean] = []
         """One for each fragment; none without compression."""
+        self._unmerged: list[UnmergedRound] = []
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -366,6 +375,7 @@ class AveragingRound(_Round):
         else:
             self._ledger.round(None)
             if not follows:
+                self._count_unmerged(exchange)
                 return  # others have met; this replica stays where it is
             exchange.base = self._moved_from(exchange)
         self.deliver(exchange)
@@ -395,6 +405,17 @@ class AveragingRound(_Round):
         if pending is not None:
             exchange.message = exchange.message or pending.message
             exchange.healed = exchange.healed or pending.healed
+            if not pending.is_consensus:
+                self._count_unmerged(pending)
+
+    def _count_unmerged(self, exchange: Merge) -> None:
+        self._unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
+
+    def take_unmerged(self) -> list[UnmergedRound]:
+        """Return, once, the committed rounds that no merge tells of. Under the lock."""
+        unmerged = self._unmerged
+        self._unmerged = []
+        return unmerged
 
     def abandon(self) -> None:
         """Drop the message; its work stays for another one. Under the lock."""
