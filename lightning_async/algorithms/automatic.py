@@ -79,6 +79,8 @@ class AdaptiveDiLoCo(DiLoCoBase):
     (0.0, 0.6)
     """
 
+    saved_as = "DiLoCo"
+
     def outer_settings(self, round: Round) -> tuple[float, float]:
         """Return the outer learning rate and the outer momentum of a round.
 

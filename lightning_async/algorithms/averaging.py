@@ -170,6 +170,9 @@ class RuleBase(AveragingRule[RuleS], ABC):
     A rule states `message_` and `merge_`; `init` too, where it remembers anything.
     """
 
+    saved_as: str = ""
+    """The name of another rule, whose state in checkpoints is this one's, too: each goes on from the other's."""
+
     def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
         return cast(RuleS, AveragingState())
 

@@ -336,10 +336,15 @@ class PseudoGradientPenalty(RuleWrapper):
         check_real(self, "clip", above=0)
         check_real(self, "decay", above=0, below=1)
         rule = self.rule
-        if not rule.sends_difference or rule.num_scalars or rule.restores_local or rule.keeps_residual:
+        if not rule.sends_difference or rule.num_scalars or rule.restores_local:
             raise ValueError(
-                f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, keep no residual of "
-                "compression, and make replicas one model, such as DiLoCo()."
+                f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, and make replicas one "
+                "model, such as DiLoCo()."
+            )
+        if rule.keeps_residual:
+            raise ValueError(
+                f"`PseudoGradientPenalty(rule={rule!r})` must keep no residual of compression: where all messages are "
+                "anomalous it would count as sent what is in no model, and lose it. Take a rule such as DiLoCo()."
             )
 
     @property

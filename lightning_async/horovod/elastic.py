@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_async._checks import check_number
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.data.random_states import of_another
 from lightning_async.data.redistribution import deal, deal_steps
@@ -290,11 +291,11 @@ def fit_elastic(
         The last Trainer.
 
     Raises:
-        ValueError: ``commit_every`` is not positive, or the Trainer's strategy is none that Horovod carries.
+        TypeError, ValueError: ``commit_every`` is no int, or not positive.
+        ValueError: the Trainer's strategy is none that Horovod carries.
         SettingsMismatch: on a rank with another strategy than rank 0, or that commits at other steps.
     """
-    if commit_every < 1:
-        raise ValueError(f"`fit_elastic(commit_every={commit_every})` must be at least 1.")
+    check_number("fit_elastic", "commit_every", commit_every, at_least=1)
     committed = Committed(Commit())
     number = next(_fits)
     trainers = []

@@ -141,7 +141,7 @@ class SavedState:
 
     def _warn_of_rule(self, saved: dict[str, Any], agreed: RuleState) -> None:
         """Warn of a rule that begins where another one was, which had nothing that it could not go on from."""
-        if self._is_read and saved["rule"] != type(agreed.rule).__qualname__ and agreed.nbytes():
+        if self._is_read and saved["rule"] != agreed.name and agreed.nbytes():
             log.warning(
                 "The checkpoint of %s holds no state of a rule: that of `rule=%r` begins there.",
                 self.origin, agreed.rule,

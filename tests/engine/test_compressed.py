@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from datetime import timedelta
 from typing import Any
@@ -160,6 +161,35 @@ def test_a_round_reports_what_it_took_on_the_wire() -> None:
     ):
         config = {"overlap": False, "compression": compression}
         assert run(2, body, rule=rule, config=config, **options) == [expected, expected]
+
+
+def test_what_the_last_average_lacked_goes_with_a_save_between_sync_points() -> None:
+    """Five ranks, of which each averages a part for all: training goes on to the bit."""
+    met = threading.Barrier(5, timeout=60)
+    options: Any = {"schedule": EveryNSteps(4), "goals": messages(5, 600), "rule": DiLoCo(), "numel": 600}
+    options["config"] = {"overlap": False, "compression": "int8"}
+
+    def save(rank: Rank) -> Any:
+        averager = rank.averager
+        rank.train(8)
+        saved = copy.deepcopy((rank.x, averager.state_dict(), averager.clocks(), averager.marks.replica()))
+        return *saved, go_on(rank)
+
+    def resume(rank: Rank) -> Any:
+        x, shared, clocks, replica, _ = first[rank.averager.summary.rank]
+        rank.averager.load_state_dict(shared, clocks)
+        rank.averager.marks.part(replica, {"weight": x}, rank.module)
+        return go_on(rank)
+
+    def go_on(rank: Rank) -> Tensor:
+        met.wait()
+        rank.train(8)
+        return rank.x.clone()
+
+    first = run(5, save, **options)
+    assert any(part.any() for _, _, _, replica, _ in first for part in replica["residuals"]["parts"])
+    for x, (*_, expected) in zip(run(5, resume, **options), first, strict=True):
+        assert torch.equal(bits(x), bits(expected))
 
 
 def test_unequal_numbers_of_steps() -> None:

@@ -51,7 +51,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.agreed = RuleState(rule, self._buckets, self._box)
         self.component = AveragingComponent(control, self.agreed, self.ledger, self.config)
         control.register(self.component)
-        self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
+        self.marks = CheckpointMarkers(control, self.agreed, self.ledger, self.component.average)
         self.sync_points = SyncPoints(control, self)
         self.summary = RunSummary(
             rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments
@@ -217,6 +217,8 @@ class BackgroundAverager(SyncPointParticipant):
     def _take(self) -> RoundReport | None:
         buckets = self._buckets
         with self._box.changed:
+            for unmerged in self.component.average.take_unmerged():
+                self.summary.add_unmerged(unmerged)
             arrived = buckets.arrived
             if not isinstance(arrived, Merge):
                 return None

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from lightning_async.algorithms.schedules import Pace, straggler
-from lightning_async.engine.averaging.rounds import Merge
+from lightning_async.engine.averaging.rounds import Merge, UnmergedRound
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,13 @@ class RunSummary:
         self.merge_s += report.merge_s
         self.payload_bytes += report.payload_bytes
 
+    def add_unmerged(self, unmerged: UnmergedRound) -> None:
+        """Count a round that was committed without a report, so that all ranks count the same rounds."""
+        self.rounds += 1
+        self.absent_rounds += unmerged.share == 0.0
+        self.exchange_s += unmerged.exchange_s
+        self.payload_bytes += unmerged.message_bytes
+
     def drop(self) -> None:
         """Count gradients of this replica that were dropped; the first time with a warning."""
         self.dropped_gradients += 1
@@ -191,8 +198,11 @@ class RunSummary:
         return ", ".join([every, *(f"{name} {value:.3g}" for name, value in chosen.items())])
 
     def advice(self, schedule: object) -> str:
-        """Return what to do about a run without a round; "" where there is nothing to say."""
-        if self.rounds or self.synchronous_steps or not self.steps:
+        """Return what to do about a run without a round; "" where there is nothing to do.
+
+        A schedule that sets itself asks for a round within 16 steps: a run without one was short.
+        """
+        if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""
         return (
             f"No averaging round took place in {self.steps} steps, as `schedule={schedule!r}` did not ask for one: the "

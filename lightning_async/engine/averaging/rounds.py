@@ -97,6 +97,14 @@ class Merge(InFlightRound):
     healed: bool = False  # this replica was not healthy, and takes over the others' model
 
 
+class UnmergedRound(NamedTuple):
+    """A committed round of which no merge of this replica's tells: it was absent, or another one came before it."""
+
+    share: float  # this rank's weight
+    message_bytes: int
+    exchange_s: float
+
+
 class AveragingComponent(EngineComponent):
     """The component that averages parameters."""
 
@@ -280,6 +288,7 @@ class AveragingRound(_Round):
         self._config = config
         self._compressed: list[CompressedMean] = []
         """One for each fragment; none without compression."""
+        self._unmerged: list[UnmergedRound] = []
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -363,6 +372,7 @@ class AveragingRound(_Round):
         else:
             self._ledger.round(None)
             if not follows:
+                self._count_unmerged(exchange)
                 return  # others have met; this replica stays where it is
             exchange.base = self._moved_from(exchange)
         self.deliver(exchange)
@@ -392,10 +402,35 @@ class AveragingRound(_Round):
         if pending is not None:
             exchange.message = exchange.message or pending.message
             exchange.healed = exchange.healed or pending.healed
+            if not pending.is_consensus:
+                self._count_unmerged(pending)
+
+    def _count_unmerged(self, exchange: Merge) -> None:
+        self._unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
+
+    def take_unmerged(self) -> list[UnmergedRound]:
+        """Return, once, the committed rounds that no merge tells of. Under the lock."""
+        unmerged = self._unmerged
+        self._unmerged = []
+        return unmerged
 
     def abandon(self) -> None:
         """Drop the message; its work stays for another one. Under the lock."""
         self._buckets.message = None
+
+    def residuals(self) -> dict[str, Any]:
+        """Return what this rank's part of the means has yet to bring, by fragment, and which part that is."""
+        place = [self._transfer.large.rank, self._transfer.large.world_size]
+        return {"place": place, "parts": [compressed.carried_residual for compressed in self._compressed]}
+
+    def load_residuals(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `residuals`; those of another part begin at zero."""
+        mine, theirs = (
+            (list(each["place"]), [part.shape for part in each["parts"]]) for each in (self.residuals(), saved)
+        )
+        if mine == theirs:
+            for compressed, part in zip(self._compressed, saved["parts"], strict=True):
+                compressed.carried_residual = part.to(self._replica.device, copy=True)
 
     def forget_debts(self) -> None:
         for compressed in self._compressed:
@@ -525,10 +560,11 @@ class MarkedRound(NamedTuple):
 class CheckpointMarkers:
     """The marked rounds of checkpoints while replicas are asynchronous."""
 
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         self._box = control.shared_state
         self._control = control
         self._agreed = agreed
+        self._average = average
         self._ledger = ledger
         self._name = control.membership.generation.name
         self.settle: Callable[[], None] = lambda: None
@@ -555,6 +591,7 @@ class CheckpointMarkers:
                 "at_target": buckets.at_target,
                 "reference": buckets.replica.reference,
                 "remainders": buckets.replica.remainders,
+                "residuals": self._average.residuals(),
             }
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
@@ -572,6 +609,8 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
+            if "residuals" in replica:  # else the checkpoint is too old
+                self._average.load_residuals(replica["residuals"])
             self._ledger.load_work(replica["work"], replica.get("reported"))
             buckets.at_target = replica["at_target"]
 

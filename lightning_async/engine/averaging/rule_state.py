@@ -261,6 +261,11 @@ class RuleState:
         self.begin(buckets.received)
 
     @property
+    def name(self) -> str:
+        """Name of the rule under which checkpoints hold its state."""
+        return _name_of(self.rule)
+
+    @property
     def next_fragment(self) -> int:
         return self.num_rounds % self._replica.num_fragments
 
@@ -323,7 +328,7 @@ class RuleState:
         return {
             "round": self._shared_state.next_exchange,
             "num_rounds": self.num_rounds,
-            "rule": _name_of(self.rule),
+            "rule": self.name,
             "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
         }
 
@@ -358,12 +363,11 @@ class RuleState:
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
-        mine = _name_of(self.rule)
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
-        if saved["rule"] != mine and not (saved["rule_state"] or own):
+        if saved["rule"] != self.name and not (saved["rule_state"] or own):
             return  # that one has no state: this one's begins here
-        if saved["rule"] != mine:
+        if saved["rule"] != self.name:
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
@@ -419,7 +423,7 @@ class RuleState:
 
 def _name_of(rule: AveragingRule) -> str:
     """Return a rule's name, with that of the rule that it wraps: fields of the same name may mean different things."""
-    name = type(rule).__qualname__
+    name = getattr(rule, "saved_as", "") or type(rule).__qualname__
     inner = getattr(rule, "rule", None)
     return f"{name}({_name_of(inner)})" if isinstance(inner, AveragingRule) else name
 
