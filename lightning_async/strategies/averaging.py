@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal
 
+from torch import Tensor
+
 from lightning_async.algorithms import Synchronous
 from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import AveragingRule
@@ -40,7 +42,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
             `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of
             their own around a center.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
-            `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
+            `AdaptivePeriod`, `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
             its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
@@ -138,6 +140,11 @@ class AsyncAveragingStrategy(AsyncStrategy):
         if trainer.state.fn == "fit" and self.world is not None:
             apart = not isinstance(self.schedule, Synchronous)  # what replicas make of their own steps is averaged
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.averager is not None:
+            self.averager.see_loss(closure_loss)
+        return super().backward(closure_loss, *args, **kwargs)
 
     @property
     def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -73,6 +73,11 @@ def test_what_sets_itself_is_told_and_is_in_summary_and_metrics(ranks: Outcomes)
         assert (len(found["told"]) > 0) == (rank == 0)
 
 
+def test_a_period_that_goes_by_losses_is_told_them(ranks: Outcomes) -> None:
+    """Four times as long as the first ones."""
+    assert ranks("adaptive") == [16.0, 16.0]
+
+
 @pytest.mark.parametrize(
     ("periods", "told"),
     [
