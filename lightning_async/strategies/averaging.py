@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
+from torch import Tensor
+
 from lightning_async.algorithms import Synchronous
 from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import AveragingRule
@@ -44,7 +46,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
             `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With
             `EASGD` they stay models of their own around a center.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
-            `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
+            `AdaptivePeriod`, `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
             its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
@@ -160,6 +162,11 @@ class AsyncAveragingStrategy(AsyncStrategy):
             self.automatic = tuple(mean if several and name == "rule" else name for name in self._left_open)
         elif several and self.world is not None and self.world.rank == 0:
             configuration_checks.warn_of_momentum(self.module, len(self.optimizers), self.rule)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.averager is not None:
+            self.averager.see_loss(closure_loss)
+        return super().backward(closure_loss, *args, **kwargs)
 
     @property
     def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -13,6 +13,7 @@ from lightning_async.algorithms import (
     AdaptiveDelayCompensation,
     AdaptiveDiLoCo,
     AdaptiveLr,
+    AdaptivePeriod,
     AveragingRule,
     Bounded,
     Buffered,
@@ -108,6 +109,8 @@ COMING = (RuleRow("Eager", Eager),)
 SCHEDULES = (
     ScheduleRow("EveryNSteps", lambda: EveryNSteps(4)),
     ScheduleRow("MatchCommunication", lambda: MatchCommunication(minimum=4)),
+    ScheduleRow("AdaptivePeriod", lambda: AdaptivePeriod(4, 40)),
+    ScheduleRow("AdaptivePeriod-loss", lambda: AdaptivePeriod(4, 40, metric="loss_variance")),
     ScheduleRow("DyLU", lambda: DyLU(8, minimum=2)),
     ScheduleRow("EverySeconds", lambda: EverySeconds(0.5)),
     ScheduleRow("Synchronous", Synchronous),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_async import (
+    AdaptivePeriod,
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
     AveragingMonitor,
@@ -113,6 +114,19 @@ def adversaries() -> Any:
             "told": [m for m in messages if m.startswith("Set by what is measured")],
         }
     return found
+
+
+@scenario
+def adaptive() -> Any:
+    """Losses of the two ranks part by a quarter of what they did in the first four rounds."""
+
+    class Parting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + rank() * (100.0 if batch_idx < 16 else 25.0)
+
+    trainer = make_trainer(together(schedule=AdaptivePeriod(4, 40, metric="loss_variance"), overlap=False))
+    trainer.fit(Parting(), loader(shard((400, 400))))
+    return trainer.strategy.summary.metrics()["averaging/period_steps"]
 
 
 def _words(strategy: Any) -> Any:

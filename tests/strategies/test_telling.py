@@ -83,6 +83,11 @@ def test_models_that_train_against_each_other_are_told_of_momentum(ranks: Outcom
         assert [len(found[name]["warnings"]) for name in ("auto", "DiLoCo")] == [0, int(rank == 0)]
 
 
+def test_a_period_that_goes_by_losses_is_told_them(ranks: Outcomes) -> None:
+    """Four times as long as the first ones."""
+    assert ranks("adaptive") == [16.0, 16.0]
+
+
 @pytest.mark.parametrize(
     ("periods", "told"),
     [

@@ -67,6 +67,8 @@ class BackgroundAverager(SyncPointParticipant):
         self.alike: Callable[[], Any] = lambda: None  # says, for checkpoints, what all replicas have alike
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
+        self._loss_sum: Tensor | float = 0.0  # of training losses since the last message that was due
+        self._num_losses = 0
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
     def start(self) -> None:
@@ -94,6 +96,8 @@ class BackgroundAverager(SyncPointParticipant):
             committed = ledger.last_round
             message = self._buckets.message
             since = list(ledger.since_round)
+            spread = ledger.spread.relative
+            loss_variance = ledger.loss_variance.relative
             if isinstance(message, LocalMessage):
                 since[message.fragment] -= message.steps
         # Each fragment has a round in a period of the schedule: its clock runs so many times as fast.
@@ -107,6 +111,8 @@ class BackgroundAverager(SyncPointParticipant):
                 step_s=self._step_s,
                 round_s=times * self._reports.round_s,
                 speed=box.speed,
+                relative_spread=spread,
+                relative_loss_variance=loss_variance,
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
@@ -142,6 +148,12 @@ class BackgroundAverager(SyncPointParticipant):
         message = self._buckets.message
         if isinstance(message, LocalMessage) and message.announced:
             self.component.average.abandon()  # made with a rule state that begins anew; its work stays for another one
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Count the training loss of a backward pass towards the next message; no GPU is waited for."""
+        if loss.numel() == 1:
+            self._loss_sum = self._loss_sum + loss.detach().float().reshape(())
+            self._num_losses += 1
 
     def tick(self, action: Action, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
         """Count a step, take what arrived, and start a round if that was planned; return the round that was merged.
@@ -211,8 +223,17 @@ class BackgroundAverager(SyncPointParticipant):
             if fragment == self.replica.last_fragment:
                 message.updates = self.replica.updates()
             message.state_is_finite = all_finite(self.replica.watched())
+            message.loss = self._mean_loss(due)
         self._reports.merge_s += self._now() - started
         return True
+
+    def _mean_loss(self, due: bool) -> Tensor | None:
+        """Return the mean of the losses that were seen; those in a message that was due are in no other one."""
+        mean = torch.as_tensor(self._loss_sum / self._num_losses) if self._num_losses else None
+        if due:
+            self._loss_sum = 0.0
+            self._num_losses = 0
+        return mean
 
     def _take(self) -> RoundReport | None:
         buckets = self._buckets
@@ -301,7 +322,7 @@ class BackgroundAverager(SyncPointParticipant):
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
             "rule_state": self.agreed.rule_state_dict(own=True), "local": self._local_state(),
-            "gathered": self.gathered(), "alike": self.alike(),
+            "gathered": self.gathered(), "alike": self.alike(), "losses": [float(self._loss_sum), self._num_losses],
         }  # fmt: skip
 
     def _local_state(self) -> dict[str, Any] | None:
@@ -332,6 +353,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.epoch = int(clocks["epoch"])
         self._resumed = True
         self.ledger.load_state_dict(clocks)
+        self._loss_sum, self._num_losses = clocks.get("losses", (0.0, 0))
         if (local := clocks.get("local")) is not None:
             self._load_local(local)
         self.summary.load_state_dict(clocks["summary"])

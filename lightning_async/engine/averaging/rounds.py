@@ -8,6 +8,8 @@ synchronous steps. `CheckpointMarkers` copies what all have agreed on with the r
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -48,6 +50,8 @@ class AveragingPart(NamedTuple):
     digest: int = NOT_COMPARED  # of the parameters that the rule applies to; compared at sync points
     digest_rest: int = NOT_COMPARED  # of all else that replicas share
     fragment: int = 0  # of the parameters, in the message
+    steps_apart: float = 0.0  # of its steps, those since replicas last agreed
+    loss: float = math.inf  # mean of its steps; infinite where that is not known, or not finite
     scalars: tuple[float, ...] = ()  # the rule's
 
 
@@ -62,6 +66,7 @@ class LocalMessage(Message):
     fragment: int = 0  # of the parameters
     updates: Updates = ((), ())  # how often buffers and the optimizers' state had been updated, see `Replica.updates`
     state_is_finite: Tensor | None = None  # whether the optimizers' state is: one bool where that state is
+    loss: Tensor | None = None  # mean training loss of its steps, where that was computed
     scalars: tuple[float, ...] = ()  # the rule's
     announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
     healthy: bool = True  # the snapshot and the optimizers' state are finite; else it has weight zero
@@ -95,6 +100,8 @@ class Merge(InFlightRound):
     apart: dict[str, Tensor] = field(default_factory=dict)  # of a consensus, what moved beside the bucket, by name
     carried_residual: Tensor | None = None  # of compressed messages, see `CompressedMean.carried_residual`
     healed: bool = False  # this replica was not healthy, and takes over the others' model
+    per_tally: float = math.inf  # times the tally, the squared distance between replicas over the steps that made it
+    loss_variance: float = math.inf  # of the messages; infinite, as the one above, where that is not known
 
 
 class UnmergedRound(NamedTuple):
@@ -148,6 +155,8 @@ class AveragingComponent(EngineComponent):
                 healthy=message.healthy,
                 sound=message.sound,
                 fragment=message.fragment,
+                steps_apart=message.work.steps,
+                loss=_finite(message.loss),
                 scalars=message.scalars or part.scalars,
             )
         return self._compared(part) if compare else part
@@ -245,6 +254,34 @@ class AveragingComponent(EngineComponent):
             )  # fmt: skip
 
 
+def _finite(loss: Tensor | None) -> float:
+    """Return the loss; infinite where it is not known, or not finite."""
+    value = math.inf if loss is None else float(loss)
+    return value if math.isfinite(value) else math.inf
+
+
+def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tuple[float, float]:
+    r"""Return what makes of a round's tally how far replicas part in a step, and the variance of their losses.
+
+    .. math:: \Big(\big(1 - \sum_i w_i^2\big)\, \bar h\Big)^{-1}
+
+    :math:`\bar h` is the mean number of steps since replicas agreed. The first factor makes of the distance from
+    the mean half of that between two replicas, however many take part. Infinite where there is nothing to compare.
+
+    >>> disagreement((0.5, 0.5), [AveragingPart(steps_apart=4.0, loss=1.0), AveragingPart(steps_apart=4.0, loss=3.0)])
+    (0.5, 2.0)
+    >>> disagreement((1.0, 0.0), [AveragingPart(steps_apart=4.0, loss=1.0), AveragingPart()])
+    (inf, inf)
+    """
+    present = [part for weight, part in zip(weights, parts, strict=True) if weight > 0.0]
+    steps = sum(part.steps_apart for part in present)
+    losses = [part.loss for part in parts if math.isfinite(part.loss)]  # also where a rule gives a message no weight
+    several = len(present) > 1 and steps > 0.0
+    pairs = 1.0 - sum(weight * weight for weight in weights)
+    per_tally = len(present) / (pairs * steps) if several and pairs > 0.0 else math.inf
+    return per_tally, statistics.variance(losses) if len(losses) > 1 else math.inf
+
+
 def _shares(work: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
     """Return each rank's share in a consensus: of its work, or an equal one where something moved without a step."""
     counted = [w if ok else 0.0 for w, ok in zip(work, able, strict=True)]
@@ -323,10 +360,12 @@ class AveragingRound(_Round):
             fragment=plan.fragment,
             past=self._agreed.num_rounds // replica.num_fragments,
         )
+        per_tally, loss_variance = disagreement(plan.weights, parts)
         return Merge(
             id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,
             share=plan.weights[rank], able=plan.able[rank], healed=not plan.able[rank],
             message_bytes=replica.of_round(self._buckets.received, plan.fragment).nbytes, fragments=(plan.fragment,),
+            per_tally=per_tally, loss_variance=loss_variance,
         )  # fmt: skip
 
     def move(self, exchange: Merge) -> None:
@@ -366,6 +405,8 @@ class AveragingRound(_Round):
     def hand_over(self, exchange: Merge) -> None:
         message = exchange.message
         follows = self._agreed.rule.absent_follow
+        # A rank that lost the last answer has its own part of the tally only: its next period is another one, no more.
+        self._ledger.compare(exchange.tally * exchange.per_tally, exchange.loss_variance)
         if isinstance(message, LocalMessage):
             self._ledger.round(message.work, message.steps, message.fragment)
             exchange.base = self._buckets.sent if exchange.able else None

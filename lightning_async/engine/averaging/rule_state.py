@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from lightning_async.algorithms.automatic import Trend
 from lightning_async.algorithms.averaging import AveragingRule, Round
 from lightning_async.algorithms.compression import TopK
 from lightning_async.engine.buckets import Buckets
@@ -28,6 +29,7 @@ _LEFT_BY_CODES = 1e-6
 the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
 _BY_FRAGMENT = "fragments"
+_FIRST_ROUNDS = 4  # of each fragment: what is measured later is relative to these
 T = TypeVar("T", float, tuple[float, ...])
 Weighting = Literal["samples", "steps", "equal"]
 
@@ -159,6 +161,9 @@ class WorkLedger:
     """Synchronous steps of the others that this replica had no part in: its optimizers have not taken them."""
 
     before_s: float = 0.0  # seconds since the last round, where training goes on from a checkpoint
+    spread: Trend = field(default_factory=Trend)
+    """Of the squared distance between replicas, over the steps that made it."""
+    loss_variance: Trend = field(default_factory=Trend)  # over replicas
 
     def __post_init__(self) -> None:
         self.agree()
@@ -183,6 +188,12 @@ class WorkLedger:
             self.work[fragment] -= work
             self.reported[fragment] = work
             self.since_round[fragment] -= steps
+
+    def compare(self, spread: float, loss_variance: float) -> None:
+        """Take what a committed round of one fragment has measured of replicas; what is not finite is not known."""
+        window = _FIRST_ROUNDS * self.num_fragments
+        self.spread = self.spread.add(self.num_fragments * spread, window)  # as if it were of all fragments
+        self.loss_variance = self.loss_variance.add(loss_variance, window)
 
     def synchronous_step(self, work: Work | None) -> None:
         """Count a step on averaged gradients; ``work`` is None for a replica that has gone on to local steps."""
@@ -213,6 +224,7 @@ class WorkLedger:
             "missed": self.missed,
             "steps_since_round": list(self.since_round),
             "seconds_since_round": self.now() - self.last_round,
+            "trends": {"spread": list(self.spread), "loss_variance": list(self.loss_variance)},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -222,6 +234,9 @@ class WorkLedger:
         since = saved.get("steps_since_round", 0.0)  # a number, where there were no fragments yet
         self.since_round = self._of_cut(since if isinstance(since, list) else [float(since)])
         self.before_s = float(saved.get("seconds_since_round", 0.0))
+        trends = saved.get("trends", {})  # none, where a checkpoint is older
+        self.spread = Trend(*trends.get("spread", ()))
+        self.loss_variance = Trend(*trends.get("loss_variance", ()))
 
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
