@@ -126,7 +126,7 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
-    """Return the identity of this rank's directory, and this rank's share of its files: its number, and how many share."""
+        # Each rank has read its share of the files: a bad share makes it bad for all that see this directory.
     identity = store.files.identity(store.dirpath)
     # Processes of one directory are told apart by random texts: ranks may be unknown here.
     me = uuid.uuid4().hex
