@@ -126,7 +126,7 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
-        # Each rank has read its share of the files: a bad share makes it bad for all that see this directory.
+    """Return the identity of this rank's directory, and this rank's share of its files: number, and how many shares."""
     identity = store.files.identity(store.dirpath)
     # Processes of one directory are told apart by random texts: ranks may be unknown here.
     me = uuid.uuid4().hex
