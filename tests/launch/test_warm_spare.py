@@ -145,7 +145,7 @@ def test_one_that_still_imports_is_taken_and_the_next_death_has_none(prepare: Pr
     assert ranks.job.end() == 0
 
 
-NOBODY = "No process stands by any more to be a rank that dies: {}. Ranks are started anew."
+NOBODY = "There is no warm spare any more: {}. Ranks that are started again have to import first."
 
 
 def test_one_that_cannot_import_or_dies_is_said_once_and_the_rank_comes_back_all_the_same(prepare: Prepare):
