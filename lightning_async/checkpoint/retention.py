@@ -51,7 +51,7 @@ class RetentionThread:
         self._error: Exception | None = None
 
     def prune(self) -> None:
-        """Delete, on the thread, what is not kept at present. Raises an error that the policy has raised before."""
+        """Delete, on the thread, checkpoints that the policy does not keep. Raises an earlier error of the policy."""
         # Copied here, because the training thread may change both before the task runs.
         resumed_from = self.resumed_from
         awaited = frozenset(self.awaited)
@@ -102,7 +102,7 @@ class RetentionThread:
         raise CheckpointError(f"There is no checkpoint of number {number} in {self._store.dirpath}.")
 
     def ask(self, task: Callable[[], object]) -> None:
-        """Run a task on the thread. Raises an error that a policy has raised before."""
+        """Run a task on the thread. Raises an earlier error of the policy."""
         error = self._error
         self._error = None
         if error is not None:

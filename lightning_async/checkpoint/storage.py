@@ -157,7 +157,7 @@ class LocalFiles:
             return file.read()
 
     def view(self, path: str) -> memoryview:
-        """Return the contents of a file, mapped where possible; the returned memory can change without the file."""
+        """Return the contents of a file, mapped where possible; writes to the memory leave the file as it is."""
         with _naming(path), open(path, "rb") as file:
             # `mmap` refuses empty files.
             if not os.fstat(file.fileno()).st_size:
@@ -220,7 +220,7 @@ class LocalFiles:
         """Make a folder, and mark it as used by a living process during the block."""
         self._make(folder)
         with self._opened(folder) as descriptor:
-            # Without waiting, and without an error: where there are no locks, others look at the folder's age.
+            # Without waiting, and without an error: if there are no locks, others look at the folder's age.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield

@@ -86,7 +86,7 @@ class CheckpointStore:
         self.discard_if_committed(temporary)
 
     def discard_if_committed(self, temporary: str) -> None:
-        """Delete a folder that was made again after another rank had renamed it; nobody else would."""
+        """Delete a folder that was made again after another rank had renamed it; no other process would."""
         final, _, run = temporary.rpartition(".tmp-")
         if self.files.atomic and run and self.files.exists(f"{final}/{MANIFEST}"):
             self.discard(temporary)
@@ -213,7 +213,7 @@ class CheckpointStore:
             self.discard(entry.path)
 
     def clean(self, run: str = "", damaged: bool = False) -> list[str]:
-        """Delete what was left unfinished and no living process uses, and return the names.
+        """Delete unfinished checkpoints that no living process uses, and return their names.
 
         Args:
             run: Name of this run, whose unfinished checkpoints stay. Default: none.

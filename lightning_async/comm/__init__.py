@@ -4,7 +4,7 @@ Nothing here knows training. There are two kinds of communication. *Collectives*
 operation is asynchronous, with a deadline. *Channels* join two processes that take turns.
 
 - `Collectives` and `ElasticCollectives` are the interfaces; `TorchCollectives` implements them by torch's process
-  groups, and `StagedCollectives` adds GPUs where a transport moves host memory only.
+  groups, and `StagedCollectives` adds GPUs to a transport that moves host memory only.
 - `PeerChannel` and `Dial` are the interfaces of channels: `ShmDial` within a host, `PairDial` between hosts.
 - `PeerStore` keeps bytes of other ranks in memory; `encode` and `decode` turn values into bytes.
 

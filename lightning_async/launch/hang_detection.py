@@ -49,7 +49,7 @@ class ReportedProgress:
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self, standings: Sequence[StatusRecord], now: float) -> str | None:
-        """Return a text that says where each rank stands, if the job hangs, and begin to count again; else return None.
+        """Return a text with the state of each rank if the job hangs, and begin to count again; else return None.
 
         Args:
             standings: Newest records of all ranks.

@@ -96,12 +96,12 @@ class Ranks:
         self._supervisor.started(rank, process.pid)
 
     def send(self, number: int, ranks: Collection[int]) -> None:
-        """Send a signal to those of these ranks that live."""
+        """Send a signal to the live ones of these ranks."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].signal(number)
 
     def tell(self, death: Death, ranks: Collection[int]) -> None:
-        """Tell those of these ranks that live that another rank has died."""
+        """Report to the live ones of these ranks that another rank has died."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].tell(death)
             # Messages that were read meanwhile are handled later: a death is being handled now.

@@ -141,7 +141,7 @@ class Client:
             fields: Names of the fields of the optimizer's state that `bring` has sent. Default: none, the state is new.
             scalars: Scalars of the optimizer's state. Default: none.
             staleness: Policy that the servers' `WorkerRules` must have. Default: None, any policy.
-            anew: Whether servers that have weights replace them by these; the servers then evict all other workers.
+            anew: Whether servers that have weights replace them by these, and evict all other workers. Default: False.
             warmup_steps: Number of warm-up steps of these weights. Default: None, the servers' own.
 
         Raises:
@@ -374,7 +374,7 @@ class ShardConnection:
         self._left = None
 
     def leave(self, at: int, size: int) -> None:
-        """Send a part of the next push ahead of it; where that fails, the part is sent with the push."""
+        """Send a part of the next push ahead of it; if that fails, the part is sent with the push."""
         channel = self._channel
         if channel is None or channel.shares_memory:
             return
@@ -387,7 +387,7 @@ class ShardConnection:
             self._left = at if self._left is None else min(self._left, at)
 
     def reply(self, until: float) -> dict[str, Any]:
-        """Return the answer to the last request; connect again and repeat the request where the server has died."""
+        """Return the answer to the last request; connect again and repeat the request if the server has died."""
         while True:
             now = time.monotonic()
             left = until - now
@@ -562,7 +562,7 @@ class Arrived:
 
     @classmethod
     def of(cls, message: Tensor, header: Mapping[str, Any], numel: int) -> Arrived:
-        """Return the message that came with a header; raise TypeError or ValueError where the two do not fit."""
+        """Return the message that came with a header; raise TypeError or ValueError if the two do not fit."""
         return cls(message, from_description(header["compression"]), numel)
 
     def floats(self, room: Tensor) -> Tensor:
@@ -578,7 +578,7 @@ class Arrived:
 
 
 def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
-    """Tell a server that these workers are lost; raise PeerLost where it does not answer in time."""
+    """Tell a server that these workers are lost; raise PeerLost if the server does not answer in time."""
     _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
 
 

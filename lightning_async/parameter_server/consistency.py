@@ -137,7 +137,7 @@ def round_due(
 def awaited(
     worker_rules: WorkerRules, workers: Workers, waiting: Collection[str], worker: str, number: int, sync_point: int = 0
 ) -> set[str]:
-    """Return the workers that a worker has to wait for after its push; empty where it may continue.
+    """Return the workers that a worker has to wait for after its push; empty if it may continue.
 
     >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
     >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}

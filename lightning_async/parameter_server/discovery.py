@@ -1,4 +1,4 @@
-"""How workers and servers that are ranks find each other, and how servers know which workers are there.
+"""Discovery: workers and servers that are ranks find each other, and servers know which workers are there.
 
     the first worker                          each server, from start to end
     call: training 3 wants servers  ------->  starts its own

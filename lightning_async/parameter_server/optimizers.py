@@ -24,7 +24,7 @@ from lightning_async.ops.flat_ops import eager
 Bank = Mapping[str, Tensor]
 """Arrays of a shard: ``params`` and the optimizer's fields, flat, fp32, of one size."""
 Scalars = dict[str, float]
-"""An optimizer's state beside its fields, such as ``step``; empty before the first step."""
+"""An optimizer's state apart from its fields, such as ``step``; empty before the first step."""
 
 _add_: Callable[..., None] = eager(ops.server_add_)
 _sgd_: Callable[..., None] = eager(ops.server_sgd_)
@@ -132,10 +132,10 @@ class DanaStep(ServerOptimizer):
     belongs to no worker, and the first step of a single worker drops it.
 
     Args:
-        lr: Learning rate, as of torch's SGD.
-        momentum: Momentum, as of torch's SGD.
-        weight_decay: Weight decay, as of torch's SGD.
-        maximize: Whether to maximize, as of torch's SGD.
+        lr: Learning rate, as in torch's SGD.
+        momentum: Momentum, as in torch's SGD.
+        weight_decay: Weight decay, as in torch's SGD.
+        maximize: Whether to maximize, as in torch's SGD.
     """
 
     lr: float
@@ -338,7 +338,7 @@ class _Torch(ServerOptimizer):
         optimizer.step()
         state = optimizer.state[parameter]
         for field in self.fields:
-            # Some classes replace their state tensors, where others write to them.
+            # Some classes replace their state tensors, while others write to them.
             if state[field] is not new[field]:
                 new[field].copy_(state[field])
         if span.reply is not None:

@@ -1,4 +1,4 @@
-"""Server processes, as the process that starts them uses them.
+"""Server processes: starting them, ending them, and replacing one whose supervisor was killed.
 
 `ServerProcess` is one server under its supervisor, and `ServerStart` holds the settings that the servers of one
 training share. `Guard` replaces a server whose supervisor was killed, and with it the server's memory. The new server

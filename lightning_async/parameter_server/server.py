@@ -251,7 +251,7 @@ class Server:
         return reply, self._transfer.give(worker, channel, header, filled == self._store.version)
 
     def _pull_at(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Answer a pull with the weights at the worker's cut, or with none where the worker's hold has ended."""
+        """Answer a pull with the weights at the worker's cut, or with none if the worker's hold has ended."""
         wanted = consistency.from_plain(header["cut"])
         self._cuts.wants(worker, wanted)
         self._changed.notify_all()
@@ -287,7 +287,7 @@ class Server:
             self._check_current(worker, channel)
             if self._sessions.sweep() | self._rounds.complete(self._allow):
                 self._changed.notify_all()
-            # Computed anew in every turn: workers may have joined, left or pushed during the wait.
+            # Computed again in every turn: workers may have joined, left or pushed during the wait.
             blockers = awaited(self._worker_rules, self._store.known, self._rounds.waiting, worker, number, sync_point)
             if not blockers:
                 return
@@ -357,9 +357,9 @@ class WorkerSessions:
         self._away_since = dict.fromkeys(store.workers, 0.0)
 
     def hello(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Admit a worker and return its entry, or None where the server refuses the worker's life.
+        """Admit a worker and return its entry, or None if the server refuses the worker's life.
 
-        A life is refused where the worker was forgotten, or where another process has taken its name.
+        A life is refused if the worker was forgotten, or if another process has taken its name.
 
         Args:
             worker: Name of the worker.
@@ -442,7 +442,7 @@ class WorkerSessions:
     def rest(self, worker: str, sync_point: int) -> None:
         """Let no worker wait for this one until a push comes from beyond that sync point.
 
-        Where all workers rest at the sync point, they have the same weights, so the method makes their clocks equal.
+        When all workers rest at the sync point, they have the same weights, so the method makes their clocks equal.
         """
         workers = self._store.workers
         workers[worker]["rests"] = sync_point
@@ -485,7 +485,7 @@ class TableInitialization:
         self._brought: dict[str, Tensor] = {}
 
     def check_plan(self, worker: str, fingerprint: str) -> None:
-        """Raise RequestError where the worker's plan of shards differs from the plan of the weights."""
+        """Raise RequestError if the worker's plan of shards differs from the plan of the weights."""
         if self._store.ready and fingerprint != (mine := self._store.contents["fingerprint"]):
             raise RequestError("settings", f"worker {worker!r} comes with plan {fingerprint}, the server has {mine}.")
 
@@ -494,9 +494,9 @@ class TableInitialization:
         self._brought[field] = memory.view(torch.float32).clone()
 
     def begin(self, header: Mapping[str, Any], memory: Tensor) -> None:
-        """Take the worker's weights, or keep those that are there; raise RequestError where settings differ.
+        """Take the worker's weights, or keep those that are there; raise RequestError if settings differ.
 
-        The server takes the weights where it has none, or where the header says ``anew``.
+        The server takes the weights if it has none, or if the header says ``anew``.
         """
         # Taken even if the server has weights already, to free the memory.
         state = {name: self._brought.pop(name, None) for name in header["fields"]}
@@ -544,7 +544,7 @@ class RequestTransfer:
         self._targets: WeakKeyDictionary[PeerChannel, torch.Tensor] = WeakKeyDictionary()
 
     def arrived(self, channel: PeerChannel, header: Mapping[str, Any], size: int) -> Arrived:
-        """Return a push as the channel received it; raise RequestError where its size is wrong."""
+        """Return a push as the channel received it; raise RequestError if its size is wrong."""
         size = header.get("size", size)
         numel = self._store.contents["numel"]
         before, arrived = self._arrived.get(channel, ((), None))
@@ -562,7 +562,7 @@ class RequestTransfer:
         """Apply a push to the store.
 
         Returns:
-            The version that lies in the channel for the worker now, or None where the channel was not filled.
+            The version that lies in the channel for the worker now, or None if the channel was not filled.
         """
         if gradient.compression is not None and self._decoded.numel() != gradient.numel:
             self._decoded = torch.empty(gradient.numel)
@@ -594,7 +594,7 @@ class RequestTransfer:
         return target.nbytes if field is None or plain else self.read(channel, field)
 
     def read(self, channel: PeerChannel, field: str) -> int:
-        """Put a field into the channel and return its bytes; raise RequestError where no field has this name."""
+        """Put a field into the channel and return its bytes; raise RequestError if no field has this name."""
         fields = self.fields
         if field not in fields:
             raise RequestError("request", f"there is no {field!r}; there are {sorted(fields)}.")

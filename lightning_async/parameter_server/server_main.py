@@ -240,7 +240,7 @@ class ServerTables:
 
 
 def _check_first(header: Mapping[str, Any]) -> None:
-    """Raise RequestError where a first message is malformed, so that a stranger does no harm.
+    """Raise RequestError if a first message is malformed, so that a stranger does no harm.
 
     >>> _check_first({"do": "hello"})
     Traceback (most recent call last):

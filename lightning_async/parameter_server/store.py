@@ -46,7 +46,7 @@ _WORKER_BYTES = 214  # size of a worker's entry in the journal, without its name
 _GROWTH_BYTES = 2048  # by which the rest of the record may grow
 
 Record = Mapping[str, Any]
-"""The state that a store remembers beside its arrays.
+"""The state that a store remembers in addition to its arrays.
 
 ``workers`` holds one entry for each name:
 
@@ -117,7 +117,7 @@ class Store:
 
     @property
     def incarnation(self) -> str:
-        """An id that changes where versions do not continue those before, as in a store that was restored."""
+        """An id that changes when versions do not continue earlier ones, as in a store that was restored."""
         return self.record["incarnation"]
 
     @property
@@ -212,7 +212,7 @@ class Store:
             gradient: The gradient, flat, in fp32, bf16 or fp16.
             lag: Number of updates since the worker has pulled.
             lr: Learning rate in place of the optimizer's own. Default: None.
-            reply: Memory of the shard's size. It is filled as by `pull` where that costs nothing. Default: None.
+            reply: Memory of the shard's size. It is filled as by `pull` if that costs nothing. Default: None.
             spare: Whether the gradient was computed at weights in the worker's spare place.
 
         Raises:
@@ -276,7 +276,7 @@ class Store:
             worker: Name of the worker.
             target: Memory of the shard's size.
             spare: Whether to keep the worker's copy of these weights, if any, in its spare place.
-            plain: Whether to copy the weights themselves, where a policy has workers compute gradients ahead of them.
+            plain: Whether to copy the weights themselves, even if workers compute gradients ahead of them.
         """
         kept = self._held.own(worker, spare)[0].get(PULLED)
         seen = self.params if plain else self._held.visible
@@ -568,7 +568,7 @@ def slots_of(record: Record) -> dict[int, int]:
 
 
 def check_room(record: Record, names: Mapping[str, Any]) -> None:
-    """Raise ValueError where these workers might not fit into the journal."""
+    """Raise ValueError if these workers might not fit into the journal."""
     rest = len(json.dumps({**record, "workers": {}}))
     if len(json.dumps([*names])) + _WORKER_BYTES * len(names) + rest + _GROWTH_BYTES > ROOM:
         raise ValueError(f"a server remembers {len(names) - 1} workers, and has no room for one more.")

@@ -144,7 +144,7 @@ class ParameterGroups:
         return [lags for worker in self.workers for lags in worker.client.lags()]
 
     def state(self, first: bool) -> dict[str, Any] | None:
-        """Return the state for a checkpoint, or None where there is none.
+        """Return the state for a checkpoint, or None if there is none.
 
         Args:
             first: Whether this is the first worker, whose state also holds the plans.
@@ -238,7 +238,7 @@ def described_again(
 
 
 def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Sequence[int]) -> dict[int, float | None]:
-    """Return the learning rates of these tables for a push; raise ValueError where another setting has changed."""
+    """Return the learning rates of these tables for a push; raise ValueError if another setting has changed."""
     rates: dict[int, float | None] = {}
     for table in tables:
         now = optimizer.param_groups[groups[table].group]
@@ -316,7 +316,7 @@ def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, 
 
 
 def fill_state(optimizer: Optimizer, worker: Worker) -> None:
-    """Put the servers' optimizer state of a worker's parameters where torch keeps it."""
+    """Copy the servers' optimizer state of a worker's parameters into torch's optimizer."""
     reply, _ = worker.read("params")
     # Before the first step, torch's optimizers have no state either.
     begun = reply["version"] or reply["scalars"]

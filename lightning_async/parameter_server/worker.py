@@ -153,7 +153,7 @@ class Worker:
         return answer
 
     def meet(self) -> ServerAnswer:
-        """Pull the servers' weights themselves, even where workers compute gradients at predicted weights."""
+        """Pull the servers' weights themselves, even if workers compute gradients at predicted weights."""
         return self.pull("params")
 
     @torch.no_grad()
@@ -166,7 +166,7 @@ class Worker:
         self._written.begin()
         self._taken = self.versions
         params = [real(p.detach()) for p in self.params]
-        flat = [p.reshape(-1) for p in params]  # views where the elements lie in order, else copies
+        flat = [p.reshape(-1) for p in params]  # views if the elements lie in order, else copies
         into, pieces = _paired(flat, self._incoming)
         torch._foreach_copy_(into, pieces)
         for param, its in zip(params, flat, strict=True):
@@ -210,7 +210,7 @@ class Worker:
         return self._known_parts("weights", self.client.weights)
 
     def _known_parts(self, what: str, shards: Sequence[Tensor]) -> list[Parts]:
-        """Return the parts of shards, computed again only where a new connection has moved the shards' memory."""
+        """Return the parts of shards, computed again only if a new connection has moved the shards' memory."""
         at = [shard.data_ptr() for shard in shards]
         if self._laid_out.get(what, ([], []))[0] != at:
             self._laid_out[what] = at, self._parts(shards)
@@ -375,7 +375,7 @@ class ExternalWrites:
         self.base = base
 
     def since(self, pulled: Sequence[Sequence[tuple[slice, Tensor]]] | None, every: bool) -> list[str]:
-        """Return the names of parameters that other code has written to, even where a pull has overwritten the value.
+        """Return the names of parameters that other code has written to, even if a pull has overwritten the value.
 
         Args:
             pulled: Pieces of each parameter that were pulled, to compare values. None: newer weights are on their way.
