@@ -114,7 +114,7 @@ class Saver:
                 wait for that one.
         """
         started = self._now()
-        # One save at a time, so that a slow disk slows down saves, and not the memory's use.
+        # The writer does one save at a time: wait for the one that it is writing.
         if not queue:
             self.wait(PATIENCE_S)
         job = SaveJob(number, step, self._run, tuple(ranks), shared, own, manifest)
@@ -151,6 +151,7 @@ class Saver:
         Returns:
             False if another rank has begun this save before.
         """
+        # Only one copy is wanted: all live ranks that hold this state try to save it.
         if self._store.begun(number, self._run):
             return False
         job = SaveJob(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
@@ -159,6 +160,7 @@ class Saver:
         self._alone = number
         try:
             self._writer.save(job, queue=True)
+        # A save that is being written may take the buffers; there is time for it, but not without end.
         except SaveBusy:
             self.wait(patience_s)
             self._writer.save(job, queue=True)

@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     store = CheckpointStore(options.dirpath)
     try:
+        # First, because all commands take a directory, and users often give the path of one checkpoint.
         store = _directory(store, options)
         if not store.files.exists(store.dirpath):
             raise FileNotFoundError(f"There is no directory {store.dirpath}.")
@@ -138,6 +139,7 @@ def _verify(store: CheckpointStore, options: argparse.Namespace) -> int:
     if options.number is not None and not entries:
         raise ValueError(f"{store.dirpath} has no checkpoint of number {options.number}.")
     bad = 0
+    # To rename a checkpoint while a training resumes from it would fail the training.
     with _claimed(store, options.quarantine, "puts what is damaged aside"):
         for entry in entries:
             error = store.trouble(entry)
@@ -190,6 +192,7 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
         keeps.append(Best(options.best, mode=options.mode))
     if not keeps and not options.damaged:
         raise ValueError("`prune` needs to know what to keep: --latest, --every or --best; or --damaged alone.")
+    # A training that writes there deletes old checkpoints itself.
     with _claimed(store, not options.dry_run, "deletes old checkpoints there"):
         gone = doomed(store.entries(), KeepAny(*keeps)) if keeps else []
         for entry in gone:

@@ -34,6 +34,7 @@ def allow(seconds: float) -> None:
 def stand_aside() -> None:
     """Continue in a child if this process is PID 1, and end with the child's exit code; else do nothing."""
     global _grace
+    # Anywhere else, the system's own first process has these duties.
     if os.getpid() != 1:
         return
     _grace = mmap.mmap(-1, 8)  # shared with the child

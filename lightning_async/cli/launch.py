@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print("\n".join(shown(job, os.environ, policy.standbys if can_stand_by(job) else 0)))
         return 0
+    # If the launcher is killed, its ranks get this time to save, and PID 1 must not end before.
     allow(options.grace)
     try:
         return Supervisor(job, policy, options.log_dir).run()

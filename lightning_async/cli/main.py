@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the command")
     rest.required = False  # without a command, argparse would also ask for its arguments
     options = parser.parse_args(arguments)
+    # Imported only now: some commands import torch, which takes seconds.
     module = import_module(_MODULES.get(options.command, f"lightning_async.cli.{options.command}"))
     return module.main(options.arguments)
 

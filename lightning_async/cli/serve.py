@@ -46,12 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         if not options.snapshot_every > 0:
             raise ValueError(f"--snapshot-every {options.snapshot_every}: must be > 0 seconds.")
+        # Other hosts can reach an address that is not loopback, so servers there need a secret.
         if options.secret_file is not None or not (is_loopback(host) or os.environ.get(SECRET)):
             os.environ[SECRET] = _secret_of(options.secret_file, os.environ)  # the servers inherit the variable
     except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
+    # Python writes a byte there for each signal, so that one `poll` waits for signals and servers.
     signal.set_wakeup_fd(wakes)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)

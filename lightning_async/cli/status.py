@@ -61,6 +61,7 @@ class StoreAddress:
             socket.create_connection((self.host, self.port), _TIMEOUT.total_seconds()).close()
             standings = read_standings(_client(self.host, self.port), self.secret)
         except (OSError, RuntimeError):
+            # The store may be gone, and another job may use its port later.
             _client.cache_clear()
             raise
         return JobStatus.of(f"{self.host}:{self.port}", standings, time.time())

@@ -582,6 +582,7 @@ def reducible(
     """
     flat = buffer.detach().reshape(-1)
     if flat.dtype is torch.bool:
+        # As bytes, because a sum of bools may store a 2.
         flat = flat.view(torch.uint8)
         op = ReduceOp.MAX if op is ReduceOp.SUM else op
     elif flat.is_complex():

@@ -88,6 +88,7 @@ class StagedCollectives(CommunicatorWrapper):
     def _to_host(self, buffer: Tensor) -> Tensor:
         check_buffer(buffer)
         host = self._host_namespace(buffer)
+        # Queued on the current stream, after the kernels that compute the buffer.
         host.copy_(buffer.detach(), non_blocking=True)
         if self.device.type == "cuda":
             copied = torch.cuda.Event(blocking=True)  # otherwise the wait would keep a core busy
@@ -120,6 +121,7 @@ class _Landing(Generic[T]):
 
     def result(self, timeout: timedelta | None = None) -> T:
         value = self._inner.result(timeout)
+        # Several callers may take the result, but it is copied back once.
         if not self._landed:
             self._landed.append(self._land(value))
         return self._landed[0]

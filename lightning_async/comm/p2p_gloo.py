@@ -326,6 +326,7 @@ def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, A
         line = PeerStoreConnection(sock, _scoped(seal))
         try:
             host = _own_address(sock)
+            # The nonce comes first: whatever the caller sends has to be sealed with it, and cannot be a repetition.
             line.greet()
             heard = line.hear()
             if (name := heard.get("name")) not in (None, told["name"]):
@@ -480,6 +481,7 @@ def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, v
         raise ValueError(f"`dial(address={address!r})` must be a server's: machine, name, host and port.") from None
     if via not in (None, "shm", "gloo"):
         raise ValueError(f"`dial(via={via!r})` must be 'shm', 'gloo' or None.")
+    # Not by the host's address: containers of one host may not reach each other's sockets.
     here = machine == machine_name()
     if via == "shm" and not here:
         raise ValueError(f"`dial(via='shm')`: the server is not on this host, or is another user's: {address!r}.")
@@ -527,6 +529,7 @@ def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
     """
     found = []
     for number, (host, port) in enumerate(places_of(places)):
+        # Asked one by one, so that an error names the server that does not answer.
         found.append(look_up(host, port, timeout_s))
         if (theirs := found[-1].get("server")) != number:
             at = places.split(",")[number].strip()

@@ -268,6 +268,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
 
     def barrier(self) -> Operation[None]:
+        # A reduction of one number on a known device, which every backend has.
         token = torch.zeros(1, device=self._token_device())
         return self._submit(
             "barrier", lambda pg: pg.allreduce([token], self._options(dist.AllreduceOptions)), lambda: None, (token,)
@@ -352,6 +353,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             form_timeout=self._form_timeout, device=self._device, max_ctas=self._max_ctas,
             meeting_options=self._meeting_options,
         )  # fmt: skip
+        # The constructor numbers members by rank, but the child keeps its parent's generation.
         child._where = where
         return child
 

@@ -76,6 +76,7 @@ class IterationPosition:
         self.told: Callable[[], bool] = lambda: False
         self.taken = 0
         self.exhausted = bool(self.start.get("exhausted"))
+        # Workers derive their random states from it, so that a resumed iteration needs the same.
         self.seed: int | None = self.start.get("seed")
         self.turn = 0
         self.workers: dict[int, dict[str, Any]] = {}
@@ -118,6 +119,7 @@ class IterationPosition:
 
     def begin_again(self) -> None:
         """Begin at the present position, with new workers in place of those that have died."""
+        # The random states of the process stay as they are: only the workers are new.
         self.start = self.position()
         self._first_random = None
 
@@ -304,7 +306,9 @@ class _Multi(_MultiProcessingDataLoaderIter):
         if here.exhausted:  # the workers are started for the next iteration only
             states = {worker: {**state, "ended": True} for worker, state in states.items()}
         here.workers = dict(states)
+        # Two records: states with batches that have come, and states with batches that were yielded.
         self._received = dict(states)
+        # Workers yield in turn, so that the next batch must come from the one whose turn it was.
         self._turns = 0 if fetches_again else start.get("turn", 0)
         here.turn = self._turns
         dataset = here.dataset()
@@ -366,6 +370,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
         fetches_again = _fetches_again(loader, here)
         # Counted again while batches are skipped below.
         here.taken = 0
+        # New workers draw a seed, which must not move the random numbers of the process.
         with here.generators.kept():
             _Multi.__init__(self, loader, here, fetches_again)
             _skip_taken(self, here, fetches_again)
@@ -406,6 +411,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
     def _try_put_index(self) -> None:
         if self._here.exhausted:
             return  # nothing is fetched for an iteration that has ended
+        # Skip the workers that come before: torch would begin with worker 0.
         for _ in range(self._turns):
             next(self._worker_queue_idx_cycle)
         self._turns = 0

@@ -44,6 +44,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
     """
     if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise ValueError(f"`largest_remainder(weights={list(weights)})` must be >= 0 and finite, one of them > 0.")
+    # Fractions, so that all processes round alike.
     exact = [Fraction(weight) for weight in weights]
     quotas = [total * each / sum(exact) for each in exact]
     shares = [int(quota) for quota in quotas]
@@ -223,6 +224,7 @@ class Weighted(Partition):
             for i, weight in enumerate(weights):
                 credit[i] += weight
             most = max(range(len(members)), key=lambda i: (credit[i], -i))
+            # The one that takes a sample pays for all, so that credits stay bounded.
             credit[most] -= total
             return most
 
@@ -274,6 +276,7 @@ class ByKey(Partition):
         return of_index[order]
 
     def dealer(self, members: Sequence[str], of: Callable[[Any], object] | None = None) -> Callable[[Any], int]:
+        # A hash for each member and key is slow, and keys repeat.
         known: dict[str, int] = {}
 
         def deal(sample: Any) -> int:
@@ -412,6 +415,7 @@ class _Place:
             return self.members, self.rank
         if dist.is_available() and dist.is_initialized():
             return tuple(map(str, range(dist.get_world_size()))), dist.get_rank()
+        # Last: once torch.distributed runs, its numbers are those that count.
         for size, rank in _LAUNCHERS:
             if size in os.environ and rank in os.environ:
                 return tuple(map(str, range(int(os.environ[size])))), int(os.environ[rank])

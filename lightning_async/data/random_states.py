@@ -231,6 +231,7 @@ class Tape:
         finally:
             after = self._generators.take()
             moved = {name for name, state in before.items() if after[name] != state}
+            # A call that continues where the last one stopped needs no entry of its own.
             if drew := {name: before[name] for name in moved if before[name] != self._left.get(name)}:
                 self._drawn[self.made] = drew
             self._left |= {name: after[name] for name in moved}
@@ -289,6 +290,7 @@ class Indices:
             again = []
             while tape.made < made:
                 again.append(tape.call(lambda: next(indices, _END)))
+        # Indices that were fetched ahead, and not taken, come first.
         yield from (index for index in again[skip:] if index is not _END)
         yield from self._rest(tape, indices)
 

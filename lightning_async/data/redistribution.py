@@ -82,6 +82,7 @@ def share(position: Position) -> list[int]:
     if told["kind"] == "distributed":
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         sampler = DistributedSampler(everything, **{name: told[name] for name in names})  # pyright: ignore[reportArgumentType]
+        # The order of a shuffled epoch depends on its number.
         sampler.set_epoch(told["epoch"])
         return list(sampler)
     if told["kind"] == "sequential" or not position["drawn"]:
@@ -131,6 +132,7 @@ def rest(positions: Sequence[Position]) -> list[int]:
     """Return the indices that no rank has taken, each once, in the order in which the ranks would have taken them."""
     shares = [share(position) for position in positions]
     counts = [position["taken"] * position["share"]["batch_size"] for position in positions]
+    # A set, because padding gives some indices to two ranks.
     seen = {index for indices, count in zip(shares, counts, strict=True) for index in indices[:count]}
     left = [indices[count:] for indices, count in zip(shares, counts, strict=True)]
     found = []
@@ -328,6 +330,7 @@ class Dealt(Mapping[str, DataShard]):
     ) -> None:
         self._left = left
         self._like = like
+        # With fewer batches than takers, the last ones get none.
         self._takers = {name: (i, first) for i, (name, first) in enumerate(takers.items()) if len(left) > i}
         self._every = len(takers)
         self._made = dict[str, DataShard]()
@@ -465,6 +468,7 @@ def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[
     """Return these batches as one rank's share, those that are not full last, because loaders cut whole ones."""
     sizes = _sizes(like)
     columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
+    # A batch counts as full only if all loaders have their whole part of it.
     full = torch.stack(columns).all(0)
     parts = mine[full], mine[~full]
     loaders: list[tuple[dict[str, Any] | None, int]] = []

@@ -44,6 +44,7 @@ def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[
     if len(sources) == len(positions):
         for i, (source, each) in enumerate(zip(sources, positions, strict=True)):
             if source.differs(each):
+                # Several loaders take their batches together: to count samples would move them against each other.
                 found[i] = source.recount(each) if len(sources) == 1 else source.behind_as_many(each, len(sources))
     return found
 
@@ -64,6 +65,7 @@ def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
 
 
 def _source_of(loader: Any, name: str) -> Source:
+    # A DataLoader that makes its own iterator is treated as any iterable.
     own = isinstance(loader, DataLoader) and type(loader)._get_iterator is not DataLoader._get_iterator
     if isinstance(loader, DataLoader) and not own and not stateful(loader):
         return _OfDataLoader(loader, name)
@@ -189,12 +191,14 @@ class _OfDataLoader(Source):
         super().__init__(loader, name)
         self._here: IterationPosition | None = None
         self._resumed: Resumed | None = None
+        # On this object only: other loaders of its class keep torch's iterator.
         vars(loader)["_get_iterator"] = _IteratorsOf(self)
         loader._iterator = None  # persistent workers of an earlier fit would not report their states
 
     def generators(self) -> dict[str, Any]:
         names = ["generator", "sampler", "batch_sampler"]
         if self.loader.num_workers == 0:
+            # With workers, these two are copied into other processes, whose states travel with the batches.
             names += ["dataset", "collate_fn"]
         return generators_in({name: getattr(self.loader, name) for name in names})
 
@@ -272,6 +276,7 @@ class _OfDataLoader(Source):
         left = told["indices"].tolist()
         found = self._still_there(position, left, as_many=told.get("left", len(left)) != len(left))
         if told.get("full_batches"):
+            # The division has promised full batches only.
             found = found[: len(found) - len(found) % told["batch_size"]]
         given = {**told, "length": length, "indices": torch.tensor(found, dtype=torch.int64)}
         return {**position, "batch_size": now, "length": length, "share": given}
@@ -336,6 +341,7 @@ class _OfDataLoader(Source):
         if resumable(self.loader.dataset):  # the dataset's own state holds its place
             return {**position, "batch_size": now, "taken": samples // now}
         workers = max(1, self.loader.num_workers)
+        # Rounded down for each worker: to repeat samples is better than to skip some.
         taken = position["taken"] // workers * then // now * workers
         if taken * now != samples:
             log.warning(
@@ -391,7 +397,7 @@ class _OfDataLoader(Source):
         return self.loader.persistent_workers and self.loader.num_workers > 0
 
     def _iterator(self) -> Iterator[Any]:
-        # Persistent workers are started even so, because Lightning's first iteration starts them.
+        # Persistent workers are started even so: they stay for the iterations that follow.
         if self.idle and not self._persists:
             return iter(())
         start = self._armed
@@ -461,6 +467,7 @@ class _OfIterable(Source):
             if not isinstance(loader, DataLoader):
                 self._iterates = Resumed(loader, ended)
             elif loader._dataset_kind == _DatasetKind.Iterable and stateful(loader.dataset):
+                # Kept for `detach`, which restores it.
                 self._dataset = loader.dataset
                 vars(loader)["dataset"] = Resumed(loader.dataset, ended)  # the loader loads its state
             self._iterates.load_state_dict(copy.deepcopy(position["state"]))
@@ -530,6 +537,7 @@ class _OfIterable(Source):
         first = start.get("random")
         sizes = {}
         if again and isinstance(self.loader, DataLoader):
+            # A loader with a state of its own converts its position itself.
             sizes = {"batch_size": size_of(self.loader), "num_workers": workers_of(self.loader)}
 
         def now(random: Any = None) -> Position:

@@ -57,6 +57,7 @@ class PushTotals:
 
     def begin(self) -> None:
         """Count versions from here: servers have begun with this worker's weights."""
+        # Servers count from zero again, while this worker's total continues.
         self.earlier = self.version
 
     def pulled(self, version: int) -> None:

@@ -94,6 +94,7 @@ class ServerPartition:
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Pieces of each server, in the order of its shard."""
         servers = range(self.num_servers)
+        # Elements of each server so far, which the loops below keep balanced.
         load = [0] * self.num_servers
         found: list[list[tuple[int, int, int]]] = [[] for _ in servers]
         sizes = [math.prod(shape) for shape in self.shapes]
@@ -108,6 +109,7 @@ class ServerPartition:
                 for server, (start, stop) in enumerate(pairwise(ends)):
                     found[server].append((key, start, stop))
                     load[server] += stop - start
+        # The largest first, which bounds the imbalance; the number breaks ties, so that all workers agree.
         for key in sorted(range(len(sizes)), key=lambda key: (-sizes[key], key)):
             if 0 < sizes[key] < self.bigarray_bound:
                 server = min(servers, key=lambda server: (load[server], server))

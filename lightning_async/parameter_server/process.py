@@ -92,6 +92,7 @@ class ServerProcess:
         self.address = address_of(self.name)
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            # The starter binds the port, so that a port that is taken raises here, and not in another process.
             listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             listeners.append(opened.enter_context(listener))
             self.address = address_of(self.name, host, listener.getsockname()[1])

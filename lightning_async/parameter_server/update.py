@@ -151,6 +151,7 @@ class ShardUpdates:
         # In a buffer, each push has its own weight already.
         rates = ServerRates(lr) if policy.buffer_size > 1 else ServerRates(lr, weight.rate, weight.gradient)
         names = ("params", *self.optimizer.fields, *(own_arrays(policy) if late else ()))
+        # This push is the last one of the buffer.
         count = before.gathered + 1
         whole = gradient.numel()
 

@@ -110,6 +110,7 @@ class Worker:
 
     def fill_change(self) -> None:
         """Fill the next push with the change of the parameters since `take_`."""
+        # A change is computed from the weights of the last pull, which is the client's default.
         self._bases = None
         self._fill([p.detach() for p in self.params])
         for outgoing, base in zip(self.client.gradients, self.client.weights, strict=True):
@@ -133,6 +134,7 @@ class Worker:
     def push(self, **how: Any) -> ServerAnswer:
         """Push, see `Client.push`, and note what the servers answer."""
         answer = self.client.push(**how, bases=self._bases)
+        # A push without a pull leaves the memory of pulled weights as it is.
         self.pulled = how.get("pull", True)
         if self.pulled:
             self._took(answer)
