@@ -211,6 +211,10 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
         found = candidates(CheckpointStore(self.settings.dirpath).entries(), "best" if best else "latest", best)
         return found[0].path if found else ""
 
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Ignore the path that Lightning brings back from ranks it has forked or spawned: the folder tells it here."""
+
     def __repr__(self) -> str:
         s = self.settings
         return f"{type(self).__name__}({s.dirpath!r}, save={s.save!r}, keep={s.keep!r}, recover={s.recover!r})"
