@@ -189,6 +189,7 @@ class TemporaryRates:
         try:
             original(*args, **kwargs)
         finally:
+            # A failed step must leave the rates as schedulers know them.
             self._put_back()
 
     @torch.no_grad()

@@ -351,6 +351,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
             try:
                 self.alert(alarm)
             except Exception:
+                # A failing alert, such as a message to a chat, must not end the training.
                 log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
 
     def decide(self, world: LightningCollectives) -> bool:

@@ -20,7 +20,7 @@ from lightning_async.trainer.strategy_view import view_of
 
 # Number of recent steps whose median is the usual duration.
 _RECENT = 51
-# Seconds that the other ranks may take to be told.
+# Limit for reporting the hang to the other ranks.
 _TOLD_S = 5.0
 
 
@@ -108,6 +108,7 @@ class HangWatchdog(Callback):
         rank = trainer.global_rank
         path = Path(self.dirpath or trainer.default_root_dir) / f"hang-rank-{rank}.txt"
         name = f"lightning_async-watchdog-{rank}"
+        # A daemon, so that a thread that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._watch, args=(trainer, path, self._stop), name=name, daemon=True)
         self._thread.start()
 
@@ -195,6 +196,7 @@ class HangWatchdog(Callback):
             f"{beat.limit_s:.1f} s, a step takes {usual}). Its stacks are in {path}. It ends with exit code "
             f"{self.exit_code}; raise `HangWatchdog(k=)` or `min_s=` if this was no hang."
         )
+        # The directory may be on the file system that hangs or is full, and stderr gets the stacks anyway.
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:

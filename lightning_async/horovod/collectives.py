@@ -172,6 +172,7 @@ class Flight:
             if self._handle is None:
                 self._world.flights.discard(self)
         except Exception as error:
+            # Horovod's state is unknown after any error, so nothing more is submitted.
             self._world.poison(CollectiveError(f"{self.operation}: {error} {self.operation.remedy}"))
         finally:
             self._lock.release()

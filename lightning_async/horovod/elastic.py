@@ -59,6 +59,7 @@ def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Com
     A rank with another commit than rank 0 takes rank 0's, like a new rank. Raises SettingsMismatch if this rank trains
     with other settings than rank 0.
     """
+    # The settings come first, because ranks with others would wait in different collectives.
     told = world.gather_objects([mine.number, *mine.dealt, settings])
     if settings != told[0][3]:
         raise SettingsMismatch(
@@ -231,7 +232,7 @@ class Commits(CollectiveCallback, Callback):
             number=number, dealt=(trainer.global_rank, trainer.world_size), checkpoint=_to_memory(checkpoint),
             resume=_to_memory(state.resume), places=[place for place, _ in told],
             weight=self._weight if in_epoch else 1.0, logs=told[0][1],
-        )  # fmt: skip  # copies: training goes on with the tensors
+        )  # fmt: skip
         with self._leaving_together():
             self._committed.commit(commit)
 
@@ -241,6 +242,7 @@ class Commits(CollectiveCallback, Callback):
         try:
             yield
         except RuntimeError as error:
+            # Only this interruption is common to all ranks. A real failure must still be reported.
             if type(error).__name__ == "HostsUpdatedInterrupt":
                 self._undo.append(set_for_now(self._strategy, "on_exception", lambda exception: None))
             raise
@@ -319,6 +321,7 @@ def fit_elastic(
         try:
             trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=commits.path())
         finally:
+            # A failed fit is followed by another one, with a new Trainer and the same module.
             commits.close()
             trainer.callbacks = [each for each in trainer.callbacks if each is not commits]  # pyright: ignore
 

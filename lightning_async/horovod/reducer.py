@@ -136,6 +136,7 @@ class GradientReducer:
             mask[number] = float(not late.isdisjoint(bucket.places))
         everyones = self._mask.all_reduce(mask)
         for bucket in self._buckets:
+            # Operations must end before their buffers are read, in the order in which they were submitted.
             bucket.wait()
         told = everyones.result().tolist()
         again = told[len(self._params) : -1]

@@ -179,6 +179,7 @@ class HorovodStrategy(ReplicatedStrategy):
         if self.world is None:
             return
         has_state = any(optimizer.state for optimizer in self.optimizers)
+        # Without any state, as in a new training, all ranks' optimizers are equal already.
         states = self.world.broadcast([each.state_dict() for each in self.optimizers] if has_state else None)
         if states is not None and self.global_rank != 0:
             for optimizer, state in zip(self.optimizers, states, strict=True):

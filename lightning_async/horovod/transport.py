@@ -77,14 +77,14 @@ class HorovodEnvironment(ClusterEnvironment):
         return self._size if world is None else world.size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher has set the numbers."""
 
     def global_rank(self) -> int:
         world = HorovodWorld.current()
         return self._rank if world is None else world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher has set the numbers."""
 
     def local_rank(self) -> int:
         world = HorovodWorld.current()
@@ -94,7 +94,7 @@ class HorovodEnvironment(ClusterEnvironment):
         return self.global_rank() // max(1, self._local_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher has set the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class HorovodTransport(Transport):
 
 
 class _Membership(Membership):
-    """A membership beside Horovod, in which a lost rank poisons Horovod's world."""
+    """The membership of Horovod's ranks, in which a lost rank poisons Horovod's world."""
 
     def __init__(self, world: HorovodWorld, store: Any, name: str, dead_after: timedelta) -> None:
         # The store is as new as Horovod's world, so its records are fresh.
@@ -168,6 +168,7 @@ class _Membership(Membership):
         try:
             super().check()
         except PeerLost as error:
+            # Operations under way would wait for the lost rank until Gloo's timeout.
             self._horovod.poison(error)
             raise self._horovod.lost_type(str(error), error.ranks) from error
 

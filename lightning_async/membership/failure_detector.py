@@ -137,6 +137,7 @@ def load(value: bytes) -> Record | None:
     try:
         fields = json.loads(value) if len(value) <= _MAX_BYTES else None
     except (ValueError, RecursionError):
+        # A stranger may have written anything, even deeply nested JSON.
         return None
     known = vars(Record())
     if not isinstance(fields, dict) or not fields.keys() <= known.keys():

@@ -83,6 +83,7 @@ class HeartbeatStore:
         for _ in range(_LOOKS):
             if found is None or found.state != UP:
                 break
+            # A live process beats within an interval, so a record that does not change is of a dead one.
             threading.Event().wait(interval.total_seconds())
             again = self._read([self._me])[0]
             if again is not None and again != found:
@@ -206,6 +207,7 @@ class HeartbeatStore:
         try:
             names = None if value is None else json.loads(value)
         except (ValueError, RecursionError):
+            # A stranger may have written anything, so the value counts as invalid.
             names = ()
         if names is None:
             return None

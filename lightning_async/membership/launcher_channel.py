@@ -80,6 +80,7 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
             channel.setblocking(False)
             channel.send(message)
         finally:
+            # The descriptor belongs to the process and not to this object, so it stays open.
             channel.detach()
 
 
@@ -169,6 +170,7 @@ class Listener:
             try:
                 listener._on_death(death)
             except Exception:
+                # One listener's error must not keep the death from the others.
                 _log.exception("Rank %d %s; the launcher told so, and handling that failed.", death.rank, death.text)
 
 

@@ -88,6 +88,7 @@ class HeartbeatThread:
         # A request hangs, such as when the store's host stands still.
         if self._thread.is_alive():
             self._hang_up()
+            # Wait with a limit, because a request may hang for as long as the store's host stands still.
             self._thread.join(_THREAD_END_S)
         return not self._thread.is_alive()
 
@@ -98,6 +99,7 @@ class HeartbeatThread:
             try:
                 self._beat()
             except Exception:
+                # The thread must go on, because a rank without heartbeats counts as dead.
                 log.exception("A heartbeat failed; the next one comes.")
 
 
@@ -179,6 +181,7 @@ class Membership:
         self._interval_s = interval.total_seconds()
         self.on_change = on_change
         self._clock = clock
+        # One lock for everything that the heartbeat thread shares. Waiters are notified after each beat.
         self._lock = self._beaten = threading.Condition(threading.Lock())
         self._heartbeat_thread = HeartbeatThread(lambda: self.beat(), self._interval_s, self._board.hang_up)
         self._here = VISITING if visits else UP
@@ -316,6 +319,8 @@ class Membership:
                 self._check_members(known)
                 if self._clock() >= deadline:
                     raise CollectiveTimeout(self._failure_detector.overdue(self._mine.wanted, timeout.total_seconds()))
+                # Each beat may bring the decision. The limit is for a heartbeat that hangs, which `_check_store`
+                # notices.
                 self._beaten.wait(self._interval_s)
 
     def beat(self) -> None:
@@ -324,6 +329,7 @@ class Membership:
         try:
             self._exchange()
         except Waiting:
+            # The silence of the store grows meanwhile, and `check` reports it.
             pass
         except (RuntimeError, OSError) as error:
             with self._lock:
@@ -334,6 +340,7 @@ class Membership:
             try:
                 self.on_change()
             except Exception:
+                # A listener's error must not end the heartbeat.
                 log.exception("on_change of the membership failed; the heartbeat goes on.")
 
     # ------------------------------------------------------------------ on the heartbeat thread
@@ -401,4 +408,5 @@ class Membership:
             self._heartbeat_thread.wake()
             until = time.monotonic() + _GOODBYE_S
             while self._published.state == self._here and self._contact.refusals < _GIVEUP and time.monotonic() < until:
+                # The last record must be written before the process ends, or the others take this rank for dead.
                 self._beaten.wait(self._interval_s)

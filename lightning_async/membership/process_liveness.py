@@ -47,6 +47,7 @@ class LivenessPort:
 
     def hang_up(self) -> None:
         """Accept and close all calls that have come, because accepting is all the information."""
+        # Accept until there are no more calls, which is reported as an error.
         with contextlib.suppress(OSError):
             while True:
                 self._socket.accept()[0].close()

@@ -1,6 +1,6 @@
 """The start of a job: all ranks find the store and introduce themselves, before anything else is built on it.
 
-`open_store` and `greet` do this, and `WaitWithLog` logs what is waited for. `Assembly` first finds out whether this
+`open_store` and `greet` do this, and `WaitWithLog` logs the progress of waits. `Assembly` first finds out whether this
 process begins together with all others, or comes back to a training that continues. By `ProcessHeartbeat`, ranks wait
 for one another between two runs.
 """
@@ -132,6 +132,7 @@ def listen(address: str, port: int) -> socket.socket:
         try:
             return _listen(address, port)
         except OSError as error:
+            # The store of ranks that have just ended may hold the port for a moment.
             if error.errno != errno.EADDRINUSE or time.monotonic() > until:
                 raise AsyncTrainingError(
                     f"rank 0: the store cannot listen on {address}, port {port}: {str(error).splitlines()[0]}. Does "
@@ -171,6 +172,7 @@ def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) 
             with opening(lambda fd: connects(fd, set(), {port}), within):
                 store = TCPStore(address, port, None, False, within, wait_for_workers=False)
         except (OSError, DistError) as caught:
+            # Rank 0 may start later than this rank, so try again until the deadline.
             error = caught
         else:
             store.set_timeout(timeout)
@@ -466,6 +468,7 @@ def naming_the_stores_host(rank: int) -> Iterator[None]:
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:
+        # torch names an address only. Users need the rank whose host is gone.
         raise PeerLost(
             f"rank {rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
             "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",

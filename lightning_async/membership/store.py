@@ -122,6 +122,7 @@ class PollingStore(Store):
             if len(good) == len(names):
                 return good
             self._check()
+            # A value without the right signature may be replaced by the right one.
             time.sleep(0.02)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore
@@ -129,6 +130,7 @@ class PollingStore(Store):
         pause = 0.001
         while not self._store.check(names):
             self._check()
+            # Poll instead of blocking in the store, because nothing could interrupt that, and other threads would wait.
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 

@@ -162,6 +162,7 @@ class FitCheck:
         lengths = [
             each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
         ]
+        # All ranks take as many steps as the one with the most data, so each needs the others' numbers.
         told = self._world.gather_objects(
             [mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)]
         )

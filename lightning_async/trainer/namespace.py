@@ -350,6 +350,7 @@ class OwnSteps:
         try:
             return original(kwargs)
         except RuntimeError:
+            # Lightning raises this for None with several ranks. Any other error is the user's.
             if not self.skipped:
                 raise
             return result(None)

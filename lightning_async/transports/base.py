@@ -83,6 +83,7 @@ class Connection:
             return
 
         def hear(death: Death) -> None:
+            # The rank may not take part in this run, and has no name here.
             with suppress(ValueError):
                 membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
@@ -111,6 +112,7 @@ class Connection:
             self._listener.close()
         if in_order:
             try:
+                # Closing a group that another rank still uses would make that rank's operation fail.
                 self.root.barrier().result(timedelta(seconds=30))
             except Exception as error:
                 in_order = False
@@ -150,6 +152,7 @@ def short_world(root: Collectives, check: Callable[[], None] = lambda: None) -> 
     """Yield Lightning's collectives over ``root`` for one operation; close them when all ranks are done."""
     try:
         yield LightningCollectives(root, check)
+        # Another rank may still wait for this rank's part of the operation.
         root.barrier().result()
     finally:
         root.close()

@@ -391,7 +391,7 @@ def _leave_default_group(pid: int) -> None:
         return
     if os.getpid() == pid:
         dist.destroy_process_group()
-    # This is a fork without its parent's threads, so destroying the group would hang.
+    # This is a fork without its parent's threads, on which destroying the group or store relies.
     else:
         keep_for_good(dist.group.WORLD)
         keep_for_good(store_of(None, 0))

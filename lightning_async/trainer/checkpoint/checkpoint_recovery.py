@@ -187,6 +187,7 @@ def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
     try:
         dirpath, _, name = os.fspath(path).rstrip("/").rpartition("/")
     except TypeError:
+        # A path of another kind is for another checkpoint plugin.
         return None
     store = CheckpointStore(dirpath or ".")
     return next(((store, entry) for entry in store.entries(name=name)), None)

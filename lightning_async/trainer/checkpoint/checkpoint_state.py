@@ -282,6 +282,7 @@ def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], name
             optimizer.load_state_dict({**state, "state": {**state["state"], **fits}})
             count += len(fits)
     except BaseException:
+        # Restore the states, so that a failure leaves no optimizer half replaced.
         for optimizer, state in zip(optimizers, before, strict=True):
             optimizer.load_state_dict(state)
         raise

@@ -109,7 +109,7 @@ class Checkpointing:
     def start(self) -> None:
         """Agree on the number of the next save, and start the saver. All ranks call this together."""
         trainer = self._trainer
-        # A joining rank calls `come` instead, with what the live ranks have told.
+        # A joining rank calls `come` instead, with values that the live ranks send.
         if trainer.fast_dev_run or searches_lr(trainer) or self._directory.joining:
             return
         self._number = max(self._recovery.gather(self.store.next_number())) - 1
@@ -219,6 +219,7 @@ class Checkpointing:
         try:
             original()
         except BaseException as exception:
+            # Also for KeyboardInterrupt and signals, which are no Exceptions.
             if self._is_preempted(exception):
                 self._leave_preempted(exception)
             self._save_what_was(exception)
@@ -260,6 +261,7 @@ class Checkpointing:
             sync_points.request_stop()
             sync_points.rendezvous(SyncPointKind.STOP)
         except AsyncTrainingError as error:
+            # Another rank has failed as well, so this rank saves alone.
             log.error("Rank %d cannot meet the others any more: %s", self._names.mine, error)
             return False
         world.asynchronous = False
@@ -301,6 +303,7 @@ class Checkpointing:
         try:
             original()
         finally:
+            # The saver must close even if Lightning's own tear-down fails.
             self.close()
 
     def close(self) -> None:
@@ -318,6 +321,7 @@ class Checkpointing:
             if pace is not None:
                 pace.close()
         finally:
+            # Release the lock last, because the saver writes into the directory until it is closed.
             self._directory.close()
 
     @property
@@ -370,6 +374,7 @@ class CheckpointDirectory:
             self.program = programs[0]
             self._claim = DirectoryLock(self._store, self.program)
             self._claim.take(self._gather)
+            # Saves of an earlier program may still be under way, and would appear after the choice of a checkpoint.
             self._claim.wait(self._gather)
 
     def meet(self) -> None:

@@ -140,6 +140,7 @@ class Resume:
         try:
             self.on_boundary()
         finally:
+            # Outside of this call the fit is between safe points, and `capture` must refuse.
             self.where = None
 
     def _end_batch(self, original: Any, data_fetcher: Any) -> None:

@@ -70,7 +70,7 @@ class SafePoints:
         self.sources: list[Source] = []
         # This rank's part of the epoch's data, and the number of parts.
         self.dealt = [0, 1]
-        # False if no failure can lead to a save. Then no state is kept, which would cost time at each batch.
+        # Whether to keep a state at each safe point, which costs time. False if no save can need one.
         self.keeps = True
         self.step_position = StepPosition(trainer)
         self.modes = Modes(trainer)

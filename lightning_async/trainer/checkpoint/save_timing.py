@@ -131,12 +131,14 @@ class DelayedGather:
             last = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
             return last.result(timedelta(seconds=max(0.0, until - time.monotonic()))).tolist()
         except CollectiveError:
+            # Not all ranks are here, so no rank may rely on the others.
             return []
         finally:
             self._pending = None
 
     def close(self) -> None:
         if self._pending is not None:
+            # Let the last exchange end, because another rank may still need this rank's part of it.
             self._pending.wait(_GOODBYE)
             self._pending = None
         if self._owned:

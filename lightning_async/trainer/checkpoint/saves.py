@@ -141,6 +141,7 @@ class SaveCoordinator(ABC):
     def _finish(self) -> None:
         """Wait until the last rank has written, because a launcher may end the live ranks when one has left."""
         self._fit.saver.wait(PATIENCE_S, settled=True)
+        # No rank leaves before all have written.
         self._fit.trainer.strategy.barrier("the checkpoint is written")
 
     def _refuse(self) -> bool:
@@ -226,6 +227,7 @@ class LockstepSaves(SaveCoordinator):
             try:
                 self._failed = _failed(self._lagged.receive())
             except CollectiveError:
+                # The exchange itself has failed, so another rank is not here.
                 self._failed = True
         self._save("preemption", alone=self._failed)
         if not self._failed:
@@ -234,6 +236,7 @@ class LockstepSaves(SaveCoordinator):
             "Rank %d: ranks were told to stop, and one has failed before it came to this batch. This one saves alone.",
             self._fit.trainer.global_rank,
         )
+        # Without a barrier, because the failed rank would not come.
         preempted.leave(lambda: self._fit.saver.wait(FAILED_S))
 
     def _save(self, reason: str, alone: bool = False) -> None:
@@ -417,6 +420,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         averager = strategy.averager
         names = names_of(self._fit.trainer)
         mine = [wanted, averager.marks.saved, int(averager.global_step()), names.mine]
+        # All ranks must use one number and step, and each knows only its own.
         wishes, known, steps, ranks = zip(*strategy.world.gather_objects(mine), strict=True)
         if not any(wishes):
             return None
@@ -453,6 +457,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         number, _, ranks = saved
         self._finish()
         whole = self._fit.saver.is_committed(number) or not names_of(self._fit.trainer).lost.intersection(ranks)
+        # Ranks may differ in what they know of lost ones, but all must repeat the save or none.
         return all(self._fit.trainer.strategy.world.gather_objects(whole))
 
 

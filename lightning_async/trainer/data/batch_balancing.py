@@ -129,6 +129,7 @@ class Balancing:
 
     def _begin_epoch(self, world: LightningCollectives, share: DataShard) -> None:
         mine: list[Any] = [*self._say(share.first), list(share)]
+        # All ranks compute the same division from the same numbers, so no rank has to decide.
         told = world.gather_objects(mine)
         said = [_Said(*each[:-1]) for each in told]
         self._phase = self._epoch.phase
@@ -184,7 +185,7 @@ class Balancing:
         self._phase = epoch.phase
         if any(each.ready < 0 for each in said) or not shares:
             return None
-        # A rank that has just joined takes the sizes from the shares that it was told.
+        # Read the sizes from the present division, which a joining rank may have changed.
         self.sizes = {
             name: told["batch_size"] for name, each in shares.items() for told, _ in each.loaders if told is not None
         }

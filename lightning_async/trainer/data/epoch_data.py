@@ -282,6 +282,7 @@ class EpochAssignment:
                     epoch.advance(fetcher)
                     epoch.on_advance_end(fetcher)
                 except StopIteration:
+                    # A stream has ended before its announced length, which ends the part.
                     break
                 finally:
                     epoch.on_iteration_done()
@@ -388,6 +389,7 @@ class LostRankData:
         if any(came) and not all(came):
             first = came.index(False)
             values = LoggedValues(self._trainer)
+            # The keys of one rank that has logged all of them, in its order.
             logged = world.broadcast(values.take() if world.rank == first else None, first)
             if self.epoch.came and logged is not None:
                 values.put_missing(logged)

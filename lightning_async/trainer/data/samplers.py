@@ -98,6 +98,7 @@ class SamplerResize:
             with yet_to_be_numbered():
                 original()
         except ValueError:
+            # Lightning refuses an interval that is longer than the epoch. Only joined ranks justify a shorter one.
             trainer = self._trainer
             live_ranks = self._strategy.live_ranks
             interval = validation_interval(trainer)
@@ -329,6 +330,7 @@ class ValidationTakeover:
             for batch_idx, batch in enumerate(loader, done):
                 self._loop._evaluation_step(batch, batch_idx, number, None)
         finally:
+            # The loader serves later validations, of which this rank has its usual part.
             source.detach()
             loader._iterator = None
 

@@ -123,6 +123,7 @@ def _launcher_above() -> str:
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
+            # The process is in another namespace, or has ended.
             break
         name, _, rest = text.partition("(")[2].rpartition(")")
         fields = rest.split()

@@ -51,6 +51,7 @@ class TrainerSettings:
         stage = self._trainer.state.fn.value
         same = self.of_fit() if stage == "fit" else self._everywhere()
         usual = self._usual() if stage == "fit" else {}
+        # One exchange for everything, so that ranks with other settings cannot wait in a different one.
         told = world.gather_objects({"stage": stage, "same": same, "usual": usual})
         others = [
             rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings

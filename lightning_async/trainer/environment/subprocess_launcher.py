@@ -118,6 +118,7 @@ def _given_back(*names: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # Variables of this launch must not reach processes that the user starts later.
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -146,6 +147,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except BaseException:
+                # The next launch uses the same port, which the old store may still hold.
                 if is_users_port:
                     with contextlib.suppress(AsyncTrainingError):
                         listen(environment.main_address, environment.main_port).close()
@@ -159,6 +161,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
+            # Nothing else tells the other ranks, because Lightning's handler runs in the launcher.
             try:
                 self._strategy.on_exception(error)
                 self._strategy.teardown()
@@ -247,6 +250,7 @@ class _Watch(_ChildProcessObserver):
         try:
             return self._on_death(local_rank, status)
         except Exception:
+            # The others cannot end by themselves if they do not know, so they are killed at once.
             log.exception("The other ranks could not be told; they are ended.")
             return timedelta(0)
 

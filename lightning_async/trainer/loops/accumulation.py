@@ -83,6 +83,7 @@ class OomMicrobatches:
         try:
             return train(batch), None
         except torch.OutOfMemoryError as error:
+            # The traceback refers to the tensors of the failed attempt, whose memory is needed now.
             found = error.with_traceback(None)
             found.__context__ = None
         if torch.cuda.is_available():

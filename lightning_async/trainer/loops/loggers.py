@@ -35,7 +35,7 @@ class ContinuedLogger(ExperimentWriter):
         self.is_open = False
 
     def __getattr__(self, name: str) -> Any:
-        # Attributes of the base class appear with the first use. Before that, opening would create empty files.
+        # The first access opens the files. A rank that never becomes rank 0 must not touch them.
         if name.startswith("__") or self.__dict__.get("is_open", True):
             raise AttributeError(name)
         self.is_open = True
@@ -43,6 +43,7 @@ class ContinuedLogger(ExperimentWriter):
             super().__init__(log_dir=self._place)
             self._go_on()
         except BaseException:
+            # Try again at the next use, because the file system may only have failed for a moment.
             self.is_open = False
             raise
         return getattr(self, name)

@@ -78,6 +78,7 @@ class StepState:
 
     def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
         """Return the state of the source; None if this rank has it, too, or takes no synchronous steps."""
+        # Digests are small. The state itself travels only if a rank has another one.
         told = world.gather_objects([missed is not None, missed or 0, mine])
         source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))
         held = told[source][2]

@@ -73,6 +73,7 @@ class Saving(CollectiveCallback):
         timed = [each for each in self._checkpoints() if each._every_n_train_steps or each._train_time_interval]
         if not timed:
             return False
+        # A save is collective, so all ranks save if one of them is due.
         told = world.gather_objects([[self._is_due(checkpoint), self._turns(checkpoint)] for checkpoint in timed])
         for checkpoint, said in zip(timed, zip(*told, strict=True), strict=True):
             self._saves[id(checkpoint)] = max(turns for _, turns in said)

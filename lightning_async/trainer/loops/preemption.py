@@ -146,6 +146,7 @@ class Preemption:
         try:
             subprocess.run(["scontrol", "requeue", job], check=True, timeout=_REQUEUE_S, capture_output=True, text=True)
         except (OSError, subprocess.SubprocessError) as error:
+            # The checkpoint is safe, so the exit code still asks for another try.
             log.error("The checkpoint is written, but SLURM did not take job %s into its queue again: %s", job, error)
 
 

@@ -201,7 +201,7 @@ class FitSyncPoints:
                 self.rendezvous(sync_point, index)
                 return
             self._validation.run()
-            # The validation may have admitted a joining rank, with which other sync points begin.
+            # Averaging may have begun again during the validation, with other sync points.
             if view.sync_points is not sync_points:
                 self.rendezvous(sync_point, index)
                 return
@@ -396,6 +396,7 @@ class WaitForReplicas:
         while self._is_short:
             sync_points = self._view.sync_points
             assert sync_points is not None
+            # The wait also ends when the engine's thread raises, such as after the loss of the store.
             sync_points.wait(lambda sync_points=sync_points: self._wakes(sync_points) or time.monotonic() > until)
             if Vote.STOP in sync_points.agreed:
                 self._view.step_runner.finish_batch()

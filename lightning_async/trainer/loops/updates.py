@@ -217,6 +217,7 @@ class OptimizerUpdates:
         try:
             self._after_backward()
         finally:
+            # A failed step must not make later steps count as steps of this batch.
             self._within_batch = False
         return output
 
