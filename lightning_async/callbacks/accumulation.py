@@ -347,6 +347,7 @@ class Sizes:
         """Return the plan of the window that begins, whose first batch has ``samples`` samples."""
         callback = self._callback
         together = self._strategy.in_lockstep
+        # Without `base_batch_size`, the first batch is the unit of learning rates, on average over the ranks.
         if not self._base:
             self._base = self.mean(samples)
         if self._by_samples and not self._size and callback.count is None and samples != self._base:
@@ -356,10 +357,12 @@ class Sizes:
                 "size."
             )
         self._wanted = self._size
+        # Measuring policies decide every few windows, because measurements need several.
         if self._age % max(1, self._policy.every) == 0 or not self._size:
             self._decide(together)
         self._age += 1
         batches = self._batches(self._size)
+        # Ranks in lockstep need equal numbers of batches. Others may fill a window by samples.
         if together:
             return WindowPlan(batches, batches * (self._base or 1.0))
         if self._by_samples:

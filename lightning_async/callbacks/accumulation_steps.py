@@ -121,6 +121,7 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 def _check_servers(callback: Any, strategy: Any) -> None:
     """Raise ValueError if a worker would need to know all workers' samples before it pushes its gradients."""
+    # Workers that run the optimizer themselves, or alone, know their whole step.
     if not view_of(strategy).served or not strategy.update_on_server or strategy.world_size == 1:
         return
     name = type(callback).__name__
@@ -145,8 +146,10 @@ def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -
     """Raise ValueError for a target that cannot be met exactly; warn if ranks were lost since training ``began``."""
     base = callback.base_batch_size
     unit = base * ranks
+    # Each rank has a whole number of batches.
     if size % unit == 0:
         return
+    # Training must not end because a rank was lost, so the target is met as closely as possible.
     if not began:
         log.warning(
             "Rank %d: %d ranks average their gradients now, so that steps have multiples of %d samples: as near to "

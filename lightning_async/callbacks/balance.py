@@ -138,6 +138,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
         check_trainer(self, trainer)
         self._start_over()
         self._undo.append(override(trainer, "_teardown", self._tear_down))
+        # With manual optimization the module decides on its steps, and batches cannot be trained on in pieces.
         if pl_module.automatic_optimization:
             parts = 1 if trainer.strategy.in_windows else trainer.accumulate_grad_batches
             self._windows = AccumulationWindows(

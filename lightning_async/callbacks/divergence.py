@@ -377,6 +377,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         averager = view_of(trainer.strategy).averager
         if remedy is Remedy.SYNC_MORE and averager is not None and self._dense is None:
             self._dense = sync_more(averager)
+        # Schedulers are cut, too, because they would restore the old rates.
         elif remedy is Remedy.CUT_LR:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             cut_learning_rates(groups, [each.scheduler for each in trainer.lr_scheduler_configs], self.lr_factor)
@@ -384,6 +385,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
             log.warning("Rank %d: learning rates are cut, to %.3g.", trainer.global_rank, lr)
         elif remedy is Remedy.SKIP:
             self._to_skip = self.skip_batches
+        # The replica has taken over another model at the sync point. Old measurements do not apply to it.
         elif remedy is Remedy.RESET:
             self._observer.forget()
         elif remedy is Remedy.ROLL_BACK:

@@ -53,7 +53,7 @@ class AveragingMonitor(Callback):
             logger.log_metrics(metrics, step=step)
         show(trainer._logger_connector, summary.shown())
         if summary.automatic and summary.settings and self.is_news(summary):
-            rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
+            rank_zero_info(f"Set from measurements ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
         """Return whether to log now.

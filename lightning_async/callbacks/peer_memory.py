@@ -59,6 +59,7 @@ class PeerMemory(CollectiveCallback, Callback):
         strategy = trainer.strategy
         if stage != "fit" or trainer.fast_dev_run:
             return
+        # Only a strategy that admits joining ranks can return a copy to its owner.
         if view_of(strategy).host is None:
             raise ValueError(
                 f"`{type(self).__name__}` is for ranks that are lost and come back, which those of "
@@ -66,7 +67,7 @@ class PeerMemory(CollectiveCallback, Callback):
                 "out."
             )
         if trainer.world_size == 1:
-            rank_zero_info(f"`{type(self).__name__}`: there is one rank, and nobody to keep what is its own.")
+            rank_zero_info(f"`{type(self).__name__}`: there is a single rank, and no other one to keep its state.")
         elif not strategy.shrinks:
             log.warning("`%s`: the first rank that is lost ends training here (`min_replicas=`), so nothing is kept.",
                         type(self).__name__)  # fmt: skip

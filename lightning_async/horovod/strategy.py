@@ -170,8 +170,8 @@ class HorovodStrategy(ReplicatedStrategy):
         if self.dropped_gradients == 1:
             log.warning(
                 "The mean of all ranks' gradients is not finite (NaN or infinite): it is dropped, on all ranks, and no "
-                "step is taken with it. This is said once; `trainer.strategy.dropped_gradients` counts on. Look at the "
-                "data, lower the learning rate, or clip gradients."
+                "step is taken with it. This warning comes once; `trainer.strategy.dropped_gradients` counts. Look at "
+                "the data, lower the learning rate, or clip gradients."
             )
 
     def on_train_start(self) -> None:

@@ -100,7 +100,7 @@ class HeartbeatThread:
                 self._beat()
             except Exception:
                 # The thread must go on, because a rank without heartbeats counts as dead.
-                log.exception("A heartbeat failed; the next one comes.")
+                log.exception("A heartbeat failed; the next one follows.")
 
 
 @atexit.register

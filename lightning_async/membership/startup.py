@@ -114,6 +114,7 @@ def open_store(
                 "the same on all ranks (`torchrun --standalone` finds one)."
             )
         return _client(address, port, patience, timeout)
+    # Listen before torch does, because torch would listen on all addresses.
     with listen(address, port) as server:
         port = server.getsockname()[1]
         listening: Any = {"master_listen_fd": os.dup(server.fileno())}

@@ -88,6 +88,7 @@ class StatusRecord:
             return None
         if not isinstance(said, dict):
             return None
+        # Ignore entries of newer versions, and check the types of all others.
         known = {field.name: said[field.name] for field in fields(cls) if field.name in said}
         members = known.pop("members", [])
         if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
@@ -175,7 +176,7 @@ class StatusPublisher:
             self._sockets = {}
             self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
             self._skip = self._pause
-            _log.debug("What this rank does cannot be published: %s", error)
+            _log.debug("The status of this rank cannot be published: %s", error)
             return False
         self._pause = 0
         return True
@@ -214,6 +215,7 @@ def read_standings(store: Store, secret: str | None) -> list[StatusRecord]:
     client: Any = base_of(store)
     seal = Seal(secret, "status")
     found = []
+    # A stranger may have set a huge number.
     for slot in range(1, min(int(client.add(_LIVES, 0)), _MAX_LIVES) + 1):
         key = f"{_ROOM}/{slot}"
         if not client.check([key]):

@@ -129,6 +129,7 @@ class FitCheck:
         """
         trainer = self._trainer
         world = self._world
+        # Every check gathers from all ranks, so all ranks make them in this order, and raise together.
         self._check_length()
         self._check_watched()
         epochs = world.gather_objects(self._epochs())
@@ -140,6 +141,7 @@ class FitCheck:
             f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold "
             f"{batches} batches"
         )
+        # Ranks without these could go on to the next epoch alone.
         if users:
             raise ValueError(
                 f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit "

@@ -95,7 +95,7 @@ class Connection:
             self.membership.report_death(self._name_of(rank), text)
         # If this fails, the others notice the death by its silence.
         except Exception as error:
-            log.warning("The others could not be told that rank %d died: %s", rank, error)
+            log.warning("The others could not be informed that rank %d has died: %s", rank, error)
 
     def open(self) -> None:
         for root in self._roots:

@@ -143,8 +143,8 @@ def _open_store(environment: Any, rank: int, apart: bool) -> Any:
         store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt()}", store)
     if not is_loopback(address) and not seal.signs:
         rank_zero_info(
-            f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "
-            f"Export the same {SECRET} on all hosts, see docs/security.md."
+            f"The ranks' records in the store at {address} are not signed: anybody who reaches it can speak for a "
+            f"rank. Export the same {SECRET} on all hosts, see docs/security.md."
         )
     return store
 

@@ -65,7 +65,7 @@ class CheckpointRecovery:
         """Return the checkpoint that all ranks agree on for the given value of ``recover``; warn of damaged ones."""
         found = recover(self._store, strategy, self._settings.best, self.gather)
         for path, what in (found.damaged | found.unreadable).items():
-            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._trainer.global_rank, path, what)
+            log.warning("Rank %d: the checkpoint %s is skipped: %s", self._trainer.global_rank, path, what)
         return found.entry
 
     def gather(self, value: Any) -> list[Any]:
@@ -117,14 +117,17 @@ class CheckpointRecovery:
         rank = self._trainer.global_rank
         ranks = self._trainer.world_size
         trained = entry.manifest.world_size
+        # The epoch was divided among as many ranks as there are now, so this rank continues exactly.
         if resume is not None and among(resume, trained) == ranks:
             self._resume.restore(resume)
             return
         saved = _all_of(store, entry, self._settings.objects == "pickle")
         states = {name: opened(state) for name, state in saved.items()}
         alike = trained == names_of(self._trainer).started
+        # A rank without a state of its own skips as many batches as another one has read.
         if not states or (alike and resume is None):
             resume = beside(states, rank, entry.path)
+        # Unless the number of ranks and the division are the same, the rest of the epoch is divided again.
         if not states or (alike and among(states[min(states)], trained) == ranks):
             self._resume.restore(resume)
         else:

@@ -102,8 +102,10 @@ class TrainerState:
         trainer = self._trainer
         strategy = trainer.strategy
         own: dict[str, Any] = {"random": self._generators.take()}
+        # Servers hold weights and optimizer state.
         if strategy.served and strategy.update_on_server:
             return own
+        # With synchronous steps all ranks have one optimizer state, which belongs to the run.
         if strategy.averager.ledger.synchronous and not strategy.served:
             return own
         module = trainer.lightning_module
@@ -173,6 +175,7 @@ def whole(
     loaded = load(store, entry, names.mine, mapped, pickles)
     ranks = loaded.manifest.ranks
     own: Any = loaded.own
+    # Begin from the first rank that had a part of the epoch.
     if own is None or has_none(own["resume"]):
         resumes: dict[int, Any] = {
             rank: load_own(store, entry, rank, "resume", mapped=mapped, pickles=pickles) for rank in ranks
@@ -187,12 +190,14 @@ def whole(
     if took_part and "replica" in own:
         tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
         replica = {**own["replica"], "state_dict": tensors}
+    # Each rank has saved a share of the agreed state, and all shares together replace this rank's weights.
     if own.get("agreed") is not None:
         shares: list[Any] = [load_own(store, entry, each, "agreed", mapped=mapped, pickles=pickles) for each in ranks]
         averaging, model = _assembled(shares)
         for name, value in model.items():
             target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
             target.copy_(value.view(target.shape))
+    # The strategy reads this entry when Lightning restores the checkpoint.
     if averaging is not None:
         clocks = own["clocks"] if took_part else without_own(own["clocks"])
         checkpoint["lightning_async"] = {

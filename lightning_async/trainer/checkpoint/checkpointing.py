@@ -78,9 +78,11 @@ class Checkpointing:
     def install(self) -> None:
         trainer = self._trainer
         strategy = self._trainer.strategy
+        # Any stage may load a checkpoint of this package, but only a fit saves.
         reader = DirectoryIO(strategy.checkpoint_io, self._recovery.load)
         self._undo.append(override(strategy, "teardown", self._tear_down))
         self._undo.append(set_for_now(strategy, "_checkpoint_io", reader))
+        # A fast development run must leave no files.
         if trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         self._undo += self.resume.install()
@@ -203,7 +205,7 @@ class Checkpointing:
             # A rank may die during the search. All live ranks then search again, so that they find the same checkpoint.
             entry = find() if world is None else world.in_one_generation(find)
         except CheckpointError as error:
-            log.warning("Rank %d cannot go back: %s", self._names.mine, error)
+            log.warning("Rank %d cannot roll back: %s", self._names.mine, error)
             return None
         if entry is None:
             return None
@@ -284,7 +286,7 @@ class Checkpointing:
             if self._pace.fail(exception, reason):
                 log.warning("Rank %d saves what was trained until this: %s", self._names.mine, in_words(exception))
         except Exception as error:
-            log.error("Rank %d: what was trained until this exception cannot be saved: %r", self._names.mine, error)
+            log.error("Rank %d: the training until this exception cannot be saved: %r", self._names.mine, error)
 
     def fail(self, exception: BaseException) -> None:
         """Take the last save at a preemption, and explain a failure that may come from the checkpoint."""

@@ -99,8 +99,8 @@ class Peers:
             why = "; ".join(f"rank {name} does not answer ({error})" for name, error in self._silent.items())
             tell(
                 "own_state_lost", logging.WARNING,
-                f"Rank {mine} joins, and nobody has anything of its own: it begins with rank 0's optimizer state, and "
-                f"with random numbers of its start. {why or 'It is new, or died before its first copy'}.",
+                f"Rank {mine} joins, and no rank has a copy of its own state: it begins with rank 0's optimizer state, "
+                f"and with random numbers of its start. {why or 'It is new, or died before its first copy'}.",
                 rank=mine,
             )  # fmt: skip
             return
@@ -150,7 +150,7 @@ class Peers:
             begun = sender.send(self._to, label, self._state.capture_own())
         # The state holds a value that cannot be sent, and later states will hold it, too.
         except (TypeError, KeyError, ValueError, CheckpointError) as error:
-            log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
+            log.warning("Rank %d: no more copies of its own state are sent from here on: %s", names.mine, error)
             self._cannot = True
             return
         if begun:

@@ -324,6 +324,7 @@ class Resume:
         module = trainer.lightning_module
         epoch = trainer.current_epoch
         for callback in callbacks_of(trainer, "StochasticWeightAveraging"):
+            # The callback's hook for an epoch's start creates the scheduler, or transfers weights after the last epoch.
             averages = callback._scheduler_state is not None and callback.swa_start <= epoch <= callback.swa_end
             if not averages and not (in_epoch and epoch == callback.swa_end + 1):
                 continue

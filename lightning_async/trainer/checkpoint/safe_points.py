@@ -195,6 +195,7 @@ class SafePoints:
         first, where possible.
         """
         within = self.step_position.within
+        # Training ends, so what the loop would have done next can be done here.
         if within in (StepPhase.STEPPED, StepPhase.GATHERED) and ending:
             self._complete_step()
             within = self.step_position.within
@@ -205,6 +206,7 @@ class SafePoints:
             yield LastSafeState(self.capture("validation"), self._before)
         elif within is StepPhase.LOGGERS:
             yield LastSafeState(self.capture("batch"), None)
+        # The batch's step is complete, although the loop has not counted the batch yet.
         elif within is StepPhase.BATCH_END:
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
             with self._counters_kept():
@@ -348,6 +350,7 @@ class SafePoints:
         gradients = state["gradients"]
         then = state.get("window")
         now = self._window()
+        # The gradients stand for the same batches as before, or the next step begins a new window.
         if then is None or now is None or list(then) == now or state["is_last_batch"]:
             return
         (made, size) = then
@@ -434,6 +437,7 @@ class Limits:
         step = fit.epoch_loop.global_step
         epoch = fit.epoch_progress.current.processed
         done = _reached(step, fit.max_steps) or _reached(epoch, fit.max_epochs)
+        # All ranks decide together, because a rank without steps must take part in the others' sync points.
         others = self._trainer.strategy.reduce_boolean_decision(not done, all=False)
         if done and (others or (epoch_is_open and step == fit.max_steps)):
             self._given = fit.max_steps, fit.max_epochs

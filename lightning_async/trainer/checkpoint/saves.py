@@ -122,6 +122,7 @@ class SaveCoordinator(ABC):
         After an ``exception`` no metric is computed, because that may wait for other ranks.
         """
         trainer = self._fit.trainer
+        # The property computes metrics, which is collective.
         known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
         tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
         notes: dict[str, Any] = {"stopped": self._fit.resume.points.limits.now()} if trainer.should_stop else {}
@@ -147,7 +148,7 @@ class SaveCoordinator(ABC):
     def _refuse(self) -> bool:
         """Log why this moment cannot be saved; return False."""
         phase = self._fit.resume.points.step_position.within.value
-        log.warning("Rank %d: this moment is in no checkpoint: %s.", self._fit.trainer.global_rank, phase)
+        log.warning("Rank %d: there is no checkpoint of this moment: %s.", self._fit.trainer.global_rank, phase)
         return False
 
 
@@ -526,6 +527,7 @@ class AsyncSaves(_SyncPointSaves):
     def _take(self) -> None:
         """Write this rank's part of a marked round, if there is one."""
         self._give_up(self._averager.marks.lost())
+        # A round that this rank has marked or taken part in, and whose share it still has to write.
         marked = self._averager.marks.take()
         if marked is None:
             return

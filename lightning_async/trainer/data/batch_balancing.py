@@ -150,7 +150,7 @@ class Balancing:
             self.sizes = {}
             self._shares = {}
             log.warning(
-                "Rank %d: there is not one sample of epoch %d for each rank, so that nothing is balanced in it.",
+                "Rank %d: there is not one sample of epoch %d for each rank, so its batches are not balanced.",
                 self._trainer.global_rank, self._trainer.current_epoch,
             )  # fmt: skip
 
@@ -244,6 +244,7 @@ class Balancing:
         dealt = by_steps(left, {each.name: each.ready for each in said}, sizes, loader.drop_last)
         if not dealt:
             return False
+        # If ranks can be lost, the division must be known to those that take over their parts.
         if epoch.known:
             epoch.deal(dealt)
             epoch.take_part(self.name)

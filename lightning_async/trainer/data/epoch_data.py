@@ -373,7 +373,7 @@ class LostRankData:
             return False
         self.epoch.take_part(name)
         log.info(
-            "Epoch %d goes on with what %s had not shared of it: %s batches.",
+            "Epoch %d continues with what %s had not shared of it: %s batches.",
             self._trainer.current_epoch, ", ".join(f"rank {each}" for each in lost),
             " and ".join(
                 "a stream's" if math.isinf(share.end) else str(share.end - share.first)
@@ -596,7 +596,7 @@ class JoinerData:
         epoch.deal(dealt)
         epoch.known = True
         epoch.take_part(name)
-        log.info("The rest of epoch %d is dealt out among %d ranks.", *epochs, len(all_))
+        log.info("The rest of epoch %d is divided among %d ranks.", *epochs, len(all_))
         if told is not None:
             epoch.first = epoch.shares[name]
             epoch.came = True

@@ -43,6 +43,7 @@ class JoinState:
         trainer = self._trainer
         module = trainer.lightning_module
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        # Hyper-parameters are the joining rank's own, and may be objects that cannot be sent.
         own = {
             "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
             "tensors": {name: t for name, t in _tensors(module).items() if name not in checkpoint["state_dict"]},

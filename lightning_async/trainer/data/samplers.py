@@ -356,6 +356,7 @@ def resized(
         division: Function that divides the rest of the epoch. Default: evenly, with some samples repeated.
     """
     base = own or states[rank % len(states)]
+    # Ranks that were lost before the save have no state, but their committed positions are known.
     lost, left = _lost(base["unsaved"].get("left", []), len(states))
     loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
     positions = [
@@ -410,7 +411,7 @@ def _divided(
     kinds = {(position.get("share") or {}).get("kind") for position in positions}
     if loaders > 1 or kinds & {None, "stream"}:
         log.warning(
-            "The checkpoint is of %d ranks, and %d go on, but it cannot be told which samples of this epoch were seen: "
+            "The checkpoint is of %d ranks, and %d go on, but it is unknown which samples of this epoch were seen: "
             "its data begins again. One DataLoader of a map-style dataset with torch's samplers can go on.",
             len(positions), world_size,
         )  # fmt: skip

@@ -251,7 +251,7 @@ class _Watch(_ChildProcessObserver):
             return self._on_death(local_rank, status)
         except Exception:
             # The others cannot end by themselves if they do not know, so they are killed at once.
-            log.exception("The other ranks could not be told; they are ended.")
+            log.exception("The other ranks could not be informed, and are killed.")
             return timedelta(0)
 
 

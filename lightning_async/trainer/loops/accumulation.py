@@ -49,6 +49,7 @@ class OomMicrobatches:
             torch.OutOfMemoryError: There is no memory for a single row, or the batch is of a kind that cannot be cut.
         """
         rows = rows_of(batch)
+        # The batch cannot be cut, so an error of memory goes to the user.
         if rows is None:
             return [(1, train(batch))]
         ends = self._cuts(0, rows)
@@ -60,6 +61,7 @@ class OomMicrobatches:
                 done.append((end - begin, result))
                 ends = ends[1:]
                 continue
+            # A single row does not fit, and there are no smaller pieces.
             if end - begin == 1:
                 raise error
             self.most = (end - begin + 1) // 2
@@ -67,6 +69,7 @@ class OomMicrobatches:
                 "Rank %d: there was not enough memory for %d of the %d samples of a batch: it is trained on in pieces "
                 "of at most %d from here on.", self._rank, end - begin, rows, self.most,
             )  # fmt: skip
+            # The interrupted pass may have added a part of its gradient, so all gradients of the window are invalid.
             if spoilt():
                 begin_again()
                 begin = 0
@@ -281,6 +284,7 @@ class AccumulationWindows:
             automatic._on_before_zero_grad(optimizer)
             automatic._optimizer_zero_grad(batch_idx, optimizer)
 
+        # Lightning zeroes by its own count of batches, which starts with the epoch and not with the window.
         closure._zero_grad_fn = zero_grad if self.batches == 1 else None
         closure._backward_fn = partial(self._backward, closure._backward_fn)
         whole = closure.closure

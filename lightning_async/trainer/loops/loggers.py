@@ -212,14 +212,14 @@ class LoggingFailover:
         unknown = [each for each in self._trainer.loggers if not _is_known(each) and not isinstance(each, dummy)]
         if unknown:
             log.warning(
-                "This rank is rank 0 from here, and logs with %s. How that goes on with what the lost one logged is "
-                "not known: it may begin a run of its own. Where it can go on with one, give it that one's id or name, "
+                "This rank is rank 0 from here, and logs with %s. Whether that continues what the lost rank logged "
+                "is not known: it may begin a run of its own. If it can continue a run, pass the run's id or name, "
                 "on every rank.", " and ".join(type(each).__name__ for each in unknown),
             )  # fmt: skip
         if self._told["kinds"] != self._kinds:
             log.warning(
-                "This rank is rank 0 from here. The lost one had the loggers %s, and this one has %s: give every rank "
-                "the same, they write on rank 0 only.", self._told["kinds"], self._kinds,
+                "This rank is rank 0 from here. The lost one had the loggers %s, and this one has %s. Give every rank "
+                "the same loggers, which write on rank 0 only.", self._told["kinds"], self._kinds,
             )  # fmt: skip
 
     def _show_bar(self, batches: int) -> None:
@@ -239,7 +239,7 @@ class LoggingFailover:
             _advance(bar, batches)
         # The bar may be of the user's class, and must not end the training.
         except Exception as error:
-            log.warning("Rank 0 goes on without its progress bar: %s: %s", type(error).__name__, error)
+            log.warning("Rank 0 continues without its progress bar: %s: %s", type(error).__name__, error)
             with contextlib.suppress(Exception):
                 bar.disable()
 

@@ -28,11 +28,11 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
     id.
     """
     if not states:
-        log.warning("Rank %d: %s does not hold where any rank stood in its data: the epoch's begins again.", rank, path)
+        log.warning("Rank %d: %s holds no rank's position in its data: the epoch's data begins again.", rank, path)
         return None
     there = min(states)
     log.warning(
-        "Rank %d has no state of its own in %s: it goes on from the model that all agreed on, at the place of rank %d "
+        "Rank %d has no state of its own in %s: it continues from the agreed model, at the position of rank %d "
         "in its data, with other random numbers.", rank, path, there,
     )  # fmt: skip
     return _moved(states[there], rank, _free(states, rank))

@@ -63,6 +63,7 @@ class Preemption:
         signals = self._trainer._signal_connector
         own = os.getpid()
 
+        # Only this process requeues the job, because forks inherit the handler.
         def requeue(number: int, frame: Any) -> None:
             if os.getpid() == own:
                 self._requeues = True

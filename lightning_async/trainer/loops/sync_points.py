@@ -263,6 +263,7 @@ class UnscheduledValidation:
         """
         epoch = self._trainer.fit_loop.epoch_loop
 
+        # Lower the number for this call only.
         def log_eval_end_metrics(original: Any, metrics: Any) -> None:
             epoch._batches_that_stepped -= 1
             try:

@@ -72,6 +72,7 @@ class SharedLearningRates:
         """
         mine = self.ends_epoch
         self.ends_epoch = False
+        # Ranks have unequal numbers of batches, and the epoch has ended for all if it has ended for one.
         ended = float(world.reduce(torch.tensor(float(mine)), "max")) > 0.0
         if ended:
             self._original("epoch", False)
@@ -280,6 +281,7 @@ class OptimizerUpdates:
         trainer = self._trainer
         n = self._loop._batches_that_stepped
         every = trainer.log_every_n_steps
+        # The same condition as Lightning's loggers have.
         if every == 0 or not ((n + 1) % every == 0 or trainer.should_stop):
             return
         trainer._logger_connector.log_metrics(self._loop._results.metrics(on_step=True)["log"])
