@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
 
 from lightning_async._sockets import connects, opening, serves_at
-from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, PeerLost
+from lightning_async.errors import AsyncTrainingError, CollectiveTimeout, PeerLost, StoreLost
 from lightning_async.membership.failure_detector import new_life
 from lightning_async.membership.generation import in_order, listed
 from lightning_async.membership.membership import Membership
@@ -456,7 +456,7 @@ class ProcessHeartbeat:
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
         """Wait, with logs, until all live ranks have come to the run ``name``.
 
-        Raises PeerLost if a process or the store is gone, and CollectiveTimeout, which names the missing ranks.
+        Raises PeerLost if a process is gone, StoreLost if the store is, and CollectiveTimeout if ranks are missing.
         """
         patience = WaitWithLog(self._rank, timeout, self.check)
         with naming_the_stores_host(self._rank):
@@ -465,12 +465,12 @@ class ProcessHeartbeat:
 
 @contextmanager
 def naming_the_stores_host(rank: int) -> Iterator[None]:
-    """Raise `PeerLost`, which names rank 0, instead of torch's errors if the store fails."""
+    """Raise `StoreLost`, which names rank 0, instead of torch's errors if the store fails."""
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:
         # torch names an address only. Users need the rank whose host is gone.
-        raise PeerLost(
+        raise StoreLost(
             f"rank {rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
             "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",
             () if rank == 0 else (0,),

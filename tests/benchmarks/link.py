@@ -75,6 +75,7 @@ class Link:
         private: whether the ports and counters of the places belong to this benchmark alone.
         paced: whether the processes must hold their own connections to the rate (`pace_sockets`).
         forks: where the ranks come from, if they need not start anew.
+        buckets: what shapes it: the namespace and the device of each token bucket.
     """
 
     kind: str
@@ -83,6 +84,12 @@ class Link:
     private: bool
     paced: bool = False
     forks: ForkServer | None = None
+    buckets: tuple[tuple[str, str], ...] = ()
+
+    def set_rate(self, rate_mbit: float) -> None:
+        """Change the rate of a shaped link at once, for all replicas."""
+        for namespace, device in self.buckets:
+            _run("tc", "-n", namespace, "qdisc", "change", "dev", device, *_bucket(rate_mbit))
 
     def measured_mbit(self, num_bytes: int | None = None) -> float:
         """Raw TCP throughput from the second place to the first, in Mbit/s."""
@@ -134,6 +141,10 @@ def _run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed with status {done.returncode}: {done.stderr.strip()}")
     return done.stdout
+
+
+def _bucket(rate_mbit: float) -> tuple[str, ...]:
+    return ("root", "tbf", "rate", f"{rate_mbit}mbit", "burst", _BURST, "latency", _QUEUE)
 
 
 def _namespaces() -> list[str]:
@@ -189,7 +200,7 @@ def shaped(num_replicas: int, rate_mbit: float) -> Iterator[Link]:
     run = f"{PREFIX}-{os.getpid()}"
     switch = f"{run}-switch"
     names = [f"{run}-{rank}" for rank in range(num_replicas)]
-    bucket = ("root", "tbf", "rate", f"{rate_mbit}mbit", "burst", _BURST, "latency", _QUEUE)
+    buckets: list[tuple[str, str]] = []
     try:
         _run("ip", "netns", "add", switch)
         _run("ip", "-n", switch, "link", "add", "bridge0", "type", "bridge")
@@ -204,11 +215,12 @@ def shaped(num_replicas: int, rate_mbit: float) -> Iterator[Link]:
             for device in ("lo", "eth0"):
                 _run("ip", "-n", name, "link", "set", device, "up")
             _run("ip", "-n", switch, "link", "set", port, "master", "bridge0", "up")
-            _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *bucket)
-            _run("tc", "-n", switch, "qdisc", "add", "dev", port, *bucket)
+            for namespace, device in ((name, "eth0"), (switch, port)):
+                _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *_bucket(rate_mbit))
+                buckets.append((namespace, device))
             places.append(Place(prefix=("ip", "netns", "exec", name), address=address, interface="eth0"))
         kind = f"{rate_mbit:g} Mbit/s token bucket (tc tbf) between network namespaces"
-        yield Link(kind=kind, places=tuple(places), rate_mbit=rate_mbit, private=True)
+        yield Link(kind=kind, places=tuple(places), rate_mbit=rate_mbit, private=True, buckets=tuple(buckets))
     finally:
         for name in (*names, switch):
             _delete(name)

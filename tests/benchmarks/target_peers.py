@@ -174,6 +174,22 @@ PEERS: dict[str, Peer] = {
             "rule": package.DeltaMean(), "schedule": package.EveryNSteps(EVERY), "compression": "none",
         },
     ),
+    "target ours SparseLoCo H=32": _ours(
+        "SparseLoCo(), EveryNSteps(32), TopK(0.02, bits=2)",
+        lambda package: {
+            "rule": package.SparseLoCo(), "schedule": package.EveryNSteps(EVERY),
+            "compression": package.TopK(0.02, bits=2),
+        },
+    ),
+    **{
+        f"target ours DiLoCo H={steps}": _ours(
+            f"DiLoCo(0.7, 0.6), EveryNSteps({steps}), int8",
+            lambda package, steps=steps: {
+                "rule": package.DiLoCo(0.7, 0.6), "schedule": package.EveryNSteps(steps), "compression": "int8",
+            },
+        )
+        for steps in (16, 32, 64)
+    },
     "target torchft LocalSGD H=32": _others("torchft's LocalSGD", lambda job: Torchft(job, _local_sgd)),
     "target torchft DiLoCo": _others("torchft's DiLoCo, H=32, outer SGD 0.7, 0.9", lambda job: Torchft(job, _diloco())),
     "target torchft DiLoCo tuned": _others(

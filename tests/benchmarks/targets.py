@@ -7,6 +7,9 @@ averaged and judged once training has ended. A model is at the target when the m
 The steps of DDP, with its hooks too, do not depend on the link: it trains where nothing limits it, and its time per
 step is then taken on the link. The row "ddp free" has the same steps, in the time that they take without a limit.
 
+With ``--falls-to`` the link has another rate from half of ``--steps`` on; the seconds of those who wait for each step
+are then taken at the first rate.
+
 The first seed tries all learning rates, for every peer alike; the other seeds repeat each peer's best one.
 """
 
@@ -20,6 +23,7 @@ import shlex
 import statistics
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,7 +33,7 @@ from torch.nn.utils import vector_to_parameters
 
 from tests.benchmarks.averaging import RATE_MBIT, make_link, termination_as_exception
 from tests.benchmarks.language import WARMUP, Copies, LanguageModule, held_out
-from tests.benchmarks.link import Link
+from tests.benchmarks.link import Link, shaping_problem
 from tests.benchmarks.measured import Job, RankResult
 from tests.benchmarks.model import Slot
 from tests.benchmarks.peers import PEERS
@@ -103,6 +107,12 @@ class Means:
         steps, seconds = (each[before] + part * (each[after] - each[before]) for each in (self.steps, self.seconds))
         return steps, seconds
 
+    def curve(self, points: int = 12) -> list[tuple[float, float, float]]:
+        """Steps, seconds and loss at some looks, evenly apart."""
+        last = len(self.steps) - 1
+        looks = sorted({round(last * point / (points - 1)) for point in range(points)})
+        return [(self.steps[look], self.seconds[look], self.loss(look)) for look in looks]
+
 
 def _nearest(moment: float, moments: Sequence[float]) -> int:
     return min(range(len(moments)), key=lambda i: abs(moments[i] - moment))
@@ -120,6 +130,7 @@ class Run:
         step_ms: what a step took.
         mb_per_step: what a replica sent; None where that is unknown.
         last_loss: of the mean model, at the end.
+        curve: steps, seconds and the loss of the mean model, from half of ``--steps`` on.
     """
 
     lr: float
@@ -129,11 +140,13 @@ class Run:
     step_ms: float
     mb_per_step: float | None
     last_loss: float
+    curve: list[tuple[float, float, float]] = field(default_factory=list)
 
     def at(self, step_s: float, mb_per_step: float | None) -> Run:
         """The same steps, were each of them to take that long and to send so much."""
         seconds = None if self.steps is None else self.steps * step_s
-        return replace(self, seconds=seconds, step_ms=step_s * 1e3, mb_per_step=mb_per_step)
+        curve = [(steps, steps * step_s, loss) for steps, _, loss in self.curve]
+        return replace(self, seconds=seconds, step_ms=step_s * 1e3, mb_per_step=mb_per_step, curve=curve)
 
 
 def best_rate(runs: Sequence[Run], seed: int) -> float:
@@ -182,11 +195,36 @@ class Measurement:
         return run_ranks(link, job, timeout_s=timeout_s, step_s=self.slots)
 
     @contextlib.contextmanager
+    def falling(self, link: Link, folder: Path) -> Iterator[None]:
+        """Give the link its second rate when the first rank has begun its copies, as it does at half of the steps."""
+        if self.options.falls_to is None or link is not self.link:
+            yield
+            return
+        over = threading.Event()
+
+        def fall() -> None:
+            numbers, _ = Copies.files(folder, 0)
+            while not numbers.exists():
+                if over.wait(0.05):
+                    return
+            link.set_rate(self.options.falls_to)
+
+        thread = threading.Thread(target=fall)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            link.set_rate(self.options.rate_mbit)
+
+    @contextlib.contextmanager
     def trained(self, link: Link, job: Job, first: int) -> Iterator[tuple[list[RankResult], Means]]:
         """A run, and its mean models from so many steps on; what they are made of goes when the context ends."""
         place = MEMORY if MEMORY.is_dir() else None
         with tempfile.TemporaryDirectory(prefix="labench-", dir=place) as folder:
-            ranks = self.ranks(link, replace(job, copies=folder, copy_from=first, copy_every=self.options.every))
+            with self.falling(link, Path(folder)):
+                ranks = self.ranks(link, replace(job, copies=folder, copy_from=first, copy_every=self.options.every))
             yield ranks, Means(Path(folder), ranks)
 
     def find_target(self) -> float:
@@ -215,6 +253,7 @@ class Measurement:
             steps, seconds = means.reach(self.target) or (None, None)
             run = Run(
                 lr=job.rates[0], seed=job.seed, steps=steps, seconds=seconds, last_loss=means.around(-2),
+                curve=means.curve(),
                 step_ms=1e3 * (means.seconds[-1] - means.seconds[0]) / (means.steps[-1] - means.steps[0]),
                 mb_per_step=None if job.seconds is not None else mb_per_step(job, self.link, ranks),
             )  # fmt: skip
@@ -276,10 +315,34 @@ def markdown(runs: dict[str, list[Run]], errors: dict[str, str], seed: int) -> s
     return "\n".join(lines)
 
 
+def draw(runs: dict[str, list[Run]], seed: int, target: float, path: Path) -> None:
+    """Draw the loss of each peer's first run at its best learning rate over the seconds that it took."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for peer, each in runs.items():
+        best = best_rate(each, seed)
+        run = next(run for run in each if run.seed == seed and run.lr == best)
+        _, seconds, losses = zip(*run.curve, strict=True)
+        ours = peer.startswith("ours")
+        axes.plot(seconds, losses, label=peer, linewidth=2.2 if ours else 1.2, linestyle="-" if ours else "--")
+    axes.axhline(target, color="#444444", linewidth=1, linestyle=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("held-out loss of the mean model")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(fontsize=8, frameon=False)
+    figure.savefig(path)
+    plt.close(figure)
+
+
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description="Steps and time to a held-out loss.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the table and the numbers")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the table, the numbers and the picture")
     parser.add_argument("--peers", nargs="+", choices=TARGETS, help=f"beside {PLAIN!r} (default: all installed)")
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -291,6 +354,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slot-ms", type=float, help="padded compute of a step (default: what it needs)")
     parser.add_argument("--slowest", type=float, default=1.0, help="how much longer the last rank's steps take")
     parser.add_argument("--rate-mbit", type=float, default=RATE_MBIT)
+    parser.add_argument("--falls-to", type=float, help="rate of the link, in Mbit/s, from half of --steps on")
     parser.add_argument("--loopback", action="store_true", help="nothing limits the link")
     parser.add_argument("--quick", action="store_true", help="a functional check: few peers, unshaped, seconds")
     options = parser.parse_args(arguments)
@@ -306,6 +370,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.peers.insert(0, PLAIN)
     if options.steps < WARMUP or min(options.lrs) <= 0.0:
         parser.error(f"arguments --steps, --lrs: {options.steps}, {options.lrs} must be at least {WARMUP}, and above 0")
+    if options.falls_to is not None and (options.loopback or shaping_problem() is not None):
+        parser.error("argument --falls-to: only a shaped link, which needs root, has a rate that changes")
     return options
 
 
@@ -323,8 +389,9 @@ def measure(options: argparse.Namespace) -> tuple[Measurement, list[str]]:
         slots = [slot_s] * (options.replicas - 1) + [slot_s * options.slowest]
         done = Measurement(link=link, free=free, options=options, slots=slots, tail_s=tail_s)
         done.all_passes()
+    falls = "" if options.falls_to is None else f", from step {options.steps // 2} on {options.falls_to:g} Mbit/s"
     notes = [
-        f"{options.replicas} replicas; link: {link.kind}; slots of {[round(each * 1e3) for each in slots]} ms",
+        f"{options.replicas} replicas; link: {link.kind}{falls}; slots of {[round(each * 1e3) for each in slots]} ms",
         f"target: a held-out loss of {done.target:.4f}; seeds {options.seeds}, rates {options.lrs}",
         f"load averages: {done.load}",
         *(f"left out: {peer}, as {package} is not installed" for peer, package in options.left_out.items()),
@@ -344,6 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "targets.md").write_text(text + "\n")
     (options.out / "targets.json").write_text(json.dumps({**told, "errors": done.errors}, indent=1))
+    draw(done.runs, options.seeds[0], done.target, options.out / "targets.svg")
     print(text, flush=True)
     return int(bool(done.errors))
 

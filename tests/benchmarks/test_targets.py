@@ -113,5 +113,7 @@ def test_quick_run_writes_table_and_numbers(tmp_path: Path) -> None:
     assert 2.5 < told["target"] < 4.0 < math.log(105)
     for peer, (only,) in told["runs"].items():
         assert only["last_loss"] < told["target"], peer
+        assert only["curve"][-1][2] < only["curve"][0][2], peer
         assert 10 <= only["steps"] <= 26 and only["seconds"] > 0.0, peer
+    assert (tmp_path / "targets.svg").read_text().startswith("<?xml")
     assert told["runs"]["ddp free"][0]["steps"] == told["runs"]["ddp"][0]["steps"]

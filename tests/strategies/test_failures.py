@@ -173,9 +173,8 @@ def test_the_first_rank_dies_while_the_others_start(where: str, tmp_path: Path) 
     with start_ranks("tests.strategies.failure_workers:without_the_first", 2, kwargs=kwargs, timeout=LIMIT_S) as group:
         results = group.join()
     told = ended(results[1])
-    # Whether it has greeted the others by then is a matter of milliseconds: after that, it is the store that is lost.
-    found = (results[1].returncode, told["error"].partition(": rank 1: ")[0])
-    assert found in ((1, "PeerLost"), (69, "StoreLost"))
+    # Its thread of heartbeats or its training thread may be the first to miss the store: they say the same.
+    assert results[1].returncode == 69 and told["error"].startswith("StoreLost: rank 1: ")
     assert "rank 0 or the launcher, is gone" in told["error"]
     assert told["ranks"] == [0]
 
