@@ -112,9 +112,10 @@ _SAMPLE = 1024
 
 @torch.no_grad()
 def norm(tensors: Iterable[Tensor]) -> Tensor | None:
-    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, on their device; None for none.
+    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, on their device.
 
-    The norm is finite exactly if all elements are, unless fp32 overflows. On a GPU this does not wait.
+    The norm is finite exactly if all elements are, unless fp32 overflows. On a GPU this does not wait. The result is
+    None if there are no tensors.
 
     >>> norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)])
     tensor(5.)

@@ -122,7 +122,7 @@ class JoinBoardWithTimeout(JoinBoard):
         return self.ask(lambda: read(key))
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Return the answer of a question that a thread asks the store, or raise if the store is silent."""
+        """Return the result of ``question``, which another thread runs, or raise if the store is silent."""
         answer: Future[T] = Future()
         # The request runs on a thread, because a hanging one cannot be interrupted from Python.
         thread = threading.Thread(target=_answer, args=(question, answer), name="lightning_async asks", daemon=True)

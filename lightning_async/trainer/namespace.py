@@ -153,7 +153,7 @@ class _InPlaceOf:
 
 
 class _InPlaceOfAll(_InPlaceOf):
-    """The same for a function that is not bound to the object: a deep copy keeps the replacement, a pickle does not."""
+    """A replacement of a function that is not bound to the object: deep copies keep it, and pickles do not."""
 
     def __deepcopy__(self, memo: Any) -> _InPlaceOfAll:
         return self
@@ -396,7 +396,7 @@ _MARK = "_compiler_ctx"
 
 
 class CompiledMark:
-    """Hides the mark that `torch.compile` leaves on a module while the Trainer looks for it.
+    """The mark that `torch.compile` leaves on a module, hidden while the Trainer looks for it.
 
     Lightning lets only its own listed strategies train a compiled module. The Trainer looks for the mark after it has
     given the module to the strategy, or asked the strategy for it, and before it asks for the launcher.

@@ -28,7 +28,7 @@ from lightning_async.trainer.strategy_view import view_of
 
 
 class Resume:
-    """Captures the position of a fit at each batch boundary, and restores it in another fit.
+    """The position of a fit, captured at each batch boundary, and restored in another fit.
 
     Lightning's checkpoint (`dump_checkpoint`) is taken at the same moment, and Lightning restores it. This class adds
     random states, the loaders' positions after the last trained batch, gradients in accumulation, and the loops'

@@ -477,7 +477,7 @@ def _reached(now: int, limit: int) -> bool:
 
 
 class StepPhase(enum.Enum):
-    """How far a fit is between two safe points; the value completes a log line."""
+    """The phases of a fit between two safe points. Their values complete a log line."""
 
     NOTHING = "nothing was trained yet"
     BATCH = "a batch"

@@ -208,7 +208,7 @@ class LockstepSaves(SaveCoordinator):
         self._save("the end" if last else "due")
 
     def _asked(self, mine: list[bool]) -> list[bool]:
-        """Return the requests of any rank a step ago; with a single rank, its requests of now."""
+        """Return what any rank requested a step ago, or what a single rank requests now."""
         if self._lagged is None:
             return mine
         rows = self._lagged.receive() or [[0.0] * len(mine)]

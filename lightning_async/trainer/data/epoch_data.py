@@ -305,7 +305,9 @@ def follower(loader: Any) -> Source | None:
 
 
 class LostRankData:
-    """Trains on every sample of an epoch once, in work that a round has merged, whichever ranks are lost.
+    """The redistribution of lost ranks' samples at the end of an epoch.
+
+    With it, every sample of an epoch is trained on once, in work that a round has merged, whichever ranks are lost.
 
     At the start of an epoch all ranks tell each other their parts, and with each message their position. At the sync
     point that ends the epoch, the live ranks divide what lost ranks had not shared, and continue the epoch with it.
@@ -523,7 +525,7 @@ class _Place(NamedTuple):
 
 
 class JoinerData:
-    """Divides the rest of an epoch among all ranks when a rank joins within it."""
+    """The division of the rest of an epoch among all ranks when a rank joins within it."""
 
     def __init__(self, epoch: EpochAssignment, rates: LearningRates) -> None:
         self._epoch = epoch

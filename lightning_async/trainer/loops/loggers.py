@@ -98,7 +98,7 @@ def _rewrite(writer: Any) -> None:
 
 
 def _write(writer: Any, text: str) -> None:
-    """Write the rows of ``text`` in their own columns and the writer's."""
+    """Rewrite the file with the rows of ``text``, in the columns of these rows and of the writer."""
     rows = csv.DictReader(io.StringIO(text, newline=""))
     beside = f"{writer.metrics_file_path}.new"
     writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})

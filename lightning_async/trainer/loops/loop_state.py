@@ -75,7 +75,7 @@ def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
 
 
 def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
-    """Return a position after as many batches, without the states of the other rank's dataset, loader and workers."""
+    """Return the position after equally many batches, without the states of the other rank's data."""
     if "taken" not in position:
         return {**position, "dataset": None, "state": None}
     share = position.get("share")

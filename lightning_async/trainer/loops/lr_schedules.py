@@ -55,7 +55,7 @@ class LearningRates:
 
 
 class StepState:
-    """Makes the state of optimizers and schedulers equal on all replicas, as synchronous steps need.
+    """The state of optimizers and schedulers, made equal on all replicas, as synchronous steps need.
 
     A rank without data takes no part in the others' steps, and a rank that has taken steps alone has other momentum. At
     the next sync point, or when training begins, such a rank takes over the state of another one.
