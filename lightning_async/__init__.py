@@ -5,6 +5,7 @@ from lightning_async.algorithms import (
     AdaptiveDelayCompensation,
     AdaptiveDiLoCo,
     AdaptiveLr,
+    AdaptivePeriod,
     BalancedWindows,
     Bounded,
     Buffered,
@@ -54,9 +55,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "EASGD", "AdaptiveDelayCompensation", "AdaptiveDiLoCo", "AdaptiveGradientAccumulation", "AdaptiveLr",
-    "AsyncAveragingStrategy", "AsyncGradientStrategy", "AsyncTrainingError", "AveragingMonitor", "BalancedBatchSizes",
-    "BalancedWindows", "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout", "Dana",
-    "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
+    "AdaptivePeriod", "AsyncAveragingStrategy", "AsyncGradientStrategy", "AsyncTrainingError", "AveragingMonitor",
+    "BalancedBatchSizes", "BalancedWindows", "Bounded", "Buffered", "Clipping", "CollectiveError", "CollectiveTimeout",
+    "Dana", "DelayCompensation", "DeltaMean", "DiLoCo", "DivergenceMonitor", "DyLU", "EveryNSteps", "EverySeconds",
     "FaultTolerantCheckpoint", "GapAware", "HangWatchdog", "HorovodStrategy", "HorovodTransport", "MatchCommunication",
     "Mean", "NoCorrection", "ParameterServerStrategy", "PartitionedSampler", "PartitionedStream", "PeerLost",
     "PeerMemory", "PowerSGD", "PseudoGradientPenalty", "ServerOptions", "SlowMo", "SparseLoCo", "StalenessPolicy",

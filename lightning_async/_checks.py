@@ -7,8 +7,9 @@ from datetime import timedelta
 
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError unless the argument is one of ``allowed``."""
-    if getattr(value, "shape", ()) or value not in allowed:  # an array is compared element by element
+    """Raise ValueError unless the argument is one of ``allowed``, and of its type: 1.0 and True are no ints."""
+    alike = [each for each in allowed if isinstance(value, type(each)) and not isinstance(value, bool)]
+    if value not in alike:
         raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
 
 

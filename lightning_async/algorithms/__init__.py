@@ -15,7 +15,7 @@ from lightning_async.algorithms.accumulation import (
     estimate,
     lr_factor,
 )
-from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
+from lightning_async.algorithms.automatic import AdaptiveDiLoCo, AdaptivePeriod, MatchCommunication
 from lightning_async.algorithms.averaging import (
     EASGD,
     AveragingRule,
@@ -86,8 +86,8 @@ from lightning_async.algorithms.staleness import (
 
 __all__ = [
     "EASGD", "NAMES", "AccumulationPolicy", "Action", "Adaptive", "AdaptiveDelayCompensation", "AdaptiveDiLoCo",
-    "AdaptiveLr", "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows", "Best", "Bf16",
-    "Bounded", "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare",
+    "AdaptiveLr", "AdaptivePeriod", "AnySave", "AtEpochEnd", "AveragingRule", "AveragingState", "BalancedWindows",
+    "Best", "Bf16", "Bounded", "Buffered", "ByEpoch", "ByStep", "Clipping", "CommunicationShare",
     "Dana", "DelayCompensation", "DelayCorrection", "DeltaMean", "DiLoCo", "DiLoCoState",
     "DyLU", "EASGDState", "EveryInterval", "EveryNSteps", "EveryNTrainSteps", "EveryNth", "EverySeconds", "Fixed",
     "Fp8", "GapAware", "Int8", "KeepAny", "KeepPolicy", "LastGood", "Latest", "LrScaling", "MatchCommunication", "Mean",

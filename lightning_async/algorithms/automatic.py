@@ -1,21 +1,19 @@
-"""Averaging that sets itself: a period by what a round takes, and an outer optimizer by its steps.
+"""Averaging that sets itself: a period by what a round takes or how replicas part, an outer optimizer by its steps.
 
-`MatchCommunication` is the schedule, `AdaptiveDiLoCo` the rule. Both follow from what is measured in every round.
+`MatchCommunication` and `AdaptivePeriod` are schedules, `AdaptiveDiLoCo` is a rule. All follow from what is measured in
+every round; `Trend` is what is kept of such a measurement.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Literal, NamedTuple, get_args
 
-from torch import Tensor
-
-from lightning_async._checks import check_int, check_real
-from lightning_async.algorithms.averaging import Round, RuleBase
-from lightning_async.algorithms.outer_optimizers import DiLoCo, DiLoCoState
+from lightning_async._checks import check_choice, check_int, check_real
+from lightning_async.algorithms.averaging import Round
+from lightning_async.algorithms.outer_optimizers import DiLoCoBase
 from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
-from lightning_async.flat import FlatLayout
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,98 @@ class MatchCommunication(Schedule):
         return max(1, math.ceil(min(self.maximum, max(self.minimum * clock.speed, matched))))
 
 
+Disagreement = Literal["replica_spread", "loss_variance"]
+
+
 @dataclass(frozen=True)
-class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
+class AdaptivePeriod(Schedule):
+    r"""A period that is short while replicas part fast, and grows as they agree.
+
+    .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min}, n_{\min}\, m_0 / m\big)\Big)
+
+    :math:`m` is the metric in recent rounds and :math:`m_0` in the first four, which come every :math:`n_{\min}` steps.
+    "replica_spread" is the squared distance between replicas over the steps that made it: a round comes when replicas
+    are as far apart as in the first rounds. So the period grows as the learning rate falls: with its inverse square
+    where noise drives replicas apart, with its inverse where unlike data does. "loss_variance" is the root of the
+    variance over replicas of the mean training loss of their steps. All replicas measure the same.
+
+    While the learning rate warms up replicas hardly part: `Warmup(AdaptivePeriod(), steps=...)` measures the first
+    rounds after that.
+
+    Args:
+        minimum: :math:`n_{\min}`. Default 50.
+        maximum: :math:`n_{\max}`. Default 500.
+        metric: "replica_spread" (default) or "loss_variance".
+
+    Raises:
+        TypeError, ValueError: a number of steps is no int of at least 1, ``maximum`` less than ``minimum``, or
+            ``metric`` another one.
+
+    Source: rounds by the divergence of models as in Kamp et al., "Efficient Decentralized Deep Learning by Dynamic
+    Model Averaging", 2018, https://arxiv.org/abs/1807.03210, relative to the beginning as in Wang & Joshi, "Adaptive
+    Communication Strategies", 2018, https://arxiv.org/abs/1810.08313; the inverse square of the learning rate is the
+    rule of Gu et al., "A Quadratic Synchronization Rule", 2023, https://arxiv.org/abs/2310.14423
+
+    >>> clock = ReplicaClock(step=999, epoch=0, steps_since_round=99, seconds_since_round=0.0, relative_spread=0.5)
+    >>> AdaptivePeriod().period(clock), AdaptivePeriod().next(clock).name
+    (100, 'ROUND')
+    """
+
+    minimum: int = 50
+    maximum: int = 500
+    metric: Disagreement = "replica_spread"
+
+    def __post_init__(self) -> None:
+        check_int(self, "minimum", at_least=1)
+        check_int(self, "maximum", at_least=self.minimum)
+        check_choice(type(self).__name__, "metric", self.metric, get_args(Disagreement))
+
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.ROUND if clock.steps_since_round + 1 >= self.period(clock) else Action.LOCAL
+
+    def period(self, clock: ReplicaClock) -> int:
+        """Return the number of steps from one round to the next, by ``clock``."""
+        by_spread = self.metric == "replica_spread"
+        relative = clock.relative_spread if by_spread else math.sqrt(clock.relative_loss_variance)
+        return max(self.minimum, round(self.minimum / max(relative, self.minimum / self.maximum)))
+
+
+class Trend(NamedTuple):
+    r"""A measured number: its mean in the first rounds, and in recent ones.
+
+    .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{\min(k, w)}, \qquad m_0 = m_w
+
+    It follows a rise at once, and a fall slowly.
+
+    >>> trend = Trend()
+    >>> for measured in (2.0, 4.0, 9.0):
+    ...     trend = trend.add(measured, window=2)
+    >>> trend, trend.relative
+    (Trend(number=3, first=3.0, recent=6.0), 2.0)
+    """
+
+    number: int = 0
+    first: float = 0.0
+    recent: float = 0.0
+
+    def add(self, measured: float, window: int) -> Trend:
+        """Return the trend with one more number, if that is finite; ``window`` is :math:`w`."""
+        if not math.isfinite(measured):
+            return self
+        number = self.number + 1
+        recent = self.recent + (measured - self.recent) / min(number, window)
+        return Trend(number, recent if number <= window else self.first, recent)
+
+    @property
+    def relative(self) -> float:
+        """Recent numbers over the first ones; 1.0 while there are no others."""
+        if self.recent == self.first:
+            return 1.0
+        return self.recent / self.first if self.first > 0.0 else math.inf
+
+
+@dataclass(frozen=True)
+class AdaptiveDiLoCo(DiLoCoBase):
     r"""DiLoCo whose outer learning rate and momentum follow from the steps of each round.
 
     .. math::
@@ -83,38 +171,19 @@ class AdaptiveDiLoCo(RuleBase[DiLoCoState]):
     (0.0, 0.6)
     """
 
-    sends_difference = True
+    saved_as = "DiLoCo"
 
-    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
-        return _FIXED.init(params, layout)
+    def outer_settings(self, round: Round) -> tuple[float, float]:
+        """Return the outer learning rate and the outer momentum of a round.
 
-    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
-        return _FIXED.message_(out, state)
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
-        return DiLoCo(*_settings_of(round)).merge_(sent, received, state, round)
-
-    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
-        return _FIXED.state_dict(state)
-
-    def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        return _FIXED.load_state_dict(state, saved)
+        Found by simulation on a language model with AdamW. Delay and number of replicas made no difference beside the
+        steps; a larger learning rate with less momentum has the same gain and more noise.
+        """
+        steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
+        mean = sum(steps) / len(steps) if steps else 0.0
+        share = min(1.0, max(0.0, (mean - 8.0) / 8.0))
+        return 0.5 + 0.2 * share, (0.7 - 0.1 * share) * min(1.0, round.past * mean / 64.0)
 
     def chosen(self, round: Round) -> dict[str, float]:
-        lr, momentum = _settings_of(round)
+        lr, momentum = self.outer_settings(round)
         return {"outer_lr": lr, "outer_momentum": momentum}
-
-
-_FIXED = DiLoCo()  # its state and its messages do not depend on its settings
-
-
-def _settings_of(round: Round) -> tuple[float, float]:
-    """Return the outer learning rate and momentum.
-
-    Found by simulation on a language model with AdamW. Delay and number of replicas made no difference beside the
-    steps; a larger learning rate with less momentum has the same gain and more noise.
-    """
-    steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
-    mean = sum(steps) / len(steps) if steps else 0.0
-    share = min(1.0, max(0.0, (mean - 8.0) / 8.0))
-    return 0.5 + 0.2 * share, (0.7 - 0.1 * share) * min(1.0, round.past * mean / 64.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -94,7 +95,10 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
-        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header."""
+        """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header.
+
+        A message may be dropped, and made anew: what the rule learns from it, it learns in `merge_`.
+        """
         ...
 
     @abstractmethod
@@ -123,13 +127,6 @@ class AveragingRule(Protocol[S]):
             return tuple(work / total for work in round.work)
         owing = [rank for rank, steps in enumerate(round.steps) if steps > 0.0]
         return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
-
-    def abandon_(self, sent: Tensor, state: S) -> S:
-        """Take back this replica's message, in ``sent``, which no round will hold; return the state.
-
-        Only the fields in `per_replica` may change. Default: nothing has to be undone.
-        """
-        return state
 
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
         """Turn ``live``, the parameters now, into what they shall be, in place; called where `mixes`.
@@ -173,6 +170,9 @@ class RuleBase(AveragingRule[RuleS], ABC):
     A rule states `message_` and `merge_`; `init` too, where it remembers anything.
     """
 
+    saved_as: str = ""
+    """The name of another rule, whose state in checkpoints is this one's, too: each goes on from the other's."""
+
     def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
         return cast(RuleS, AveragingState())
 
@@ -181,9 +181,49 @@ class RuleBase(AveragingRule[RuleS], ABC):
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """Overwrite the tensors of ``state`` in place with the saved ones; raise ValueError where these do not fit."""
-        copy_saved_(self, state._asdict(), saved)
+        """Overwrite in place the fields that `state_dict` names; raise ValueError where ``saved`` does not fit."""
+        named = self.state_dict(state)
+        copy_saved_(self, {name: value for name, value in state._asdict().items() if name in named}, saved)
         return state
+
+
+class RuleWrapper(RuleBase[Any]):
+    """A rule around another one, its ``rule``, whose state is the field ``inner`` of its own.
+
+    It answers as that rule does where it does not say otherwise. A wrapper states `init`.
+    """
+
+    rule: AveragingRule
+
+    def message_(self, out: Tensor, state: Any) -> tuple[float, ...]:
+        return self.rule.message_(out, state.inner)
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: Any, round: Round) -> Any:
+        return state._replace(inner=self.rule.merge_(sent, received, state.inner, round))
+
+    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: Any, round: Round) -> Any:
+        return state._replace(inner=self.rule.mix_(live, base, target, state.inner, round))
+
+    def agree(self, mean: Tensor, state: Any) -> Tensor:
+        return self.rule.agree(mean, state.inner)
+
+    def state_dict(self, state: Any) -> dict[str, Any]:
+        """Return the rule's state, and the wrapper's beside it."""
+        return {**self.rule.state_dict(state.inner), **_beside_inner(state)}
+
+    def load_state_dict(self, state: Any, saved: dict[str, Any]) -> Any:
+        own = _beside_inner(state)
+        inner = self.rule.load_state_dict(state.inner, {k: v for k, v in saved.items() if k not in own})
+        copy_saved_(self, own, {k: v for k, v in saved.items() if k in own})
+        return state._replace(inner=inner)
+
+
+for _name in (*AveragingRule.__annotations__, "weights", "chosen"):  # all that knows no state
+    setattr(RuleWrapper, _name, property(attrgetter(f"rule.{_name}")))
+
+
+def _beside_inner(state: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in state._asdict().items() if name != "inner"}
 
 
 def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lightning_async import ops
 from lightning_async._checks import check_bool, check_protocol, check_real
-from lightning_async.algorithms.averaging import AveragingRule, Round, RuleBase, copy_saved_
+from lightning_async.algorithms.averaging import AveragingRule, Round, RuleBase, RuleWrapper, copy_saved_
 from lightning_async.flat import FlatLayout
 
 _OUTER_LR = 0.7
@@ -29,8 +30,36 @@ class DiLoCoState(NamedTuple):
     optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer`` over shaped views of ``anchor``
 
 
+class DiLoCoBase(RuleBase[DiLoCoState]):
+    """A rule that steps the anchor by the equations of `DiLoCo`. It states `outer_settings`."""
+
+    nesterov: bool = _NESTEROV
+    sends_difference = True
+
+    @abstractmethod
+    def outer_settings(self, round: Round) -> tuple[float, float]:
+        """Return the outer learning rate and the outer momentum of a round."""
+        ...
+
+    def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
+        anchor = params.detach().clone()
+        return DiLoCoState(anchor, torch.zeros_like(anchor))
+
+    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
+        torch.sub(state.anchor, out, out=out)
+        return ()
+
+    def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
+        lr, momentum = self.outer_settings(round)
+        ops.outer_merge_(state.anchor, state.momentum, received, sent, lr, momentum, self.nesterov)
+        return state
+
+    def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
+        return {"anchor": state.anchor, "momentum": state.momentum}
+
+
 @dataclass(frozen=True)
-class DiLoCo(RuleBase[DiLoCoState]):
+class DiLoCo(DiLoCoBase):
     r"""Distributed low-communication training: Nesterov's method on the mean pseudo-gradient of all replicas.
 
     .. math::
@@ -82,8 +111,6 @@ class DiLoCo(RuleBase[DiLoCoState]):
     outer_optimizer: Callable[[list[Tensor]], torch.optim.Optimizer] | None = None
     mixing: float | None = None
 
-    sends_difference = True
-
     @property
     def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.mixing is not None
@@ -106,10 +133,13 @@ class DiLoCo(RuleBase[DiLoCoState]):
                     "`outer_optimizer`; set it there."
                 )
 
+    def outer_settings(self, round: Round) -> tuple[float, float]:
+        return self.outer_lr, self.outer_momentum
+
     def init(self, params: Tensor, layout: FlatLayout) -> DiLoCoState:
-        anchor = params.detach().clone()
         if self.outer_optimizer is None:
-            return DiLoCoState(anchor, torch.zeros_like(anchor))
+            return super().init(params, layout)
+        anchor = params.detach().clone()
         shaped: list[Tensor] = [torch.nn.Parameter(view) for view in layout.views(anchor)]
         optimizer = self.outer_optimizer(list(shaped))
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -123,16 +153,9 @@ class DiLoCo(RuleBase[DiLoCoState]):
             )
         return DiLoCoState(anchor, anchor.new_empty(0), optimizer)
 
-    def message_(self, out: Tensor, state: DiLoCoState) -> tuple[float, ...]:
-        torch.sub(state.anchor, out, out=out)
-        return ()
-
     def merge_(self, sent: Tensor | None, received: Tensor, state: DiLoCoState, round: Round) -> DiLoCoState:
         if state.optimizer is None:
-            ops.outer_merge_(
-                state.anchor, state.momentum, received, sent, self.outer_lr, self.outer_momentum, self.nesterov
-            )
-            return state
+            return super().merge_(sent, received, state, round)
         if sent is not None:
             torch.sub(state.anchor, sent, out=sent)
         _step(state.optimizer, state.anchor, received)
@@ -147,7 +170,7 @@ class DiLoCo(RuleBase[DiLoCoState]):
 
     def state_dict(self, state: DiLoCoState) -> dict[str, Any]:
         if state.optimizer is None:
-            return {"anchor": state.anchor, "momentum": state.momentum}
+            return super().state_dict(state)
         return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
 
     def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
@@ -156,8 +179,7 @@ class DiLoCo(RuleBase[DiLoCoState]):
             which = "has" if "optimizer" in saved else "lacks"
             raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
         if state.optimizer is None:
-            copy_saved_(self, {"anchor": state.anchor, "momentum": state.momentum}, saved)
-            return state
+            return super().load_state_dict(state, saved)
         copy_saved_(self, {"anchor": state.anchor}, {key: v for key, v in saved.items() if key != "optimizer"})
         # torch keeps references to what it loads; a copy keeps two states that load the same dict apart
         state.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
@@ -265,7 +287,7 @@ class PenaltyState(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PseudoGradientPenalty(RuleBase[PenaltyState]):
+class PseudoGradientPenalty(RuleWrapper):
     r"""A rule whose messages weigh less the larger they are, and nothing where they are anomalous.
 
     .. math::
@@ -307,7 +329,6 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
     decay: float = 0.02
 
     num_scalars = 2  # the norm, and how unusual it is
-    sends_difference = True
 
     def __post_init__(self) -> None:
         check_protocol("PseudoGradientPenalty", "rule", self.rule, AveragingRule, "an averaging rule such as DiLoCo()")
@@ -315,19 +336,16 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
         check_real(self, "clip", above=0)
         check_real(self, "decay", above=0, below=1)
         rule = self.rule
-        if not rule.sends_difference or rule.num_scalars or rule.restores_local or rule.keeps_residual:
+        if not rule.sends_difference or rule.num_scalars or rule.restores_local:
             raise ValueError(
-                f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, keep no residual of "
-                "compression, and make replicas one model, such as DiLoCo()."
+                f"`PseudoGradientPenalty(rule={rule!r})` must send differences, and no scalars, and make replicas one "
+                "model, such as DiLoCo()."
             )
-
-    @property
-    def overlappable(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.overlappable
-
-    @property
-    def mixes(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.rule.mixes
+        if rule.keeps_residual:
+            raise ValueError(
+                f"`PseudoGradientPenalty(rule={rule!r})` must keep no residual of compression: where all messages are "
+                "anomalous it would count as sent what is in no model, and lose it. Take a rule such as DiLoCo()."
+            )
 
     @property
     def per_replica(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -364,7 +382,7 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
             received.mul_(self.clip / norm)
         if sent is not None:
             self._learn_(state.norms, round.scalars[round.rank][0])
-        return state._replace(inner=self.rule.merge_(sent, received, state.inner, self._heard(round)))
+        return super().merge_(sent, received, state, self._heard(round))
 
     def _heard(self, round: Round) -> Round:
         """Return the round as the rule is told of it: with no work of those whose messages are anomalous."""
@@ -388,19 +406,3 @@ class PseudoGradientPenalty(RuleBase[PenaltyState]):
 
     def chosen(self, round: Round) -> dict[str, float]:
         return self.rule.chosen(self._heard(round))
-
-    def abandon_(self, sent: Tensor, state: PenaltyState) -> PenaltyState:
-        return state._replace(inner=self.rule.abandon_(sent, state.inner))
-
-    def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: PenaltyState, round: Round) -> PenaltyState:
-        return state._replace(inner=self.rule.mix_(live, base, target, state.inner, round))
-
-    def state_dict(self, state: PenaltyState) -> dict[str, Any]:
-        """Return the rule's state, and the statistics beside it."""
-        return {**self.rule.state_dict(state.inner), "norms": state.norms}
-
-    def load_state_dict(self, state: PenaltyState, saved: dict[str, Any]) -> PenaltyState:
-        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
-        inner = self.rule.load_state_dict(state.inner, {k: v for k, v in saved.items() if k != "norms"})
-        copy_saved_(self, {"norms": state.norms}, {k: v for k, v in saved.items() if k == "norms"})
-        return state._replace(inner=inner)

@@ -110,6 +110,10 @@ class ReplicaClock(NamedTuple):
         step_s: measured seconds per local step, 0.0 while unknown.
         round_s: measured seconds of one round's exchange, the shorter of the last two; 0.0 while there were fewer.
         speed: this replica's steps per second, over those of the fastest; 1.0 while unknown.
+        relative_spread: squared distance between replicas over the steps that made it, in recent rounds, over the same
+            in the first rounds; 1.0 while unknown.
+        relative_loss_variance: variance of the training loss over replicas, in recent rounds, over the same in the
+            first rounds; 1.0 while unknown.
     """
 
     step: int
@@ -119,6 +123,8 @@ class ReplicaClock(NamedTuple):
     step_s: float = 0.0
     round_s: float = 0.0
     speed: float = 1.0
+    relative_spread: float = 1.0
+    relative_loss_variance: float = 1.0
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_async._checks import check_real
-from lightning_async.algorithms.averaging import Round, RuleBase, copy_saved_
+from lightning_async.algorithms.averaging import Round, RuleBase
 from lightning_async.flat import FlatLayout
 
 
@@ -31,9 +31,9 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
         x_i &\leftarrow x_i + (a - s_i)
 
     :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot, and :math:`C` the
-    strategy's ``compression``, such as ``TopK(0.02, bits=2)``. Between rounds replicas are at the anchor, but for what
-    they have learned since the snapshot: what is yet to come is not in the parameters, but in :math:`e_i`, which is
-    each replica's own, and in its checkpoints. One that joins, or whose residual is lost, begins with zeros. Without
+    strategy's ``compression``, by default ``TopK(0.02, bits=2)``. Between rounds replicas are at the anchor, but for
+    what they have learned since the snapshot: what is yet to come is not in the parameters, but in :math:`e_i`, which
+    is each replica's own, and in its checkpoints. One that joins, or whose residual is lost, begins with zeros. Without
     compression :math:`q_i = a - s_i` and :math:`e_i = 0`. A replica whose message had no weight keeps its
     :math:`e_i` as it is.
 
@@ -100,7 +100,3 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
     def state_dict(self, state: SparseLoCoState) -> dict[str, Any]:
         """Return anchor and residual by name; no message is under way where training goes on from them."""
         return {"anchor": state.anchor, "error": state.error}
-
-    def load_state_dict(self, state: SparseLoCoState, saved: dict[str, Any]) -> SparseLoCoState:
-        copy_saved_(self, {"anchor": state.anchor, "error": state.error}, saved)
-        return state

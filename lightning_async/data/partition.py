@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
-from lightning_async._checks import check_int, check_protocol
+from lightning_async._checks import check_int, check_number, check_protocol
 
 __all__ = ["ByKey", "Partition", "Random", "Sequential", "Weighted", "largest_remainder", "rendezvous"]
 
@@ -359,8 +359,11 @@ class _Place:
     def __init__(self, owner: str, num_replicas: int | None, rank: int | None) -> None:
         if (num_replicas is None) != (rank is None):
             raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: give both or none of the two.")
-        if num_replicas is not None and rank is not None and not 0 <= rank < num_replicas:
-            raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: a rank is from 0 on, and below.")
+        if num_replicas is not None and rank is not None:
+            check_number(owner, "num_replicas", num_replicas, at_least=1)
+            check_number(owner, "rank", rank, at_least=0)
+            if rank >= num_replicas:
+                raise ValueError(f"`{owner}(num_replicas={num_replicas}, rank={rank})`: a rank is below the number.")
         self.members: Sequence[str] | None = None if num_replicas is None else tuple(map(str, range(num_replicas)))
         self.rank = rank or 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
+from lightning_async._checks import check_int
 from lightning_async.membership.membership import HEARTBEAT
 
 
@@ -23,7 +24,7 @@ class Timeouts:
         attempts: failed rounds in a row before training ends with an error. Default 10.
 
     Raises:
-        TypeError: a time that is no timedelta.
+        TypeError: a time that is no timedelta, or ``attempts`` is no int.
         ValueError: a time that is not positive (of `replicas`: that is negative), or a `dead_after` that is too short.
     """
 
@@ -52,5 +53,4 @@ class Timeouts:
             raise ValueError(
                 f"`Timeouts(dead_after={self.dead_after!r})` must be at least {4 * HEARTBEAT!r}: four heartbeats."
             )
-        if self.attempts < 1:
-            raise ValueError(f"`Timeouts(attempts={self.attempts})` must be at least 1.")
+        check_int(self, "attempts", at_least=1)

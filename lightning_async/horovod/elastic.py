@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_async._checks import check_number
 from lightning_async.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_async.data.random_states import of_another
 from lightning_async.data.redistribution import deal, deal_steps
@@ -300,11 +301,11 @@ def fit_elastic(
         The last Trainer.
 
     Raises:
+        TypeError: ``commit_every`` is no int.
         ValueError: ``commit_every`` is not positive, or Horovod does not support the Trainer's strategy.
         SettingsMismatch: This rank has another strategy than rank 0, or commits at other steps.
     """
-    if commit_every < 1:
-        raise ValueError(f"`fit_elastic(commit_every={commit_every})` must be at least 1.")
+    check_number("fit_elastic", "commit_every", commit_every, at_least=1)
     committed = Committed(Commit())
     number = next(_fits)
     trainers = []

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
+
+from torch import Tensor
 
 from lightning_async.algorithms import Synchronous
 from lightning_async.algorithms.automatic import AdaptiveDiLoCo, MatchCommunication
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.compression import TopK
+from lightning_async.algorithms.outer_optimizers import DiLoCo
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.engine.averaging.rule_state import AveragerConfig, Weighting
 from lightning_async.engine.compressed_mean import Compression
@@ -22,7 +26,8 @@ from lightning_async.trainer.namespace import name as namespace
 from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 
-_FRAGMENTS = 4
+_PLAIN_MEAN = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
+"""Makes of the replicas what `DeltaMean` makes, and takes compressed messages and the state of `AdaptiveDiLoCo`."""
 
 
 class AsyncAveragingStrategy(AsyncStrategy):
@@ -36,11 +41,12 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     Args:
         rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from the local steps in a round; `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`,
-            `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With `EASGD` they stay models of
-            their own around a center.
+            settings follow from the local steps in a round; where a module steps several optimizers by itself it is
+            the plain mean, as momentum leads models astray that train against each other. `DiLoCo`, `SlowMo`,
+            `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With
+            `EASGD` they stay models of their own around a center.
         schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
-            `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
+            `AdaptivePeriod`, `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
         overlap: rounds run while training goes on; False: training stands still for each.
         weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
             its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
@@ -53,10 +59,11 @@ class AsyncAveragingStrategy(AsyncStrategy):
         lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
             default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
         compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
-            such as `DiLoCo`), `TopK(fraction, bits)` (the largest elements; for the same rules), ``"bf16"`` (half), or
-            ``"none"``; ``"auto"`` (default) is int8 where the rule sends differences, else none. Nothing is lost: what
-            a message cannot hold stays in the replica's parameters, or in the residual of `SparseLoCo`, and goes with
-            the next one. Sync points exchange fp32.
+            such as `DiLoCo`), ``"topk"`` or `TopK(fraction, bits)` (the largest elements; for the same rules),
+            ``"bf16"`` (half), or ``"none"``; ``"auto"`` (default) is ``TopK(0.02, bits=2)`` under `SparseLoCo`, int8
+            under other rules that send differences, else none. Nothing is lost: what a message cannot hold stays in the
+            replica's parameters, or in the residual of `SparseLoCo`, and goes with the next one. Sync points exchange
+            fp32.
         fragments: each round moves one of so many parts of the parameters, in turn, and each part has a round per
             period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, of a quarter of the bytes.
             Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four where ``schedule`` is
@@ -95,7 +102,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         buffers: BufferPolicy = "average",
         optimizer_state: OptimizerPolicy = "keep",
         lr_clock: configuration_checks.LrClock = "local",
-        compression: Compression | TopK | Literal["auto"] = "auto",
+        compression: Compression | TopK | Literal["auto", "topk"] = "auto",
         fragments: int | Literal["auto"] = "auto",
         min_replicas: int | None = None,
         max_replicas: int | None = None,
@@ -104,17 +111,20 @@ class AsyncAveragingStrategy(AsyncStrategy):
         transport: Transport | TransportName = "auto",
     ) -> None:
         chosen = {"rule": rule, "schedule": schedule}  # the rest follows from these
-        self.automatic = tuple(name for name, value in chosen.items() if value == "auto")
+        self.automatic = self._left_open = tuple(name for name, value in chosen.items() if value == "auto")
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
-        self._cuts_itself = fragments == "auto"
-        if fragments == "auto":
-            fragments = _FRAGMENTS if schedule == "auto" and overlap is True else 1
+        self._num_fragments = partial(_num_fragments, fragments, schedule == "auto" and overlap is True)
+        fragments = self._num_fragments()
         if schedule == "auto":  # what is in flight is a part only, so that rounds may follow each other more closely
             schedule = MatchCommunication() if fragments == 1 else MatchCommunication(factor=1.3)
         configuration_checks.check_arguments(rule, schedule, overlap)
         owner = type(self).__name__
         configuration_checks.check_compression(owner, compression)
-        if compression == "auto":
+        if compression == "auto" and rule.keeps_residual:
+            compression = TopK(0.02, bits=2)
+        elif compression == "topk":
+            compression = TopK()
+        elif compression == "auto":
             compression = "int8" if rule.sends_difference else "none"
         configuration_checks.check_policies(owner, buffers, optimizer_state, lr_clock, part_mb)
         self.weighting = weighting
@@ -135,15 +145,32 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     def setup(self, trainer: Any) -> None:
         super().setup(trainer)
-        if trainer.state.fn == "fit" and self.world is not None:
+        if trainer.state.fn != "fit":
+            return
+        self._fit_rule()
+        if self.world is not None:
             apart = not isinstance(self.schedule, Synchronous)  # what replicas make of their own steps is averaged
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
 
+    def _fit_rule(self) -> None:
+        """Take a rule without momentum where several optimizers step manually, or warn of one that the user named."""
+        in_rounds = not isinstance(self.schedule, Synchronous)
+        several = in_rounds and not self.module.automatic_optimization and len(self.optimizers) > 1
+        if "rule" in self._left_open:
+            self.rule = _PLAIN_MEAN if several else AdaptiveDiLoCo()
+            mean = f"the plain mean as rule for {len(self.optimizers)} optimizers that step manually"
+            self.automatic = tuple(mean if several and name == "rule" else name for name in self._left_open)
+        elif several and self.world is not None and self.world.rank == 0:
+            configuration_checks.warn_of_momentum(self.module, len(self.optimizers), self.rule)
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.averager is not None:
+            self.averager.see_loss(closure_loss)
+        return super().backward(closure_loss, *args, **kwargs)
+
     @property
     def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        number = self.config.fragments
-        trained = sum(p.requires_grad for p in self.module.parameters())
-        return max(1, min(number, trained)) if self._cuts_itself else number
+        return self._num_fragments(sum(p.requires_grad for p in self.module.parameters()))
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
@@ -159,6 +186,13 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} for `{namespace}`: rule={self.rule!r}, schedule={self.schedule!r}>"
+
+
+def _num_fragments(given: int | Literal["auto"], several: bool, num_parameters: int = 4) -> int:
+    """Return in how many parts parameters move: four at most, where that is "auto" and there may be ``several``."""
+    if given != "auto":
+        return given
+    return max(1, min(4, num_parameters)) if several else 1
 
 
 AsyncAveragingStrategy.register_strategies(pytorch("strategies").StrategyRegistry)

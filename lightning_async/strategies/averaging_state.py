@@ -30,27 +30,23 @@ class SavedState:
 
     def __init__(self, key: str) -> None:
         self._key = key
-        self.origin = "none"
-        """Says which checkpoint this run goes on from; equal on all ranks that go on from the same one."""
-        self.own = False
-        """What was read is this rank's own, and not what one rank has written for all."""
-        self._has_loaded = self._is_read = False
-        """Read: what there is to go on from is a checkpoint's, and not handed over by those who train."""
-        self._loaded: dict[str, Any] | None = None
+        self._is_read = False
+        """What there is to go on from is a checkpoint's, and not handed over by those who train."""
         self._last: dict[str, Any] | None = None
-        self._replica: dict[str, Any] | None = None
-        self._gathered: Any = None
-        self._alike: Any = None
         self._owner: Any = None
+        self.begin_run()
 
     def begin_run(self) -> None:
         """Begin a run: what an earlier one has loaded is not its own."""
         self.origin = "none"
-        self._has_loaded = False
-        self._loaded = None
-        self._replica = None
-        self._gathered = self._alike = None
+        """Says which checkpoint this run goes on from; equal on all ranks that go on from the same one."""
         self.own = False
+        """What was read is this rank's own, and not what one rank has written for all."""
+        self._has_loaded = False
+        self._loaded: dict[str, Any] | None = None
+        self._replica: dict[str, Any] | None = None
+        self._gathered: Any = None
+        self._alike: Any = None
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
         """Begin a stage of the run: a fit goes on from its checkpoint, evaluation leaves it with the weights."""
@@ -145,7 +141,7 @@ class SavedState:
 
     def _warn_of_rule(self, saved: dict[str, Any], agreed: RuleState) -> None:
         """Warn of a rule that begins where another one was, which had nothing that it could not go on from."""
-        if self._is_read and saved["rule"] != type(agreed.rule).__qualname__ and agreed.nbytes():
+        if self._is_read and saved["rule"] != agreed.name and agreed.nbytes():
             log.warning(
                 "The checkpoint of %s holds no state of a rule: that of `rule=%r` begins there.",
                 self.origin, agreed.rule,

@@ -286,7 +286,8 @@ class Session:
         """Print one summary of the run, on rank 0."""
         summary = self.averager.summary
         rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
-        if summary.rank == 0 and (advice := summary.advice(self._strategy.schedule)):
+        trainer: Any = self._strategy.module.trainer
+        if summary.rank == 0 and not trainer.fast_dev_run and (advice := summary.advice(self._strategy.schedule)):
             log.warning(advice)
 
 

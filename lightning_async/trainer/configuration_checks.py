@@ -16,8 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_async._checks import check_bool, check_choice, check_protocol
+from lightning_async.algorithms.automatic import AdaptiveDiLoCo
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.compression import TopK
+from lightning_async.algorithms.outer_optimizers import DiLoCo, PseudoGradientPenalty, SlowMo
 from lightning_async.algorithms.schedules import Schedule
 from lightning_async.data.partition import PartitionedSampler
 from lightning_async.engine.collectives import LightningCollectives
@@ -43,7 +45,7 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
 
 def check_compression(owner: str, compression: object) -> None:
     """Raise ValueError unless ``compression`` is a compression that averaging supports."""
-    names = ("auto", *get_args(Compression))
+    names = ("auto", "topk", *get_args(Compression))
     if not isinstance(compression, TopK) and not (isinstance(compression, str) and compression in names):
         raise ValueError(
             f"`{owner}(compression={compression!r})` must be one of {names}, or a TopK such as TopK(0.02, bits=2)."
@@ -59,6 +61,21 @@ def check_policies(owner: str, buffers: object, optimizer_state: object, lr_cloc
         raise TypeError(f"`{owner}(part_mb={part_mb!r})` must be a number, got {type(part_mb).__name__}.")
     if not part_mb > 0:
         raise ValueError(f"`{owner}(part_mb={part_mb!r})` must be > 0.")
+
+
+def warn_of_momentum(module: Any, num_optimizers: int, rule: AveragingRule) -> None:
+    """Warn of an outer optimizer with momentum over optimizers that step one after the other, as a GAN's do."""
+    outer = rule.rule if isinstance(rule, PseudoGradientPenalty) else rule
+    has_momentum = isinstance(outer, AdaptiveDiLoCo) or (isinstance(outer, SlowMo) and outer.beta > 0)
+    if isinstance(outer, DiLoCo) and outer.outer_optimizer is None:
+        has_momentum = outer.outer_momentum > 0
+    if has_momentum:
+        log.warning(
+            "`%s` steps %d optimizers by itself, and `rule=%r` is an outer optimizer with momentum: that leads models "
+            "astray that train against each other, such as a GAN's. For such pass `rule=DeltaMean()`, or "
+            "`rule=DiLoCo(outer_lr=1.0, outer_momentum=0.0)`, the same mean, where messages are compressed.",
+            type(module).__name__, num_optimizers, rule,
+        )  # fmt: skip
 
 
 def check_callbacks(callbacks: list[Any]) -> None:

@@ -1,15 +1,15 @@
-"""Rules that the package does not have yet, but that its interface must carry: the laws and the engine run them."""
+"""A rule that the package does not have yet, but that its interface must carry: the laws and the engine run it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_async.algorithms import AveragingRule, Round
-from lightning_async.algorithms.averaging import RuleBase, copy_saved_
+from lightning_async.algorithms import Round
+from lightning_async.algorithms.averaging import RuleBase
 from lightning_async.flat import FlatLayout
 
 
@@ -56,52 +56,3 @@ class Eager(RuleBase[EagerState]):
         state.hidden.copy_(fresh).mul_(1 - self.outer_lr * share)
         live.mul_(self.outer_lr * share).add_(target)
         return state
-
-
-class CompressedState(NamedTuple):
-    inner: Any
-    carried_residual: Tensor
-    """What compression has taken away so far; each replica's own."""
-    taken: Tensor
-    """What it took away from the message under way, net."""
-
-
-@dataclass(frozen=True)
-class Compressed(RuleBase[CompressedState]):
-    """Another rule, its messages rounded to bfloat16 with error feedback; https://arxiv.org/abs/1901.09847."""
-
-    inner: AveragingRule[Any]
-
-    per_replica = frozenset({"carried_residual", "taken"})
-
-    def init(self, params: Tensor, layout: FlatLayout) -> CompressedState:
-        zeros = torch.zeros_like(params)
-        return CompressedState(self.inner.init(params, layout), zeros, zeros.clone())
-
-    def message_(self, out: Tensor, state: CompressedState) -> tuple[float, ...]:
-        scalars = self.inner.message_(out, state.inner)
-        wire = (out + state.carried_residual).bfloat16().float()
-        torch.sub(out, wire, out=state.taken)
-        state.carried_residual.add_(state.taken)
-        out.copy_(wire)
-        return scalars
-
-    def merge_(self, sent: Tensor | None, received: Tensor, state: CompressedState, round: Round) -> CompressedState:
-        if sent is not None:
-            sent.add_(state.taken)
-        return state._replace(inner=self.inner.merge_(sent, received, state.inner, round))
-
-    def agree(self, mean: Tensor, state: CompressedState) -> Tensor:
-        return self.inner.agree(mean, state.inner)
-
-    def state_dict(self, state: CompressedState) -> dict[str, Any]:
-        return {
-            "inner": self.inner.state_dict(state.inner),
-            "carried_residual": state.carried_residual,
-            "taken": state.taken,
-        }
-
-    def load_state_dict(self, state: CompressedState, saved: dict[str, Any]) -> CompressedState:
-        own = {"carried_residual": state.carried_residual, "taken": state.taken}
-        copy_saved_(self, own, {key: value for key, value in saved.items() if key != "inner"})
-        return state._replace(inner=self.inner.load_state_dict(state.inner, saved["inner"]))

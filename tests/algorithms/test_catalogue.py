@@ -7,13 +7,14 @@ import doctest
 import inspect
 import json
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from lightning_async import algorithms
 from lightning_async.algorithms import AveragingRule, DelayCorrection, Schedule, StalenessPolicy
+from lightning_async.algorithms.averaging import RuleWrapper
 from tests.algorithms.catalogue import CORRECTIONS, RULES, SCHEDULES, STALENESS
 
 EQUATIONS = ("merge_", "next", "correct_", "predict_", "combine_", "weigh")
@@ -73,12 +74,56 @@ def test_what_a_rule_inherits_from_the_interface_answers() -> None:
     rule, mean = OnlyEquations(), torch.ones(2)
     state = rule.init(mean, None)
     assert rule.weights(algorithms.Round(id=0, rank=1, work=(1.0, 3.0))) == (0.25, 0.75)
-    assert rule.abandon_(mean, state) is state
     assert rule.agree(mean, state) is mean
     live = torch.tensor([3.0, 4.0])
     facts = algorithms.Round(id=0, rank=0, work=(1.0,))
     assert rule.mix_(live, torch.tensor([1.0, 1.0]), torch.tensor([2.0, 0.0]), state, facts) is state
     assert live.tolist() == [4.0, 3.0]
+
+
+class AroundState(NamedTuple):
+    inner: Any
+
+
+class Around(RuleWrapper):
+    """A wrapper that says nothing of its own."""
+
+    def __init__(self, rule: Any) -> None:
+        self.rule = rule
+
+    def init(self, params: Any, layout: Any) -> AroundState:
+        return AroundState(self.rule.init(params, layout))
+
+
+class Noted:
+    """A rule that answers to each hook with its name, and notes what it was given."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, tuple[Any, ...]] = {}
+
+    def __getattr__(self, hook: str) -> Any:
+        def answer(*given: Any) -> dict[str, str]:
+            self.given[hook] = given
+            return {"answer": hook}
+
+        return answer if callable(getattr(AveragingRule, hook)) else hook
+
+
+HOOKS = [name for name in {**AveragingRule.__annotations__, **vars(AveragingRule)} if not name.startswith("_")]
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_wrapper_forwards_every_hook_of_the_interface(hook: str) -> None:
+    rule = Noted()
+    found = getattr(Around(rule), hook)
+    if not callable(found):
+        assert found == hook
+        return
+    names = [name for name in inspect.signature(getattr(AveragingRule, hook)).parameters if name != "self"]
+    given: dict[str, Any] = {**{name: name for name in names}, "saved": {}, "state": AroundState("state")}
+    answer = found(*(given[name] for name in names))
+    assert answer in ({"answer": hook}, AroundState({"answer": hook}))
+    assert rule.given == {hook: tuple({**given, "state": "state"}[name] for name in names)}
 
 
 @pytest.mark.parametrize("interface", [AveragingRule, Schedule])

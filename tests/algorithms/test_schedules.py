@@ -28,6 +28,8 @@ CLOCKS = st.builds(
     step_s=st.floats(0, 10),
     round_s=st.floats(0, 10),
     speed=st.floats(0, 1),
+    relative_spread=st.floats(0, 10),
+    relative_loss_variance=st.floats(0, 10),
 )
 
 

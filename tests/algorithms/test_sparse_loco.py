@@ -40,7 +40,6 @@ def test_what_was_sent_and_the_residual_are_what_was_to_be_sent(bits: Any, event
         before, message = state.anchor.clone(), snapshot.clone()
         assert rule.message_(message, state) == ()
         if event == "abandoned":
-            state = rule.abandon_(message, state)
             continue
         work = {"sent": (1.0, 3.0), "absent": (0.0, 3.0), "without weight": (0.0, 3.0)}[event]
         received, mine = fill(numel, seed + 50 + number), None if event == "absent" else message

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import pytest
 import torch
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
+from lightning_async.algorithms import EASGD, DeltaMean, DiLoCo, EveryNSteps, Mean, Synchronous, Warmup
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
-from tests.engine.fault_ranks import outcomes
+from lightning_async.engine.timeouts import Timeouts
+from tests.engine.fault_ranks import FaultyRank, Turnstile, outcomes, values
 from tests.engine.ranks import Rank, run
 
 
@@ -69,6 +73,26 @@ def test_unequal_numbers_of_steps_neither_hang_nor_lose_work() -> None:
         assert torch.equal(a, b)
         assert (left.steps, right.steps) == (10, 45)
         assert left.rounds == right.rounds
+
+
+@pytest.mark.parametrize("rule", [EASGD(), DiLoCo()])
+def test_all_ranks_count_all_rounds_however_few_of_them_they_merge(rule: Any) -> None:
+    """Rank 1 is absent from two: under EASGD it stays where it is, else it takes over both in one."""
+    turn = Turnstile()
+    timeouts = Timeouts(grace=timedelta(seconds=1), reform=timedelta(seconds=60))
+
+    def body(rank: FaultyRank) -> Any:
+        if rank.number == 1:
+            rank.train(1)
+            turn.wait("two rounds")
+        else:
+            rank.train(8)
+            turn.set("two rounds")
+        assert rank.meet() is Arrival.OPEN
+        summary = rank.averager.summary
+        return summary.rounds, summary.absent_rounds, summary.metrics()["averaging/rounds"]
+
+    assert values(2, body, rule=rule, schedule=EveryNSteps(4), timeouts=timeouts) == [(2, 0, 2.0), (2, 2, 2.0)]
 
 
 def test_warm_up_ends_in_rounds() -> None:

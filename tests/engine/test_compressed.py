@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from datetime import timedelta
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lightning_async.algorithms import DeltaMean, DiLoCo, EveryNSteps, Mean
 from lightning_async.engine.averaging.rule_state import AveragerConfig
-from lightning_async.engine.compressed_mean import CODES, CompressedMean
+from lightning_async.engine.compressed_mean import CODES, mean_of
 from lightning_async.engine.shared_state import Arrival
 from tests.comm.faulty import Fail, Fault
 from tests.comm.simulated import InProcessWorld
@@ -35,7 +36,7 @@ def moved(sent: list[Tensor | None], weights: list[float], compression: Any, par
 
     def body(collectives: Any) -> Any:
         mine = sent[collectives.rank]
-        each = CompressedMean(
+        each = mean_of(
             collectives, lambda pending: pending.result(), compression, numel, part_bytes, torch.device("cpu")
         )
         means = []
@@ -160,6 +161,35 @@ def test_a_round_reports_what_it_took_on_the_wire() -> None:
     ):
         config = {"overlap": False, "compression": compression}
         assert run(2, body, rule=rule, config=config, **options) == [expected, expected]
+
+
+def test_what_the_last_average_lacked_goes_with_a_save_between_sync_points() -> None:
+    """Five ranks, of which each averages a part for all: training goes on to the bit."""
+    met = threading.Barrier(5, timeout=60)
+    options: Any = {"schedule": EveryNSteps(4), "goals": messages(5, 600), "rule": DiLoCo(), "numel": 600}
+    options["config"] = {"overlap": False, "compression": "int8"}
+
+    def save(rank: Rank) -> Any:
+        averager = rank.averager
+        rank.train(8)
+        saved = copy.deepcopy((rank.x, averager.state_dict(), averager.clocks(), averager.marks.replica()))
+        return *saved, go_on(rank)
+
+    def resume(rank: Rank) -> Any:
+        x, shared, clocks, replica, _ = first[rank.averager.summary.rank]
+        rank.averager.load_state_dict(shared, clocks)
+        rank.averager.marks.part(replica, {"weight": x}, rank.module)
+        return go_on(rank)
+
+    def go_on(rank: Rank) -> Tensor:
+        met.wait()
+        rank.train(8)
+        return rank.x.clone()
+
+    first = run(5, save, **options)
+    assert any(part.any() for _, _, _, replica, _ in first for part in replica["residuals"]["parts"])
+    for x, (*_, expected) in zip(run(5, resume, **options), first, strict=True):
+        assert torch.equal(bits(x), bits(expected))
 
 
 def test_unequal_numbers_of_steps() -> None:

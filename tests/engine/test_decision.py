@@ -274,7 +274,7 @@ def test_a_header_survives_its_row() -> None:
             SyncPointKind.STOP, True, 5.0, 6
         ),
         AveragingPart(
-            True, 0.1, 2.0, (0.3, 0.2), 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, (0.5, -1.0)
+            True, 0.1, 2.0, (0.3, 0.2), 1e-3, False, True, True, 2**52 - 1, NOT_COMPARED, 2, 3.0, 0.25, (0.5, -1.0)
         ),
         reduction.GradientPart(3.0, 2**48 - 1, 3),
     )  # fmt: skip

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import lightning_async
+from lightning_async.algorithms import EveryNSteps
 from lightning_async.engine.averaging.report import RunSummary, Totals
 from lightning_async.engine.gradients.window import WindowTotals
 from lightning_async.parameter_server.metrics import PushTotals
@@ -43,6 +44,16 @@ def test_steps_in_the_weights_are_those_of_a_checkpoint_and_those_since() -> Non
     for version in (1, 2):
         totals.pulled(version)
     assert (totals.version, totals.pulls) == (14, 2)
+
+
+@pytest.mark.parametrize(("automatic", "advises"), [((), True), (("rule",), True), (("rule", "schedule"), False)])
+def test_a_run_without_a_round_hears_what_to_do_where_the_user_has_set_the_period(
+    automatic: tuple[str, ...], advises: bool
+) -> None:
+    advice = RunSummary(steps=12, consensuses=2, automatic=automatic).advice(EveryNSteps(32))
+    assert ("Shorten the period" in advice) == advises
+    assert not advises or "in 12 steps, as `schedule=EveryNSteps(n=32)`" in advice
+    assert advises or advice == ""
 
 
 def logged_by_callbacks() -> set[str]:

@@ -10,12 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_async.algorithms import DeltaMean, DiLoCo, Mean, PseudoGradientPenalty, SlowMo, SparseLoCo
+from lightning_async.algorithms import (
+    AdaptiveDiLoCo,
+    DiLoCo,
+    Mean,
+    PseudoGradientPenalty,
+    SlowMo,
+    SparseLoCo,
+)
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import Buckets
 from lightning_async.engine.replica import Replica
 from lightning_async.engine.shared_state import SharedState
+from lightning_async.strategies.averaging_state import SavedState
 
 events = st.lists(st.sampled_from(["step", "pack", "commit", "sync_point", "absent"]), max_size=60)
 
@@ -131,19 +139,6 @@ def test_a_round_and_a_consensus_change_the_state_as_the_rule_says() -> None:
     assert found.state_dict()["rule_state"]["anchor"].tolist() == [0.25] * 3
 
 
-def test_a_rule_hears_that_its_message_goes_nowhere() -> None:
-    heard: list[list[float]] = []
-
-    class Listening(DeltaMean):
-        def abandon_(self, sent, state):
-            heard.append(sent.tolist())
-            return state
-
-    found, buckets, _ = agreed(Listening())
-    found.abandon_(buckets.sent.fill_(2.0), 0)
-    assert heard == [[2.0] * 3]
-
-
 def test_a_replicas_own_state_follows_parameters_by_name_and_begins_anew_where_it_is_lost() -> None:
     def of(thawed: bool) -> RuleState:
         module = nn.Linear(3, 1)
@@ -162,6 +157,25 @@ def test_a_replicas_own_state_follows_parameters_by_name_and_begins_anew_where_i
         joined = of(thawed)
         joined.load_state_dict(shared, {})
         assert joined.rule_state_dict(own=True)["error"].tolist() == [0.0] * len(expected)
+
+
+@pytest.mark.parametrize("wrap", [lambda rule: rule, PseudoGradientPenalty], ids=["alone", "wrapped"])
+@pytest.mark.parametrize(("wrote", "reads"), [(AdaptiveDiLoCo(), DiLoCo()), (DiLoCo(), AdaptiveDiLoCo())])
+def test_a_rule_that_sets_itself_and_one_that_is_set_go_on_from_each_other(
+    wrote: Any, reads: Any, wrap: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (before, buckets, _), (after, *_) = agreed(wrap(wrote)), agreed(wrap(reads))
+    buckets.received.fill_(0.25)
+    before.merge_(None, buckets.received, Round(id=0, rank=0, work=(1.0,), steps=(16.0,), scalars=((0.5, 0.0),)))
+    saved = before.state_dict()
+    assert saved["rule_state"]["momentum"].tolist() == [0.25] * 3
+    after.load_state_dict(saved, before.rule_state_dict(own=True))
+    for name, value in after.state_dict()["rule_state"].items():
+        assert torch.equal(value, saved["rule_state"][name]), name
+    told = SavedState("averaging")
+    told.load({"averaging": saved})
+    told._warn_of_rule(saved, after)
+    assert caplog.messages == []
 
 
 def test_a_state_of_another_rule_is_refused() -> None:

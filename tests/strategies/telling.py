@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from lightning_async import (
+    AdaptivePeriod,
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
     AveragingMonitor,
+    DiLoCo,
     EveryNSteps,
     ParameterServerStrategy,
     Synchronous,
 )
 from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies.callbacks import Tuned
-from tests.strategies.workers import Net, loader, logged, make_trainer, rank, scenario, shard, together
+from tests.strategies.features import Gan
+from tests.strategies.workers import PATIENT, Net, loader, logged, make_trainer, rank, scenario, shard, together
 
 
 class Logging(Net):
@@ -80,6 +83,7 @@ def summaries() -> Any:
         "rounds": _summary(EveryNSteps(2)),
         "no round": _summary(EveryNSteps(32), max_epochs=2),
         "synchronous": _summary(Synchronous()),
+        "trial": _summary(EveryNSteps(32), fast_dev_run=2),
     }
 
 
@@ -94,6 +98,35 @@ def automatic() -> Any:
         "metrics": trainer.strategy.summary.metrics(),
         "summary": str(trainer.strategy.summary),
     }
+
+
+@scenario
+def adversaries() -> Any:
+    """A GAN under the rule that is taken for it, and under one with momentum."""
+    found = {}
+    for rule in ("auto", DiLoCo()):
+        strategy = AsyncAveragingStrategy(rule, EveryNSteps(2), overlap=False, min_replicas=2, timeouts=PATIENT)
+        trainer = make_trainer(strategy)
+        with logged() as messages:
+            trainer.fit(Gan(), loader(shard((8, 8))))
+        found[str(rule)[:6]] = {
+            "warnings": [m for m in messages if "is an outer optimizer with momentum" in m],
+            "told": [m for m in messages if m.startswith("Set by what is measured")],
+        }
+    return found
+
+
+@scenario
+def adaptive() -> Any:
+    """Losses of the two ranks part by a quarter of what they did in the first four rounds."""
+
+    class Parting(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) + rank() * (100.0 if batch_idx < 16 else 25.0)
+
+    trainer = make_trainer(together(schedule=AdaptivePeriod(4, 40, metric="loss_variance"), overlap=False))
+    trainer.fit(Parting(), loader(shard((400, 400))))
+    return trainer.strategy.summary.metrics()["averaging/period_steps"]
 
 
 def _words(strategy: Any) -> Any:

@@ -65,7 +65,7 @@ def test_one_that_trains_otherwise_ends_and_the_others_go_on() -> None:
 
 
 def test_commits_are_some_steps_apart() -> None:
-    with pytest.raises(ValueError, match=r"fit_elastic\(commit_every=0\)` must be at least 1"):
+    with pytest.raises(ValueError, match=r"fit_elastic\(commit_every=0\)` must be >= 1"):
         fit_elastic(lambda: None, None, commit_every=0)  # type: ignore[arg-type]
 
 

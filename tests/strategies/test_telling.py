@@ -54,7 +54,8 @@ def test_a_summary_says_what_happened(ranks: Outcomes) -> None:
         assert none["gate_s"] > 0.0 and f"at sync points {none['gate_s']:.2f} s" in none["rows"]["communication"]
         assert not {"averaging/hidden_share", "averaging/round_s", "averaging/spread"} & set(none["metrics"])
         assert none["metrics"]["averaging/bytes"] == 2 * 4 * 65
-        for quiet in (rounds, synchronous):
+        assert told["trial"]["rows"]["averaging rounds"].strip() == "0"
+        for quiet in (rounds, synchronous, told["trial"]):
             assert quiet["hints"] == []
         assert len(none["hints"]) == (rank == 0)
         if rank == 0:
@@ -71,6 +72,20 @@ def test_what_sets_itself_is_told_and_is_in_summary_and_metrics(ranks: Outcomes)
         begin = "Set from measurements (rule): a round of each of 2 fragments every 8 steps of "
         assert all(line.startswith(begin) for line in found["told"])
         assert (len(found["told"]) > 0) == (rank == 0)
+
+
+def test_models_that_train_against_each_other_are_told_of_momentum(ranks: Outcomes) -> None:
+    begin = (
+        "Set by what is measured (the plain mean as rule for 2 optimizers that step manually): a round every 2 steps"
+    )
+    for rank, found in enumerate(ranks("adversaries")):
+        assert [line.startswith(begin) for line in found["auto"]["told"]] == [True] * (rank == 0)
+        assert [len(found[name]["warnings"]) for name in ("auto", "DiLoCo")] == [0, int(rank == 0)]
+
+
+def test_a_period_that_goes_by_losses_is_told_them(ranks: Outcomes) -> None:
+    """Four times as long as the first ones."""
+    assert ranks("adaptive") == [16.0, 16.0]
 
 
 @pytest.mark.parametrize(

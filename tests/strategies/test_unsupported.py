@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lightning_async import (
+    AdaptiveDiLoCo,
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
     DeltaMean,
@@ -20,13 +21,20 @@ from lightning_async import (
     Mean,
     ParameterServerStrategy,
     PeerMemory,
+    PseudoGradientPenalty,
+    SlowMo,
+    SparseLoCo,
     Timeouts,
+    TopK,
     TorchTransport,
 )
+from lightning_async.algorithms.averaging import AveragingRule
+from lightning_async.trainer.configuration_checks import warn_of_momentum
 from lightning_async.trainer.environment.settings import check_saved
 from lightning_async.trainer.namespace import pytorch
 from tests.strategies import problem
-from tests.strategies.workers import Outcomes, fit, loader, logged
+from tests.strategies.features import Gan
+from tests.strategies.workers import Net, Outcomes, fit, loader, logged, make_trainer
 from tests.support import run_ranks
 
 SCENARIOS = "tests.strategies.unsupported"
@@ -69,6 +77,20 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
     with pytest.raises(error) as raised:
         AsyncAveragingStrategy(**arguments)
     assert all(text in str(raised.value) for text in texts), raised.value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "compression"),
+    [
+        ({}, "int8"),
+        ({"rule": DeltaMean()}, "none"),
+        ({"rule": SparseLoCo()}, TopK(0.02, bits=2)),
+        ({"rule": SparseLoCo(), "compression": "int8"}, "int8"),
+        ({"compression": "topk"}, TopK(0.01)),
+    ],
+)
+def test_compression_follows_from_the_rule(arguments: dict[str, Any], compression: object) -> None:
+    assert AsyncAveragingStrategy(**arguments).config.compression == compression
 
 
 @pytest.mark.parametrize("strategy", [AsyncAveragingStrategy, AsyncGradientStrategy, ParameterServerStrategy])
@@ -132,7 +154,7 @@ def test_what_a_rule_of_a_users_own_lacks_is_named() -> None:
 
     rule: Any = Half()
     with pytest.raises(
-        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'weights', 'abandon_', 'chosen'\]"
+        TypeError, match=r"Half\(\).*lacks \['sends_difference', 'keeps_residual', 'weights', 'chosen'\]"
     ):
         AsyncAveragingStrategy(rule)
     for nothing in (DeltaMean, 3):
@@ -266,6 +288,41 @@ def test_a_world_of_one_says_so_and_trains_as_a_single_device() -> None:
     assert len({message for message in messages if "nothing to average" in message}) == 1
     assert problem.distance(told["flat"], problem.flat(problem.train_alone(problem.batches(0, 6)))) < 1e-7
     assert len(told["validations"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "warns"),
+    [
+        (AdaptiveDiLoCo(), True),
+        (DiLoCo(), True),
+        (DiLoCo(outer_momentum=0.0), False),
+        (DiLoCo(outer_optimizer=torch.optim.SGD), False),
+        (SlowMo(), True),
+        (SlowMo(beta=0.0), False),
+        (PseudoGradientPenalty(DiLoCo()), True),
+        (DeltaMean(), False),
+        (SparseLoCo(), False),
+    ],
+)
+def test_outer_momentum_is_warned_of(rule: AveragingRule, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
+    warn_of_momentum(Gan(), 2, rule)
+    assert len(caplog.messages) == int(warns)
+    assert not warns or f"`Gan` steps 2 optimizers by itself, and `rule={rule!r}`" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+def test_the_rule_is_chosen_for_the_module_of_each_fit() -> None:
+    trainer = make_trainer(AsyncAveragingStrategy(), devices=1)
+    chosen = []
+    for module in (Gan(), Net()):
+        trainer.fit(module, loader(problem.batches(0, 1)))
+        chosen.append((trainer.strategy.rule, trainer.strategy.automatic))
+    mean = "the plain mean as rule for 2 optimizers that step manually"
+    assert chosen == [
+        (DiLoCo(outer_lr=1.0, outer_momentum=0.0), (mean, "schedule")),
+        (AdaptiveDiLoCo(), ("rule", "schedule")),
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,7 +51,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.agreed = RuleState(rule, self._buckets, self._box)
         self.component = AveragingComponent(control, self.agreed, self.ledger, self.config)
         control.register(self.component)
-        self.marks = CheckpointMarkers(control, self.agreed, self.ledger)
+        self.marks = CheckpointMarkers(control, self.agreed, self.ledger, self.component.average)
         self.sync_points = SyncPoints(control, self)
         self.summary = RunSummary(
             rank=control.rank, world_size=control.transfer.small.world_size, fragments=self.replica.num_fragments
@@ -63,16 +63,19 @@ class BackgroundAverager(SyncPointParticipant):
         """Opens a sync point that a step needs."""
         self.on_healed: Callable[[], None] = lambda: None
         """Called when this replica was not finite and has taken over the others' model."""
-        self.gathered: Callable[[], Any] = lambda: None  # towards a step to come, for checkpoints
-        self.alike: Callable[[], Any] = lambda: None  # on all replicas at the same step, for checkpoints too
+        self.gathered: Callable[[], Any] = lambda: None  # says, for checkpoints, what is gathered towards the next step
+        self.alike: Callable[[], Any] = lambda: None  # says, for checkpoints, what all replicas have alike
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
+        self._loss_sum: Tensor | float = 0.0  # of training losses since the last message that was due
+        self._num_losses = 0
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
     def start(self) -> None:
         """Begin: every replica's parameters are equal now."""
         ledger = self.ledger
-        self.started_at, self._last_tick = self._now() - self.summary.elapsed_s, self._now()  # as if never stopped
+        self._last_tick = self._now()
+        self.started_at = self._last_tick - self.summary.elapsed_s  # as if never stopped
         ledger.start()
         self.first_step = self.step
         if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
@@ -93,29 +96,34 @@ class BackgroundAverager(SyncPointParticipant):
             committed = ledger.last_round
             message = self._buckets.message
             since = list(ledger.since_round)
+            spread = ledger.spread.relative
+            loss_variance = ledger.loss_variance.relative
             if isinstance(message, LocalMessage):
                 since[message.fragment] -= message.steps
-        times = self.replica.num_fragments  # rounds in a period of the schedule: one for each fragment
+        # Each fragment has a round in a period of the schedule: its clock runs so many times as fast.
+        times = self.replica.num_fragments
         action = self._ask(
             ReplicaClock(
                 step=self.step,
                 epoch=self.epoch,
-                steps_since_round=times * int(min(since)) + times - 1,
+                steps_since_round=times * int(min(since) + 1) - 1,
                 seconds_since_round=times * (self._now() - committed),
                 step_s=self._step_s,
                 round_s=times * self._reports.round_s,
                 speed=box.speed,
+                relative_spread=spread,
+                relative_loss_variance=loss_variance,
             )
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
         if action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
             action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
         synchronous = action is Action.GRADIENTS
-        if ledger.synchronous and not synchronous:
-            self._leave_synchronous()
         if synchronous:
             self._merger.go_on_from(None)
         else:
+            if ledger.synchronous:
+                self._leave_synchronous()
             self._merger.restore_local()  # a sync point that did not open may have shown its model all the same
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
@@ -140,6 +148,12 @@ class BackgroundAverager(SyncPointParticipant):
         message = self._buckets.message
         if isinstance(message, LocalMessage) and message.announced:
             self.component.average.abandon()  # made with a rule state that begins anew; its work stays for another one
+
+    def see_loss(self, loss: Tensor) -> None:
+        """Count the training loss of a backward pass towards the next message; no GPU is waited for."""
+        if loss.numel() == 1:
+            self._loss_sum = self._loss_sum + loss.detach().float().reshape(())
+            self._num_losses += 1
 
     def tick(self, action: Action, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
         """Count a step, take what arrived, and start a round if that was planned; return the round that was merged.
@@ -209,12 +223,23 @@ class BackgroundAverager(SyncPointParticipant):
             if fragment == self.replica.last_fragment:
                 message.updates = self.replica.updates()
             message.state_is_finite = all_finite(self.replica.watched())
+            message.loss = self._mean_loss(due)
         self._reports.merge_s += self._now() - started
         return True
+
+    def _mean_loss(self, due: bool) -> Tensor | None:
+        """Return the mean of the losses that were seen; those in a message that was due are in no other one."""
+        mean = torch.as_tensor(self._loss_sum / self._num_losses) if self._num_losses else None
+        if due:
+            self._loss_sum = 0.0
+            self._num_losses = 0
+        return mean
 
     def _take(self) -> RoundReport | None:
         buckets = self._buckets
         with self._box.changed:
+            for unmerged in self.component.average.take_unmerged():
+                self.summary.add_unmerged(unmerged)
             arrived = buckets.arrived
             if not isinstance(arrived, Merge):
                 return None
@@ -230,11 +255,11 @@ class BackgroundAverager(SyncPointParticipant):
                 self.ledger.agree()  # what this replica did is in no parameters any more, in those of no fragment
             self.on_healed()
         message = arrived.message
-        whole = arrived.round.past > 0 or self.replica.num_fragments == 1  # else a part of a period
-        if isinstance(message, LocalMessage) and message.due and not arrived.is_consensus and whole:
-            # A message that was not due holds what was left over at a sync point: no period.
-            settings = {"period_steps": message.steps, "step_s": self._step_s}
-            self.summary.settings = {**settings, **self.agreed.rule.chosen(arrived.round)}
+        # The first round of one fragment of several, or one that a sync point asked for, ends no whole period.
+        whole = arrived.round.past > 0 or self.replica.num_fragments == 1
+        if isinstance(message, LocalMessage) and message.due and whole and not arrived.is_consensus:
+            chosen = self.agreed.rule.chosen(arrived.round)
+            self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **chosen}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def global_step(self) -> int:
@@ -246,7 +271,8 @@ class BackgroundAverager(SyncPointParticipant):
     def before_sync_point(self) -> None:
         self.replica.tensors.check_unchanged()
         self._buckets.to_engine.give()
-        self._stood_at, self._in_flight = self._now(), isinstance(self._buckets.message, LocalMessage)
+        self._stood_at = self._now()
+        self._in_flight = isinstance(self._buckets.message, LocalMessage)
 
     def at_sync_point(self) -> None:
         """Take what arrives; what is left over counts, even if the sync point does not open for long."""
@@ -296,7 +322,7 @@ class BackgroundAverager(SyncPointParticipant):
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
             "rule_state": self.agreed.rule_state_dict(own=True), "local": self._local_state(),
-            "gathered": self.gathered(), "alike": self.alike(),
+            "gathered": self.gathered(), "alike": self.alike(), "losses": [float(self._loss_sum), self._num_losses],
         }  # fmt: skip
 
     def _local_state(self) -> dict[str, Any] | None:
@@ -327,6 +353,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.epoch = int(clocks["epoch"])
         self._resumed = True
         self.ledger.load_state_dict(clocks)
+        self._loss_sum, self._num_losses = clocks.get("losses", (0.0, 0))
         if (local := clocks.get("local")) is not None:
             self._load_local(local)
         self.summary.load_state_dict(clocks["summary"])

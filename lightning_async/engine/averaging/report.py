@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 from lightning_async.algorithms.schedules import Pace, straggler
-from lightning_async.engine.averaging.rounds import Merge
+from lightning_async.engine.averaging.rounds import Merge, UnmergedRound
 
 log = logging.getLogger(__name__)
 
@@ -104,6 +104,13 @@ class RunSummary:
         self.merge_s += report.merge_s
         self.payload_bytes += report.payload_bytes
 
+    def add_unmerged(self, unmerged: UnmergedRound) -> None:
+        """Count a round that was committed without a report, so that all ranks count the same rounds."""
+        self.rounds += 1
+        self.absent_rounds += unmerged.share == 0.0
+        self.exchange_s += unmerged.exchange_s
+        self.payload_bytes += unmerged.message_bytes
+
     def drop(self) -> None:
         """Count gradients of this replica that were dropped; the first time with a warning."""
         self.dropped_gradients += 1
@@ -145,18 +152,17 @@ class RunSummary:
     def sent_bytes(self) -> int:
         return self.payload_bytes + (0 if self.totals is None else self.totals.sent_bytes)
 
+    @property
+    def _prefix(self) -> str:
+        return "averaging" if self.totals is None else self.totals.prefix
+
     def shown(self) -> dict[str, float]:
-        prefix = "averaging"
-        names = ("rounds", "hidden_share")
-        if self.totals is not None:
-            prefix = self.totals.prefix
-            names = self.totals.shown
-        wanted = {f"{prefix}/{name}" for name in names}
+        names = ("rounds", "hidden_share") if self.totals is None else self.totals.shown
+        wanted = {f"{self._prefix}/{name}" for name in names}
         return {name: value for name, value in self.metrics().items() if name in wanted}
 
     def metrics(self) -> dict[str, float]:
         """Return the run so far under the names that are logged; facts of rounds from the first one on."""
-        prefix = "averaging" if self.totals is None else self.totals.prefix
         own = self._of_rounds() if self.totals is None else self.totals.metrics()
         found = {
             **own,
@@ -168,14 +174,15 @@ class RunSummary:
             "failed_rounds": float(self.failed_rounds),
             "dropped_gradients": float(self.dropped_gradients),
         }
-        return {f"{prefix}/{name}": value for name, value in found.items()}
+        return {f"{self._prefix}/{name}": value for name, value in found.items()}
 
     def _of_rounds(self) -> dict[str, float]:
-        of_rounds = {
-            "staleness_steps": self.mean_staleness_steps, "hidden_share": self.hidden_share, "spread": self.spread,
-            "round_s": self.each_s, **self.settings,
+        if not self.rounds:
+            return {"rounds": 0.0}
+        return {
+            "rounds": float(self.rounds), "staleness_steps": self.mean_staleness_steps,
+            "hidden_share": self.hidden_share, "spread": self.spread, "round_s": self.each_s, **self.settings,
         }  # fmt: skip
-        return {"rounds": float(self.rounds), **(of_rounds if self.rounds else {})}
 
     def in_words(self) -> str:
         """Return how the last round was set.
@@ -191,8 +198,11 @@ class RunSummary:
         return ", ".join([every, *(f"{name} {value:.3g}" for name, value in chosen.items())])
 
     def advice(self, schedule: object) -> str:
-        """Return what to do about a run without a round; "" where there is nothing to say."""
-        if self.rounds or self.synchronous_steps or not self.steps:
+        """Return what to do about a run without a round; "" where there is nothing to do.
+
+        A schedule that sets itself asks for a round within 16 steps: a run without one was short.
+        """
+        if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""
         return (
             f"No averaging round took place in {self.steps} steps, as `schedule={schedule!r}` did not ask for one: the "
@@ -200,8 +210,8 @@ class RunSummary:
         )
 
     def state_dict(self) -> dict[str, float]:
-        totals, prefix = ({}, "") if self.totals is None else (vars(self.totals), self.totals.prefix)
-        counted = {**vars(self), **{f"{prefix}.{name}": value for name, value in totals.items()}}
+        totals = {} if self.totals is None else vars(self.totals)
+        counted = {**vars(self), **{f"{self._prefix}.{name}": value for name, value in totals.items()}}
         return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:

@@ -8,6 +8,8 @@ synchronous steps. `CheckpointMarkers` copies what all have agreed on with the r
 from __future__ import annotations
 
 import logging
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +21,7 @@ from lightning_async import ops
 from lightning_async.algorithms.averaging import Round
 from lightning_async.engine.averaging.rule_state import AveragerConfig, RuleState, Work, WorkLedger
 from lightning_async.engine.buckets import InFlightRound, Message, RoundType
-from lightning_async.engine.compressed_mean import CompressedMean, SparseMean, mean_of
+from lightning_async.engine.compressed_mean import CompressedMean, mean_of
 from lightning_async.engine.control_plane import ControlPlane
 from lightning_async.engine.decision import ComponentPlan, EngineComponent
 from lightning_async.engine.fingerprint import digests
@@ -48,6 +50,8 @@ class AveragingPart(NamedTuple):
     digest: int = NOT_COMPARED  # of the parameters that the rule applies to; compared at sync points
     digest_rest: int = NOT_COMPARED  # of all else that replicas share
     fragment: int = 0  # of the parameters, in the message
+    steps_apart: float = 0.0  # of its steps, those since replicas last agreed
+    loss: float = math.inf  # mean of its steps; infinite where that is not known, or not finite
     scalars: tuple[float, ...] = ()  # the rule's
 
 
@@ -62,6 +66,7 @@ class LocalMessage(Message):
     fragment: int = 0  # of the parameters
     updates: Updates = ((), ())  # how often buffers and the optimizers' state had been updated, see `Replica.updates`
     state_is_finite: Tensor | None = None  # whether the optimizers' state is: one bool where that state is
+    loss: Tensor | None = None  # mean training loss of its steps, where that was computed
     scalars: tuple[float, ...] = ()  # the rule's
     announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
     healthy: bool = True  # the snapshot and the optimizers' state are finite; else it has weight zero
@@ -95,6 +100,16 @@ class Merge(InFlightRound):
     apart: dict[str, Tensor] = field(default_factory=dict)  # of a consensus, what moved beside the bucket, by name
     carried_residual: Tensor | None = None  # of compressed messages, see `CompressedMean.carried_residual`
     healed: bool = False  # this replica was not healthy, and takes over the others' model
+    per_tally: float = math.inf  # times the tally, the squared distance between replicas over the steps that made it
+    loss_variance: float = math.inf  # of the messages; infinite, as the one above, where that is not known
+
+
+class UnmergedRound(NamedTuple):
+    """A committed round of which no merge of this replica's tells: it was absent, or another one came before it."""
+
+    share: float  # this rank's weight
+    message_bytes: int
+    exchange_s: float
 
 
 class AveragingComponent(EngineComponent):
@@ -123,9 +138,9 @@ class AveragingComponent(EngineComponent):
     def compose(self) -> AveragingPart:
         ledger = self._ledger
         weighting = self._config.weighting
-        rest = self._config.rest(self.rule)
+        left = self._config.weight_of_reported(self.rule)
         pairs = zip(ledger.work, ledger.reported, strict=True)
-        weights = [work.weight(weighting) + rest * reported.weight(weighting) for work, reported in pairs]
+        weights = [work.weight(weighting) + left * reported.weight(weighting) for work, reported in pairs]
         return self.blank._replace(unreported=tuple(weights), fresh=ledger.fresh)
 
     def complete(self, part: AveragingPart, message: Message | None, compare: bool) -> AveragingPart:
@@ -140,6 +155,8 @@ class AveragingComponent(EngineComponent):
                 healthy=message.healthy,
                 sound=message.sound,
                 fragment=message.fragment,
+                steps_apart=message.work.steps,
+                loss=_finite(message.loss),
                 scalars=message.scalars or part.scalars,
             )
         return self._compared(part) if compare else part
@@ -237,6 +254,34 @@ class AveragingComponent(EngineComponent):
             )  # fmt: skip
 
 
+def _finite(loss: Tensor | None) -> float:
+    """Return the loss; infinite where it is not known, or not finite."""
+    value = math.inf if loss is None else float(loss)
+    return value if math.isfinite(value) else math.inf
+
+
+def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tuple[float, float]:
+    r"""Return what makes of a round's tally how far replicas part in a step, and the variance of their losses.
+
+    .. math:: \Big(\big(1 - \sum_i w_i^2\big)\, \bar h\Big)^{-1}
+
+    :math:`\bar h` is the mean number of steps since replicas agreed. The first factor makes of the distance from
+    the mean half of that between two replicas, however many take part. Infinite where there is nothing to compare.
+
+    >>> disagreement((0.5, 0.5), [AveragingPart(steps_apart=4.0, loss=1.0), AveragingPart(steps_apart=4.0, loss=3.0)])
+    (0.5, 2.0)
+    >>> disagreement((1.0, 0.0), [AveragingPart(steps_apart=4.0, loss=1.0), AveragingPart()])
+    (inf, inf)
+    """
+    present = [part for weight, part in zip(weights, parts, strict=True) if weight > 0.0]
+    steps = sum(part.steps_apart for part in present)
+    losses = [part.loss for part in parts if math.isfinite(part.loss)]  # also where a rule gives a message no weight
+    several = len(present) > 1 and steps > 0.0
+    pairs = 1.0 - sum(weight * weight for weight in weights)
+    per_tally = len(present) / (pairs * steps) if several and pairs > 0.0 else math.inf
+    return per_tally, statistics.variance(losses) if len(losses) > 1 else math.inf
+
+
 def _shares(work: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
     """Return each rank's share in a consensus: of its work, or an equal one where something moved without a step."""
     counted = [w if ok else 0.0 for w, ok in zip(work, able, strict=True)]
@@ -278,22 +323,20 @@ class AveragingRound(_Round):
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
-        self._compressed: list[CompressedMean | SparseMean] = []
+        self._compressed: list[CompressedMean] = []
         """One for each fragment; none without compression."""
+        self._unmerged: list[UnmergedRound] = []
         self.follow_layout()
 
     def follow_layout(self) -> None:
         compression = self._config.compression
         transfer = self._transfer
         replica = self._replica
-        if compression == "none":
-            return
-        self._compressed = []
-        for fragment in range(replica.num_fragments):
-            numel = replica.layout_of(fragment).numel
-            self._compressed.append(
+        if compression != "none":
+            self._compressed = [
                 mean_of(transfer.large, transfer.result, compression, numel, transfer.part_bytes, replica.device)
-            )
+                for numel in (replica.layout_of(fragment).numel for fragment in range(replica.num_fragments))
+            ]
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
         message = self._buckets.message
@@ -317,10 +360,12 @@ class AveragingRound(_Round):
             fragment=plan.fragment,
             past=self._agreed.num_rounds // replica.num_fragments,
         )
+        per_tally, loss_variance = disagreement(plan.weights, parts)
         return Merge(
             id=id, kind=self, message=None, target=self._buckets.received, plan=plan, round=facts,
             share=plan.weights[rank], able=plan.able[rank], healed=not plan.able[rank],
             message_bytes=replica.of_round(self._buckets.received, plan.fragment).nbytes, fragments=(plan.fragment,),
+            per_tally=per_tally, loss_variance=loss_variance,
         )  # fmt: skip
 
     def move(self, exchange: Merge) -> None:
@@ -360,12 +405,15 @@ class AveragingRound(_Round):
     def hand_over(self, exchange: Merge) -> None:
         message = exchange.message
         follows = self._agreed.rule.absent_follow
+        # A rank that lost the last answer has its own part of the tally only: its next period is another one, no more.
+        self._ledger.compare(exchange.tally * exchange.per_tally, exchange.loss_variance)
         if isinstance(message, LocalMessage):
             self._ledger.round(message.work, message.steps, message.fragment)
             exchange.base = self._buckets.sent if exchange.able else None
         else:
             self._ledger.round(None)
             if not follows:
+                self._count_unmerged(exchange)
                 return  # others have met; this replica stays where it is
             exchange.base = self._moved_from(exchange)
         self.deliver(exchange)
@@ -395,13 +443,35 @@ class AveragingRound(_Round):
         if pending is not None:
             exchange.message = exchange.message or pending.message
             exchange.healed = exchange.healed or pending.healed
+            if not pending.is_consensus:
+                self._count_unmerged(pending)
+
+    def _count_unmerged(self, exchange: Merge) -> None:
+        self._unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
+
+    def take_unmerged(self) -> list[UnmergedRound]:
+        """Return, once, the committed rounds that no merge tells of. Under the lock."""
+        unmerged = self._unmerged
+        self._unmerged = []
+        return unmerged
 
     def abandon(self) -> None:
         """Drop the message; its work stays for another one. Under the lock."""
-        message = self._buckets.message
         self._buckets.message = None
-        if isinstance(message, LocalMessage) and message.announced and message.healthy:
-            self._agreed.abandon_(self._buckets.sent, message.fragment)
+
+    def residuals(self) -> dict[str, Any]:
+        """Return what this rank's part of the means has yet to bring, by fragment, and which part that is."""
+        place = [self._transfer.large.rank, self._transfer.large.world_size]
+        return {"place": place, "parts": [compressed.carried_residual for compressed in self._compressed]}
+
+    def load_residuals(self, saved: Mapping[str, Any]) -> None:
+        """Go on from `residuals`; those of another part begin at zero."""
+        mine, theirs = (
+            (list(each["place"]), [part.shape for part in each["parts"]]) for each in (self.residuals(), saved)
+        )
+        if mine == theirs:
+            for compressed, part in zip(self._compressed, saved["parts"], strict=True):
+                compressed.carried_residual = part.to(self._replica.device, copy=True)
 
     def forget_debts(self) -> None:
         for compressed in self._compressed:
@@ -531,10 +601,11 @@ class MarkedRound(NamedTuple):
 class CheckpointMarkers:
     """The marked rounds of checkpoints while replicas are asynchronous."""
 
-    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
+    def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         self._box = control.shared_state
         self._control = control
         self._agreed = agreed
+        self._average = average
         self._ledger = ledger
         self._name = control.membership.generation.name
         self.settle: Callable[[], None] = lambda: None
@@ -561,6 +632,7 @@ class CheckpointMarkers:
                 "at_target": buckets.at_target,
                 "reference": buckets.replica.reference,
                 "remainders": buckets.replica.remainders,
+                "residuals": self._average.residuals(),
             }
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
@@ -578,6 +650,8 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
+            if "residuals" in replica:  # else the checkpoint is too old
+                self._average.load_residuals(replica["residuals"])
             self._ledger.load_work(replica["work"], replica.get("reported"))
             buckets.at_target = replica["at_target"]
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch import Tensor
 
+from lightning_async.algorithms.automatic import Trend
 from lightning_async.algorithms.averaging import AveragingRule, Round
 from lightning_async.algorithms.compression import TopK
 from lightning_async.engine.buckets import Buckets
@@ -23,11 +24,12 @@ from lightning_async.engine.shared_state import SharedState
 from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import FlatLayout
 
-REST = 1e-6
+_LEFT_BY_CODES = 1e-6
 """What a reported step weighs at a sync point beside a new one: a message of codes leaves a bit of what it reported in
 the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
 _BY_FRAGMENT = "fragments"
+_FIRST_ROUNDS = 4  # of each fragment: what is measured later is relative to these
 T = TypeVar("T", float, tuple[float, ...])
 Weighting = Literal["samples", "steps", "equal"]
 
@@ -38,7 +40,7 @@ class AveragerConfig:
 
     overlap: bool = True  # rounds run while training goes on; False: training waits for each
     weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
-    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean` and `SparseMean`
+    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean`
     fragments: int = 1  # of the parameters, of which each round moves one, in turn
     part_bytes: int = 16 << 20  # payloads move in parts of at most this size
     min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
@@ -90,11 +92,11 @@ class AveragerConfig:
         """Return how many form groups anew: one, where fewer than `fewest` wait for others."""
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
-    def rest(self, rule: AveragingRule) -> float:
+    def weight_of_reported(self, rule: AveragingRule) -> float:
         """Return what a reported step weighs at a sync point, for what its message has left in the parameters."""
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
-        return 1.0 if isinstance(self.compression, TopK) else REST  # most of a sparse message is left
+        return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
         """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""
@@ -159,6 +161,9 @@ class WorkLedger:
     """Synchronous steps of the others that this replica had no part in: its optimizers have not taken them."""
 
     before_s: float = 0.0  # seconds since the last round, where training goes on from a checkpoint
+    spread: Trend = field(default_factory=Trend)
+    """Of the squared distance between replicas, over the steps that made it."""
+    loss_variance: Trend = field(default_factory=Trend)  # over replicas
 
     def __post_init__(self) -> None:
         self.agree()
@@ -183,6 +188,12 @@ class WorkLedger:
             self.work[fragment] -= work
             self.reported[fragment] = work
             self.since_round[fragment] -= steps
+
+    def compare(self, spread: float, loss_variance: float) -> None:
+        """Take what a committed round of one fragment has measured of replicas; what is not finite is not known."""
+        window = _FIRST_ROUNDS * self.num_fragments
+        self.spread = self.spread.add(self.num_fragments * spread, window)  # as if it were of all fragments
+        self.loss_variance = self.loss_variance.add(loss_variance, window)
 
     def synchronous_step(self, work: Work | None) -> None:
         """Count a step on averaged gradients; ``work`` is None for a replica that has gone on to local steps."""
@@ -213,6 +224,7 @@ class WorkLedger:
             "missed": self.missed,
             "steps_since_round": list(self.since_round),
             "seconds_since_round": self.now() - self.last_round,
+            "trends": {"spread": list(self.spread), "loss_variance": list(self.loss_variance)},
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -222,6 +234,9 @@ class WorkLedger:
         since = saved.get("steps_since_round", 0.0)  # a number, where there were no fragments yet
         self.since_round = self._of_cut(since if isinstance(since, list) else [float(since)])
         self.before_s = float(saved.get("seconds_since_round", 0.0))
+        trends = saved.get("trends", {})  # none, where a checkpoint is older
+        self.spread = Trend(*trends.get("spread", ()))
+        self.loss_variance = Trend(*trends.get("loss_variance", ()))
 
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
@@ -261,6 +276,11 @@ class RuleState:
         self.begin(buckets.received)
 
     @property
+    def name(self) -> str:
+        """Name of the rule under which checkpoints hold its state."""
+        return _name_of(self.rule)
+
+    @property
     def next_fragment(self) -> int:
         return self.num_rounds % self._replica.num_fragments
 
@@ -296,11 +316,6 @@ class RuleState:
         with self._shared_state.committing:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
 
-    def abandon_(self, sent: Tensor, fragment: int) -> None:
-        with self._shared_state.committing:
-            mine = self._replica.of_rule(sent, fragment)
-            self._states[fragment] = self.rule.abandon_(mine, self._states[fragment])
-
     def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
         """Copy one of equal parts of each flat tensor after a round that has made ``target``, and the rest whole.
 
@@ -309,8 +324,7 @@ class RuleState:
         state = self._by_name(own=False)
         of_rule = self._replica.of_rule
         models = [self.rule.agree(of_rule(target, f), each) for f, each in enumerate(self._states)]
-        tensors = {"model": models}
-        tensors |= {name: parts for name, parts in state.items() if self._is_joined(parts)}
+        tensors = {"model": models, **{name: parts for name, parts in state.items() if self._is_joined(parts)}}
         return {
             **self._origin(),
             "flat": {name: _share(parts, mine, num_shares) for name, parts in tensors.items()},
@@ -329,7 +343,7 @@ class RuleState:
         return {
             "round": self._shared_state.next_exchange,
             "num_rounds": self.num_rounds,
-            "rule": _name_of(self.rule),
+            "rule": self.name,
             "parameters": [[name, size] for name, size in zip(layout.names, layout.sizes, strict=True)],
         }
 
@@ -364,12 +378,11 @@ class RuleState:
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
         """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
-        mine = _name_of(self.rule)
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
-        if saved["rule"] != mine and not (saved["rule_state"] or own):
+        if saved["rule"] != self.name and not (saved["rule_state"] or own):
             return  # that one has no state: this one's begins here
-        if saved["rule"] != mine:
+        if saved["rule"] != self.name:
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
             )
@@ -425,7 +438,7 @@ class RuleState:
 
 def _name_of(rule: AveragingRule) -> str:
     """Return a rule's name, with that of the rule that it wraps: fields of the same name may mean different things."""
-    name = type(rule).__qualname__
+    name = getattr(rule, "saved_as", "") or type(rule).__qualname__
     inner = getattr(rule, "rule", None)
     return f"{name}({_name_of(inner)})" if isinstance(inner, AveragingRule) else name
 
