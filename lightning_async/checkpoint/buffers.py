@@ -1,11 +1,11 @@
-"""Memory that the trainer fills and the writer's process writes to disk: the only copy that training waits for.
+"""Memory that the trainer fills and the writer's process writes to disk; training waits for this copy only.
 
-    FREE --- the trainer begins to copy ---> FILLING --- copied ---> WRITER --- its answer has come ---> FREE
-    FREE --- a larger state is expected ---> GROWING --- its memory is there ---> FREE
+    FREE --- the trainer begins to copy ---> FILLING --- copied ---> WRITER --- the writer has answered ---> FREE
+    FREE --- a larger state is expected ---> GROWING --- the memory is there ---> FREE
 
-It is anonymous memory with a file descriptor, so that it needs no room in /dev/shm, has no name that could be left
-behind, and lives on in the writer when the trainer is killed. Its pages are there before they are first written to:
-else the first copy takes ten times as long.
+The memory is an anonymous file with a descriptor. It therefore needs no room in /dev/shm, has no name that could be
+left behind, and stays in the writer when the trainer is killed. Its pages are there before they are first written to;
+otherwise the first copy would take ten times as long.
 """
 
 from __future__ import annotations
@@ -29,16 +29,19 @@ from lightning_async.engine._threads import share_out
 from lightning_async.errors import CheckpointError
 
 PIECE = 4 << 20
-"""Bytes that a thread copies at a time: so much may be waited for at the end."""
+"""Number of bytes that a thread copies at a time; at the end, others may have to wait for one piece."""
+# Number of bytes from which memory is worth a thread.
 LARGE = 32 << 20
-_MOST = 4  # threads; more do not make the memory faster
+_MOST = 4  # largest number of threads; more do not make the memory faster
 ALIGNMENT = 64
-"""Bytes; each tensor begins at a multiple, so that it can be viewed in place, whatever its dtype."""
-_PIECE = 32 << 20  # of so few pages torch does not make threads
-_SPARE = 1 << 20  # for the text, and for a state that grows a little
+"""Each tensor begins at a multiple of this number of bytes, so that it can be viewed in place with any dtype."""
+_PIECE = 32 << 20  # bytes whose pages are few enough that torch starts no threads for them
+_SPARE = 1 << 20  # bytes for the text, and for a state that grows a little
 
 
 class BufferOwner(enum.Enum):
+    """The owner of a buffer, see the module's first lines."""
+
     FREE = "free"
     FILLING = "filling"
     GROWING = "growing"
@@ -46,6 +49,12 @@ class BufferOwner(enum.Enum):
 
 
 class Buffer:
+    """Memory for one copy of a state, which its ``owner`` alone may use.
+
+    Args:
+        name: Name of the anonymous file, for messages and system tools.
+    """
+
     def __init__(self, name: str) -> None:
         self.owner = BufferOwner.FREE
         self._name = name
@@ -57,15 +66,20 @@ class Buffer:
 
     @property
     def descriptor(self) -> int:
-        """The writer's file descriptor; another one after each growth."""
+        """File descriptor for the writer; a different one after each growth."""
         return self._descriptor
 
     @property
     def size(self) -> int:
+        """Number of bytes of the memory."""
         return self._whole.numel()
 
     def reserve(self, size: int) -> None:
-        """Get room for so many bytes, or raise CheckpointError; what the buffer held is lost where it grows."""
+        """Get memory for this number of bytes. A buffer that grows loses its contents.
+
+        Raises:
+            CheckpointError: There is no memory.
+        """
         if size <= self.size:
             return
         self.release()
@@ -74,7 +88,7 @@ class Buffer:
         try:
             descriptor = anonymous_file(self._name)
             os.ftruncate(descriptor, size)
-            if hasattr(os, "posix_fallocate"):  # an error here, where a write would be a signal
+            if hasattr(os, "posix_fallocate"):  # without memory, this raises; a later write would kill the process
                 os.posix_fallocate(descriptor, 0, size)
             memory = mmap.mmap(descriptor, size)
         except OSError as error:
@@ -85,22 +99,26 @@ class Buffer:
                 "take one buffer instead of two, or more memory."
             ) from error
         self._descriptor = descriptor
-        self._whole = torch.frombuffer(memory, dtype=torch.uint8)  # holds the mapping as long as it lives
-        # So that each page is in place. The system could do it at once (MAP_POPULATE), but holding the interpreter.
+        self._whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the mapping
+        # Touch each page, so that it is there. MAP_POPULATE would do this too, but would hold the interpreter's lock.
         for at in range(0, size, _PIECE):
             self._whole[at : at + _PIECE : mmap.PAGESIZE].zero_()
         self._pinned = _pin(self._whole)
 
     def fill(self, tensors: Sequence[Tensor], text: bytes) -> int:
-        """Copy the tensors, each where `layout` puts it, and ``text`` behind them; return where that begins.
+        """Copy the tensors, each to the place that `layout` gives it, and ``text`` after them.
 
-        Waits until copies from devices have arrived. The buffer must be the trainer's.
+        Waits until copies from devices have arrived. The trainer must own the buffer.
+
+        Returns:
+            The offset at which the text begins.
         """
         assert self.owner is BufferOwner.FILLING, f"{self._name} is {self.owner.value}"
         offsets, end = layout(tensors)
         self.reserve(end + len(text))
         kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
-        if kinds != self._kinds:  # as it was at the last save, usually: making views takes longer than small copies
+        # Usually equal to the last save: views are kept, because making them takes longer than small copies.
+        if kinds != self._kinds:
             self._kinds = kinds
             self._views = [
                 self._whole[at : at + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
@@ -113,7 +131,7 @@ class Buffer:
         return end
 
     def part_with(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the tensors, in this memory, which is theirs from now on: the buffer begins without any."""
+        """Return copies of the tensors in this memory, and leave the memory to them; the buffer is empty afterwards."""
         self.owner = BufferOwner.FILLING
         try:
             self.fill(tensors, b"")
@@ -123,11 +141,12 @@ class Buffer:
             self.owner = BufferOwner.FREE
 
     def view(self, size: int) -> memoryview:
+        """Return the first ``size`` bytes of the memory."""
         array: Any = self._whole.numpy()
         return memoryview(array)[:size]
 
     def release(self) -> None:
-        """Give the memory back; the writer keeps what it has been given."""
+        """Give the memory back; a writer that has the descriptor keeps it."""
         if self._pinned:
             _cudart().cudaHostUnregister(self._whole.data_ptr())
         self._pinned = False
@@ -140,16 +159,18 @@ class Buffer:
 
 
 class Growth:
-    """Buffers that get memory in the background: to have hundreds of megabytes takes longer than to fill them."""
+    """A thread that gets memory for buffers: to get hundreds of megabytes takes longer than to fill them."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     @property
     def active(self) -> bool:
+        """Whether memory is on its way."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, buffers: Sequence[Buffer], size: int) -> None:
+        """Get memory for those of the buffers that are free and smaller than ``size``; wait only for little memory."""
         growing = [buffer for buffer in buffers if buffer.owner is BufferOwner.FREE and buffer.size < size]
         if self.active or not growing:
             return
@@ -159,6 +180,7 @@ class Growth:
             target=self._grow, args=(growing, size), name="lightning_async-memory", daemon=True
         )
         self._thread.start()
+        # So little memory is there at once: the caller can use it without another attempt.
         if size < LARGE:
             self._thread.join()
 
@@ -168,14 +190,17 @@ class Growth:
 
     def _grow(self, buffers: Sequence[Buffer], size: int) -> None:
         for buffer in buffers:
-            with contextlib.suppress(CheckpointError):  # the save that needs it says so
+            with contextlib.suppress(CheckpointError):  # the save that needs the memory will report the error
                 buffer.reserve(size)
             buffer.owner = BufferOwner.FREE
 
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Suspend garbage collection: the many small objects that describe a state set it off, for longer than the copy."""
+    """Suspend garbage collection in a block.
+
+    The many small objects that describe a state would start it, for longer than the copy takes.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -186,7 +211,7 @@ def uncollected() -> Iterator[None]:
 
 
 def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return where each tensor begins, in bytes, and where the last one ends.
+    """Return the offset of each tensor in bytes, and the end of the last one.
 
     >>> layout([torch.zeros(3), torch.zeros(20), torch.zeros(1)])
     ([0, 64, 192], 256)
@@ -213,10 +238,11 @@ def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool
     threads = min(_MOST, max(2, torch.get_num_threads()), os.cpu_count() or 1)
     if sum(size for _, _, size in pieces) < LARGE:
         threads = 1
-    share_out(lambda piece: ctypes.memmove(*piece), pieces, threads)  # without the interpreter's lock
+    share_out(lambda piece: ctypes.memmove(*piece), pieces, threads)  # memmove releases the interpreter's lock
 
 
 def anonymous_file(name: str) -> int:
+    """Return the descriptor of a new file without a name."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -224,9 +250,9 @@ def anonymous_file(name: str) -> int:
 
 
 def _pin(memory: Tensor) -> bool:
-    """Lock memory for the GPU's own copies into it; return whether that was needed and has worked.
+    """Lock memory for the GPU's own copies into it; return whether that was needed and has succeeded.
 
-    Copies into memory that is not locked are right, too, but go through a small staging area, piece by piece.
+    Copies into memory that is not locked are correct, too, but go through a small staging area, piece by piece.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return False

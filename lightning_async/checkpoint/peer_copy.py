@@ -1,8 +1,8 @@
-"""A rank's own state on its way into another rank's memory: the training thread copies, a thread of its own sends.
+"""Copies of a rank's own state in another rank's memory: the training thread copies, and another thread sends.
 
-    FREE --- due: the training thread fills it ---> WRITER --- sent, or given up: the thread ---> FREE
+    FREE --- a copy is due: the training thread fills the buffer ---> WRITER --- sent or given up ---> FREE
 
-One buffer: while it is on its way nothing else is begun. The other rank has a whole copy at any moment.
+There is one buffer: while it is being sent, no other copy begins. The other rank has a whole copy at any moment.
 """
 
 from __future__ import annotations
@@ -23,12 +23,20 @@ from lightning_async.comm.peer_storage import Address, PeerStoreConnection, depo
 from lightning_async.errors import DamagedCheckpoint
 from lightning_async.membership.signing import Seal
 
+# Longest wait for the thread at the end.
 _ENDS_S = 5.0
 
 
 @dataclass(frozen=True)
 class Sent:
-    """The result of one copy: where it went, its bytes, seconds since it was handed over, and why it did not arrive."""
+    """The result of one copy.
+
+    Args:
+        to: Address of the rank that got the copy.
+        size: Number of bytes.
+        seconds: Seconds since the copy was handed to the thread.
+        error: Reason why the copy did not arrive. Default: None, it arrived.
+    """
 
     to: Address
     size: int
@@ -38,13 +46,28 @@ class Sent:
 
 @dataclass(frozen=True)
 class PeerCopy:
+    """A copy that another rank keeps.
+
+    Args:
+        at: Address of that rank.
+        label: Label of the copy, see `PeerCopySender.send`.
+        own: The state.
+    """
+
     at: Address
     label: Mapping[str, Any]
     own: Any
 
 
 class PeerCopySender:
-    """Sends copies of one rank's state; ``at`` is where an older one is, which is deleted once a newer one arrived."""
+    """A sender of copies of one rank's state to other ranks' memory.
+
+    Args:
+        owner: Name of the rank.
+        seal: Seal of the job, which signs messages.
+        at: Address of the rank that has an older copy. That copy is deleted once a newer one has arrived. Default:
+            None.
+    """
 
     def __init__(self, owner: str, seal: Seal, at: Address | None = None) -> None:
         self.costs = Costs()
@@ -63,26 +86,36 @@ class PeerCopySender:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is on its way, or the memory for one is yet to come."""
+        """Whether a copy is being sent, or its memory is on its way."""
         return self._buffer.owner is not BufferOwner.FREE or self._growth.active
 
     def step(self) -> None:
+        """Count a training step, and the time by which a copy has slowed it down."""
         self.costs.slowed_s += self._usual.step(time.monotonic(), self.busy)
 
     def send(self, to: Address, label: Mapping[str, Any], own: Any) -> bool:
-        """Copy a state, which may change from then on, and send the copy; not while `busy`.
+        """Copy a state, which may change afterwards, and begin to send the copy; must not be called while `busy`.
 
-        Return whether it has begun; False where there is no memory yet, which comes in the background. The newest copy
-        is that of the greatest ``"life"`` in its label, and of those that of the greatest ``"at"``.
+        The newest copy is the one with the greatest ``"life"`` in its label, and among these the one with the greatest
+        ``"at"``.
+
+        Args:
+            to: Address of the rank that is to keep the copy.
+            label: Label of the copy.
+            own: The state.
+
+        Returns:
+            Whether the copy has begun. False: there is no memory yet, and it is on its way in the background.
 
         Raises:
-            TypeError: there is something in the state that cannot be copied; names it.
-            CheckpointError: there is no memory for it.
+            TypeError: The state holds an object that cannot be copied; the message names it.
+            CheckpointError: There is no memory.
         """
         began = time.monotonic()
         with uncollected():
             part = shard({}, own, 0, [0])
             if part.size > self._buffer.size:
+                # The memory comes in the background: training would wait longer for it than for the copy.
                 self._growth.begin([self._buffer], part.size)
                 if self._growth.active:
                     return False
@@ -107,7 +140,7 @@ class PeerCopySender:
         self._buffer.owner = BufferOwner.WRITER
 
     def poll(self) -> list[Sent]:
-        """Return the results since the last call; wait for nothing."""
+        """Return the results since the last call, without waiting."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -117,6 +150,7 @@ class PeerCopySender:
         return found
 
     def close(self) -> None:
+        """Break off what is being sent, and end the thread."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -124,6 +158,7 @@ class PeerCopySender:
                 line.break_off()
             self._thread.join(_ENDS_S)
         self._growth.wait(_ENDS_S)
+        # A thread that has not ended may still read the memory.
         if self._thread is None or not self._thread.is_alive():
             self._buffer.release()
         self._thread = None
@@ -146,29 +181,40 @@ class PeerCopySender:
         try:
             deposit(to, self._seal, self._owner, label, data, self._connected)
         finally:
+            # The buffer may be filled again once nothing refers to its memory.
             data.release()
         before = self._at
         self._at = to
+        # Only now: the owner has a whole copy somewhere at any moment.
         if before is not None and before != to:
-            with contextlib.suppress(OSError):  # it is gone, with what it had
+            with contextlib.suppress(OSError):  # the other rank is gone, and the old copy with it
                 forget(before, self._seal, self._owner)
 
     def _connected(self, line: PeerStoreConnection) -> None:
         self._line = line
+        # `close` may have looked for a connection just before there was one.
         if self._closed:
             line.break_off()
 
 
 def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCopy | None, dict[str, str]]:
-    """Return the newest state of an owner that a rank has, which keeps it; and of those that could not be asked, why.
+    """Return the newest copy of an owner's state that another rank keeps; delete the older ones.
 
-    All are asked at once, and each is given up after `SILENCE_S` without an answer. Older copies are deleted.
+    All ranks are asked at the same time, and each is given up after `SILENCE_S` without an answer.
+
+    Args:
+        owner: Name of the rank whose state is wanted.
+        seal: Seal of the job.
+        keepers: Address of each rank that may keep a copy, by name.
+
+    Returns:
+        The copy, or None; and for each rank that could not be asked, the reason.
     """
     if not keepers:
         return None, {}
     copies: list[tuple[Address, dict[str, Any], bytearray]] = []
     silent: dict[str, str] = {}
-    with ThreadPoolExecutor(len(keepers), "lightning_async asks") as pool:  # hosts that are gone say so by silence
+    with ThreadPoolExecutor(len(keepers), "lightning_async asks") as pool:  # a host that is gone never answers
         asked = {name: pool.submit(fetch, address, seal, owner) for name, address in keepers.items()}
         for name, answer in asked.items():
             try:
@@ -195,7 +241,7 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
 
 
 def _age(label: Mapping[str, Any]) -> tuple[float, float]:
-    """Return which life of its owner a copy is of, whose clocks need not agree, and its time there."""
+    """Return the life and the time of a copy, by which copies are compared: clocks differ between lives."""
     life = label.get("life")
     at = label.get("at")
     return (life if isinstance(life, int) else 0.0, at if isinstance(at, int | float) else 0.0)

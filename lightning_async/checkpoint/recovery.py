@@ -1,8 +1,8 @@
-"""The checkpoint that training goes on from: candidates in order, one that all ranks can read, verified before use.
+"""Recovery: find the checkpoint to resume from. Candidates are tried in order and verified before use.
 
-Every file of a candidate is read, by one of the ranks that see the same directory. What is damaged is put into
-quarantine and named, and the next one is tried. What cannot be read for another reason (a disk or a network that
-fails) is left where it is: it may be whole.
+The ranks that see the same directory share the work: each file of a candidate is read by one of them. A damaged
+checkpoint is put into quarantine and reported, and the next one is tried. A checkpoint that cannot be read for another
+reason, such as a disk or a network that fails, stays where it is, because it may be whole.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 STRATEGIES = ("auto", "latest", "best", "last_good")
-"""``"auto"`` is the newest one that is whole; ``"step=1200"`` is allowed, too."""
+"""Names of strategies; ``"auto"`` takes the newest whole checkpoint. ``"step=1200"`` is allowed, too."""
 
 Gather = Callable[[Any], Sequence[Any]]
 
@@ -28,9 +28,9 @@ class Recovered:
     """The result of `recover`.
 
     Args:
-        entry: whole on every rank; None where there is none.
-        damaged: paths of those that this rank has put into quarantine, and what is wrong with them.
-        unreadable: paths of those left alone, and why this rank could not read them.
+        entry: The checkpoint, whole on every rank; None if there is none.
+        damaged: Path of each checkpoint that this rank has put into quarantine, with its damage.
+        unreadable: Path of each checkpoint that this rank could not read, with the reason.
     """
 
     entry: CheckpointEntry | None
@@ -41,12 +41,15 @@ class Recovered:
 def candidates(
     entries: Sequence[CheckpointEntry], strategy: str = "auto", best: Best | None = None
 ) -> list[CheckpointEntry]:
-    """Return those that a strategy may take, in order, the newest first unless it is ``"best"``.
+    """Return the checkpoints that a strategy may take, in order: the newest first, except for ``"best"``.
 
-    ``entries`` are all that the store has, the newest first.
+    Args:
+        entries: All checkpoints of the store, the newest first.
+        strategy: One of `STRATEGIES`, or ``"step=N"``. Default: ``"auto"``.
+        best: Metric that ranks checkpoints, for ``"best"``. Default: None.
 
     Raises:
-        ValueError: the strategy is neither one of `STRATEGIES` nor ``"step=N"``, or ``best`` is missing.
+        ValueError: The strategy is unknown, or ``best`` is missing.
     """
     kind, step = _parsed(strategy, best)
     readable = [entry for entry in entries if entry.manifest]
@@ -62,11 +65,12 @@ def candidates(
 
 
 def agree(rows: Sequence[Sequence[int]]) -> int | None:
-    """Return the number to try next: the first that every rank has, in the first one's order; None where none is.
+    """Return the number to try next: the first number of the first rank that every rank has; None if there is none.
 
     >>> agree([[7, 6, 5], [6, 5], [7, 6, 4]])
     6
     """
+    # Ranks with directories of their own may have different checkpoints.
     common = set(rows[0]).intersection(*rows[1:])
     return next((number for number in rows[0] if number in common), None)
 
@@ -74,13 +78,22 @@ def agree(rows: Sequence[Sequence[int]]) -> int | None:
 def recover(
     store: CheckpointStore, strategy: str = "auto", best: Best | None = None, gather: Gather = lambda value: [value]
 ) -> Recovered:
-    """Return the first candidate that is whole on all ranks, which call this together, each with its own directory.
+    """Return the first candidate that is whole on all ranks, which call this together.
+
+    Each rank may have a view of its own on the directory.
+
+    Args:
+        store: The checkpoints.
+        strategy: One of `STRATEGIES`, or ``"step=N"``. Default: ``"auto"``.
+        best: Metric that ranks checkpoints, for ``"best"``. Default: None.
+        gather: Gathers a value of each rank. Default: for a single rank.
 
     Raises:
-        CheckpointError: there are checkpoints, but none that the strategy asks for and all ranks can read; or a newer
+        CheckpointError: There are checkpoints, but none of them is a candidate that all ranks can read; or a newer
             version of this package wrote one.
-        ValueError: the strategy is unknown.
+        ValueError: The strategy is unknown.
     """
+    # Before the first gather, so that a wrong argument raises on every rank at once.
     _parsed(strategy, best)
     entries = _entries(store, gather)
     order = candidates(entries, strategy, best)
@@ -91,6 +104,7 @@ def recover(
         entry = next(entry for entry in order if entry.number == number)
         order.remove(entry)
         error = store.trouble(entry, *share)
+        # Each rank has read its share of the files: a bad share makes it bad for all that see the same directory.
         if not (bad := {place for place, wrong in gather([identity, error is not None]) if wrong}):
             return replace(found, entry=entry)
         _judge(store, entry, error, found)
@@ -112,20 +126,21 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
-    """Return which directory this rank sees, which share of its files to read, and of how many."""
+    """Return the identity of this rank's directory, and this rank's share of its files: number, and how many shares."""
     identity = store.files.identity(store.dirpath)
+    # Processes of one directory are told apart by random texts: ranks may be unknown here.
     me = uuid.uuid4().hex
     together = [each for place, each in gather([identity, me]) if place == identity]
     return identity, (together.index(me), len(together))
 
 
 def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | None, found: Recovered) -> bool:
-    """Return whether nothing is wrong with this rank's files; put damaged ones into quarantine."""
+    """Return whether this rank can use a checkpoint; put a damaged one into quarantine, and note the reason."""
     if isinstance(error, DamagedCheckpoint):
         try:
             store.quarantine(entry)
             found.damaged[entry.path] = str(error)
-        except OSError as refused:  # a directory that is read-only, say
+        except OSError as refused:  # the directory may be read-only
             found.damaged[entry.path] = f"{error} It keeps its name: {refused}"
     elif error is not None:
         found.unreadable[entry.path] = str(error)
@@ -133,7 +148,7 @@ def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | No
 
 
 def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
-    """Return all entries; raise on all ranks where one cannot read them, or finds one of a newer format."""
+    """Return all entries; raise on all ranks if one cannot read them, or finds one of a newer format."""
     entries = []
     words = ""
     try:
@@ -143,6 +158,7 @@ def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
     for entry in entries:
         if isinstance(entry.error, CheckpointError) and not isinstance(entry.error, DamagedCheckpoint):
             words = str(entry.error)
+    # Gathered, so that all ranks raise together: the others would wait for one that has raised alone.
     if told := [f"rank {rank}: {said}" for rank, said in enumerate(gather(words)) if said]:
         raise CheckpointError(f"Training cannot be resumed. {'; '.join(told)}")
     return entries
@@ -151,8 +167,9 @@ def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
 def _refuse_to_begin_anew(
     store: CheckpointStore, strategy: str, whole: Sequence[int], unreadable: Sequence[dict[str, str]]
 ) -> None:
-    """Raise where there are checkpoints; where all were damaged, nothing is left to resume from."""
+    """Raise if there are checkpoints that may be whole; if all were damaged, training may begin from the start."""
     told = [f"rank {rank}: {path}: {why}" for rank, paths in enumerate(unreadable) for path, why in paths.items()]
+    # Training from the start would overwrite, or hide, checkpoints that may be needed.
     if told or any(whole):
         raise CheckpointError(
             f"`recover={strategy!r}` finds no checkpoint in {store.dirpath} that all ranks can read. There are "

@@ -1,10 +1,10 @@
-"""Which checkpoints go, and what becomes of saves whose ranks are lost.
+"""Deletion of old checkpoints, and the end of saves whose ranks are lost.
 
-`RetentionThread` deletes what a policy does not keep, but never a checkpoint that may still be needed, see `doomed`.
-`LostParts` sees that nobody waits for what does not come any more:
+`RetentionThread` deletes checkpoints that a policy does not keep, but none that may still be needed, see `doomed`.
+`LostParts` sees to it that no rank waits for a part that will never come:
 
-    open --- the lost ranks' writers bring their parts ---> committed, as if nobody were lost
-    open --- none of them writes, or begins to soon ---> given up: said in their names, deleted where they are the first
+    open --- the writers of lost ranks bring their parts ---> committed, as if no rank were lost
+    open --- none of them writes, or begins soon ---> given up: reported as failed in the name of the lost ranks
 """
 
 from __future__ import annotations
@@ -24,19 +24,26 @@ from lightning_async.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 SOON_S = 5.0
-"""A writer that lives may have been given a part that it has yet to begin; that of a rank that is stopped never was."""
+"""Seconds in which the writer of a lost rank may begin a part; the rank may have handed it over just before."""
+# Seconds between two looks whether a writer has ended.
 _LOOK_S = 0.05
-_KEPT = 16  # saves, of which the older have been committed or given up long ago
+_KEPT = 16  # number of saves to remember; older ones have been committed or given up long ago
 _WHY = "it was lost before its part was written"
 
 
 class RetentionThread:
-    """A thread that deletes old checkpoints and marks good ones, one after the other; both take longer than a step."""
+    """A thread that deletes old checkpoints and marks good ones, one after the other; both take longer than a step.
+
+    Args:
+        store: The checkpoints.
+        keep: Policy that says which checkpoints to keep.
+        resumed_from: Number of the checkpoint that training was resumed from, which stays. Default: None.
+    """
 
     def __init__(self, store: CheckpointStore, keep: KeepPolicy, resumed_from: int | None = None) -> None:
         self.resumed_from = resumed_from
         self.awaited: set[int] = set()
-        """Numbers of those that may be marked as good yet; they stay."""
+        """Numbers of checkpoints that may still be marked as good; they stay."""
         self._store = store
         self._keep = keep
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -44,16 +51,26 @@ class RetentionThread:
         self._error: Exception | None = None
 
     def prune(self) -> None:
-        """Delete, on the thread, what is not kept as things stand now. Raises what the policy raised before."""
+        """Delete, on the thread, checkpoints that the policy does not keep. Raises an earlier error of the policy."""
+        # Copied here, because the training thread may change both before the task runs.
         resumed_from = self.resumed_from
         awaited = frozenset(self.awaited)
         self.ask(lambda: prune(self._store, self._keep, resumed_from, awaited))
 
     def promote(self, number: int) -> None:
+        """Mark the checkpoint of this number as good, on the thread."""
         self.ask(lambda: self._store.promote(self._entry(number)))
 
     def give_up(self, temporary: str, rank: int, why: str, ranks: Collection[int] = ()) -> None:
-        """Tell others, of these ``ranks``, that nothing will come of a rank's part of a save."""
+        """Write, on the thread, that no part of this rank will come, so that no other rank waits for it.
+
+        Args:
+            temporary: Folder of the save.
+            rank: The rank.
+            why: Reason, for the other ranks.
+            ranks: Ranks that take part in the save. If given, the folder is deleted once all have answered and the
+                first one has failed. Default: none.
+        """
 
         def give_up() -> None:
             self._store.give_up(temporary, rank, why)
@@ -63,14 +80,17 @@ class RetentionThread:
         self.ask(give_up)
 
     def flush(self, timeout_s: float) -> bool:
+        """Wait until all tasks so far are done, or the time is over; return whether they are done."""
         done = threading.Event()
         self.ask(done.set)
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
+        """End the thread after its tasks; return whether it has ended in time."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(timeout_s)
+            # A task that waits for a slow file system is left to end by itself: the thread is a daemon.
             if self._thread.is_alive():
                 return False
             self._thread = None
@@ -82,7 +102,7 @@ class RetentionThread:
         raise CheckpointError(f"There is no checkpoint of number {number} in {self._store.dirpath}.")
 
     def ask(self, task: Callable[[], object]) -> None:
-        """Have the thread do something. Raises what a policy has raised before."""
+        """Run a task on the thread. Raises an earlier error of the policy."""
         error = self._error
         self._error = None
         if error is not None:
@@ -97,14 +117,16 @@ class RetentionThread:
             try:
                 task()
             except (CheckpointError, OSError) as error:
-                log.warning("Old checkpoints in %s could not be seen to: %s", self._store.dirpath, error)
+                log.warning("Old checkpoints in %s could not be deleted or marked: %s", self._store.dirpath, error)
             except Exception as error:
+                # An error of the policy is the user's, so the training thread raises it at its next call.
                 self._error = error
 
 
 def prune(
     store: CheckpointStore, keep: KeepPolicy, resumed_from: int | None = None, awaited: Collection[int] = ()
 ) -> list[CheckpointEntry]:
+    """Delete the checkpoints that `doomed` returns, and return them."""
     gone = doomed(store.entries(), keep, resumed_from, awaited)
     for entry in gone:
         store.remove(entry)
@@ -114,26 +136,40 @@ def prune(
 def doomed(
     entries: Sequence[CheckpointEntry], keep: KeepPolicy, resumed_from: int | None = None, awaited: Collection[int] = ()
 ) -> list[CheckpointEntry]:
-    """Return what ``keep`` does not keep, the oldest first.
+    """Return the checkpoints that ``keep`` does not keep, the oldest first.
 
-    The newest, the last good one, the one resumed from and those that may be marked as good yet stay, and so does what
-    cannot be read: whether that is of no more use is for `recovery` to find out.
+    These stay in any case: the newest, the last good one, the one resumed from, those that may still be marked as good,
+    and those that cannot be read, because `recovery` decides about them.
+
+    Args:
+        entries: All checkpoints, the newest first.
+        keep: Policy that says which checkpoints to keep.
+        resumed_from: Number of the checkpoint that training was resumed from. Default: None.
+        awaited: Numbers of checkpoints that may still be marked as good. Default: none.
     """
     all_ = saved(entries)
     kept = keep.keep(all_) | {resumed_from, *awaited}
+    # Whatever the policy says: without the newest and the last good one, recovery has nothing to choose from.
     kept |= {max((each.number for each in some), default=None) for some in (all_, [each for each in all_ if each.good])}
     return [entry for entry in reversed(entries) if entry.manifest and entry.number not in kept]
 
 
 def saved(entries: Sequence[CheckpointEntry]) -> list[Saved]:
+    """Return the readable checkpoints in the form in which policies see them."""
     return [Saved(entry.number, entry.step, entry.manifest.metrics, entry.good) for entry in entries if entry.manifest]
 
 
 class LostParts:
-    """The saves of one rank in which others take part, where ranks are lost with their parts.
+    """The saves that one rank has begun together with others, of whom some may be lost.
 
-    What a rank had handed over its writer brings, though the rank is dead. For what it had not, the first live rank
-    says that it has failed, as any other failure. `look` is called on one thread, all else on another.
+    A part that a lost rank had handed over is still written by its writer. For any other part of a lost rank, the first
+    live rank writes that it has failed, as for any other failure. `look` runs on one thread, and all other methods on
+    another.
+
+    Args:
+        store: The checkpoints.
+        rank: This rank.
+        now: Clock, in seconds. Default: `time.monotonic`.
     """
 
     def __init__(self, store: CheckpointStore, rank: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -143,15 +179,20 @@ class LostParts:
         self._open: dict[int, _Open] = {}
 
     def begin(self, number: int, step: int, run: str, ranks: Collection[int]) -> None:
+        """Note that this rank takes part in a save."""
         store = self._store
         self._open[number] = _Open(number, store.temporary(number, step, run), store.final(number, step), ranks)
         for old in sorted(self._open)[:-_KEPT]:
             del self._open[old]
 
     def written(self, number: int, committed: bool, failed: bool = False) -> bool:
-        """Note what became of this rank's part; return whether the save was given up, as others are lost.
+        """Note the result of this rank's part; return whether the save was given up because ranks are lost.
 
-        One that has ``failed`` is, where a rank that takes part is lost: that one may have said so as it left.
+        Args:
+            number: Number of the save.
+            committed: Whether this rank has committed it.
+            failed: Whether the part has failed. With a lost rank in the save, that counts as given up: the lost rank
+                may have written that it failed as it left.
         """
         save = self._open.get(number)
         if save is None:
@@ -163,19 +204,21 @@ class LostParts:
         return save.given_up and not committed
 
     def concerned(self, lost: Collection[int]) -> bool:
-        """Return whether this rank has to find out what becomes of a save in which ``lost`` ranks take part."""
+        """Return whether this rank must find out the end of a save in which ``lost`` ranks take part."""
         for save in self._open.values() if lost else ():
+            # Kept for good: a lost rank that comes back has no part of this save.
             save.gone |= frozenset(lost).intersection(save.ranks)
         return any(self._is_mine(save) for save in self._open.values())
 
     def look(self) -> None:
+        """Find out the end of saves in which lost ranks take part; report the parts that will not come."""
         for save in list(self._open.values()):
             if self._is_mine(save):
                 save.since = self._now() if save.since is None else save.since
                 save.known = self._settle(save, sorted(save.gone))
 
     def given_up(self) -> list[int]:
-        """Return the numbers of saves that are given up, and whose part of this rank is done with; each once."""
+        """Return the numbers of saves that are given up and that this rank has finished with, each once."""
         numbers = [save.number for save in self._open.values() if save.given_up and not save.mine]
         for number in numbers:
             del self._open[number]
@@ -186,17 +229,20 @@ class LostParts:
         return not save.known and len(left) < len(save.ranks) and self._rank == min(left)
 
     def _settle(self, save: _Open, gone: list[int]) -> bool:
-        """Settle a save, of whose ranks some are ``gone``; return whether it is known what becomes of it."""
+        """Settle a save in which ranks are ``gone``; return whether its end is known."""
         store = self._store
         temporary = save.temporary
+        # The first rank's writer has committed it in spite of the loss.
         if store.files.exists(f"{save.final}/{MANIFEST}"):
             return True
         if not (names := store.files.names(temporary)):
-            return not save.mine  # it was committed, and deleted since; or this rank's own writer has yet to begin
+            return not save.mine  # committed and deleted since; or this rank's own writer has not begun yet
         silent, _ = store.silent_and_failed(temporary, gone)
         if any(self._may_come(save, rank, names) for rank in silent):
             return False
-        silent, failed = store.silent_and_failed(temporary, gone)  # they may have been about to end
+        # Asked again: a writer that lived a moment ago may have written its part and ended in between.
+        silent, failed = store.silent_and_failed(temporary, gone)
+        # Parts that were reported as failed let the save fail as usual; only silence has to be settled here.
         save.given_up = save.given_up or bool(silent)
         for rank in silent:
             store.give_up(temporary, rank, _WHY)
@@ -208,26 +254,28 @@ class LostParts:
         return (begun or soon) and bool(has_writer(self._store, rank))
 
     def _without_the_first(self, save: _Open, first: int, failed: bool) -> bool:
-        """Settle a save that nobody is left to commit but the first rank's writer, which outlives it."""
+        """Settle a save whose first rank is lost: only that rank's writer, which outlives it, could commit it."""
         if not failed and has_writer(self._store, first):
             return False
         if self._store.files.exists(f"{save.final}/{MANIFEST}"):
             return True
         save.given_up = True
         if self._store.silent_and_failed(save.temporary, save.ranks)[0]:
-            return failed  # then the last of the others to be ready deletes it
+            return failed  # then the last of the other ranks to be ready deletes the folder
         self._store.discard(save.temporary)
         return True
 
 
 @dataclass
 class _Open:
+    """A save whose end is not known yet."""
+
     number: int
     temporary: str
     final: str
     ranks: Collection[int]
     gone: frozenset[int] = frozenset()
-    """Ranks that were lost since; one that comes back brings nothing of it."""
+    """Ranks that were lost since; a rank that comes back has no part of this save."""
     mine: bool = True
     since: float | None = None
     known: bool = False
@@ -235,8 +283,15 @@ class _Open:
 
 
 def abandon_saves_of(store: CheckpointStore, rank: int, timeout_s: float) -> None:
-    """Finish what the earlier life of a rank that comes back had begun to write, or have nobody wait for it."""
+    """Finish the saves that a returning rank had begun in its earlier life, or report that its parts will not come.
+
+    Args:
+        store: The checkpoints.
+        rank: The rank that comes back.
+        timeout_s: Longest wait for the writer of its earlier life, in seconds.
+    """
     until = time.monotonic() + timeout_s
+    # A part that is still being written may complete a checkpoint.
     while has_writer(store, rank) and time.monotonic() < until:
         time.sleep(_LOOK_S)
     for temporary in store.unfinished():

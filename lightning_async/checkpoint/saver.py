@@ -1,4 +1,4 @@
-"""One rank's saves: handed to the writer, failures counted, old ones deleted after a commit; and what they cost."""
+"""The saves of one rank: hand them to the writer, count failures, delete old checkpoints, and measure costs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from lightning_async.events import tell
 
 log = logging.getLogger(__name__)
 
+# Seconds after which a save takes unusually long.
 PATIENCE_S = 600.0
+# Seconds after which a wait is logged.
 _QUIET_S = 5.0
+# Longest wait between two looks at a save that is awaited.
 _BEAT_S = 0.2
 
 
@@ -27,12 +30,17 @@ class Saver:
     """The saves of one rank.
 
     Args:
-        run: names this run in unfinished checkpoints; the same on all ranks.
-        keep: what to keep; applied after each commit by the rank that has made it.
-        resumed_from: number of the checkpoint that training began from, which stays. Default: none.
-        good_after: a checkpoint is good when so many steps without harm have followed. Default: none ever is.
-        max_failures: so many failed saves in a row end training. Default: 3.
-        lost: the ranks without which training goes on. Default: there are none.
+        store: The checkpoints.
+        rank: This rank.
+        run: Name of this run in unfinished checkpoints; the same on all ranks.
+        keep: Policy that says which checkpoints to keep; applied after each commit, by the rank that committed.
+        resumed_from: Number of the checkpoint that training was resumed from, which stays. Default: None.
+        good_after: Number of steps without harm after which a checkpoint is good. Default: None, none ever is.
+        buffers: Number of buffers, see `Writer`. Default: 2.
+        max_failures: Number of failed saves in a row that ends training. Default: 3.
+        pickles: Whether objects are saved as pickles. Default: False.
+        lost: Returns the ranks without which training continues. Default: none.
+        now: Clock, in seconds. Default: `time.monotonic`.
     """
 
     def __init__(
@@ -61,11 +69,11 @@ class Saver:
         self._retention = RetentionThread(store, keep, resumed_from)
         self._steps = 0
         self._begun_at: dict[int, int] = {}
-        """The step of this rank after which each save was begun that may become good yet, by number."""
+        """Step of this rank at which each save was begun that may still become good, by number."""
         self._shared: dict[int, int] = {}
-        """The step of each save in which other ranks take part, until its result is known, by number."""
+        """Step of each save in which other ranks take part, until its result is known, by number."""
         self.gave_up = False
-        """A save was given up, as ranks are lost: another one is due, and who makes that takes this back."""
+        """Whether a save was given up because ranks are lost, so that another is due. Its maker resets this."""
         self._losses = LostParts(store, rank, now)
         self._lost = lost
         self._looked_at = -math.inf
@@ -80,6 +88,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
+        """Whether a save is being written."""
         return self._writer.busy
 
     def save(
@@ -92,11 +101,20 @@ class Saver:
         manifest: Mapping[str, Any],
         queue: bool = False,
     ) -> None:
-        """Copy the state and have it written. A save that cannot begin is one that has failed, see `poll`.
+        """Copy the state and hand the copy to the writer. A save that cannot begin counts as failed, see `poll`.
 
-        Waits for the save before; with ``queue`` it is written after that, or raises `SaveBusy`.
+        Args:
+            number: Number of the save.
+            step: Number of optimizer steps taken.
+            ranks: Ranks that take part.
+            shared: State that is equal on all ranks.
+            own: State of this rank.
+            manifest: Further fields of the `Manifest`.
+            queue: Whether to write this save after the one that is being written, or raise `SaveBusy`. Default: False,
+                wait for that one.
         """
         started = self._now()
+        # The writer does one save at a time: wait for the one that it is writing.
         if not queue:
             self.wait(PATIENCE_S)
         job = SaveJob(number, step, self._run, tuple(ranks), shared, own, manifest)
@@ -107,22 +125,33 @@ class Saver:
             self._losses.begin(number, step, self._run, ranks)
         try:
             self._writer.save(job, queue)
-        except (CheckpointError, TypeError, ValueError) as error:  # a state may come to hold what cannot be saved
+        except (CheckpointError, TypeError, ValueError) as error:  # a state may hold new objects during training
             if len(ranks) > 1:
                 self.give_up(number, step, str(error), ranks)
             if queue and isinstance(error, SaveBusy):
                 raise
             self._take_result(Result(number, 0.0, error=f"rank {self._rank}: save {number} {error}"))
         self.costs.stalled_s += self._now() - started
+        # The time of the copy is counted above, and must not count as a slow step, too.
         self._usual.last = self._now()
 
     def save_alone(
         self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
     ) -> bool:
-        """Save a checkpoint of this rank alone, which other ranks may be saving, too: the first one counts.
+        """Save a checkpoint of this rank alone, which other ranks may also try to save: the first one counts.
 
-        Waits ``patience_s`` at most for a save that is under way. Returns False where another rank has begun before.
+        Args:
+            number: Number of the save.
+            step: Number of optimizer steps taken.
+            shared: State that is equal on all ranks.
+            own: State of this rank.
+            manifest: Further fields of the `Manifest`.
+            patience_s: Longest wait for a save that is being written, in seconds.
+
+        Returns:
+            False if another rank has begun this save before.
         """
+        # Only one copy is wanted: all live ranks that hold this state try to save it.
         if self._store.begun(number, self._run):
             return False
         job = SaveJob(number, step, f"{self._run}-{self._rank}", (self._rank,), shared, own, manifest)
@@ -131,30 +160,37 @@ class Saver:
         self._alone = number
         try:
             self._writer.save(job, queue=True)
+        # A save that is being written may take the buffers; there is time for it, but not without end.
         except SaveBusy:
             self.wait(patience_s)
             self._writer.save(job, queue=True)
         return True
 
     def give_up(self, number: int, step: int, why: str, ranks: Sequence[int] = ()) -> None:
-        """Tell the others not to wait: this rank has nothing for a save that it was to take part in."""
+        """Tell the other ranks not to wait for this rank's part of a save."""
         self._retention.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
 
     def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
-        """Get the memory for saves before the first one; raise TypeError where something cannot be saved."""
+        """Get the memory for saves before the first one; raise TypeError if the state cannot be saved."""
         self._writer.reserve(SaveJob(1, step, self._run, tuple(ranks), shared, own))
 
     def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
-        """Get memory soon for a state that has grown, as when optimizers have stepped; wait for nothing.
+        """Get memory in the background for a state that has grown, for example when optimizers have stepped.
 
-        Saves have ``more`` bytes besides.
+        Args:
+            step: Number of optimizer steps taken.
+            ranks: Ranks that take part in saves.
+            shared: State that is equal on all ranks.
+            own: State of this rank.
+            more: Number of bytes that saves have in addition. Default: 0.
         """
         self._writer.expect(SaveJob(1, step, self._run, tuple(ranks), shared, own), more)
 
     def step(self, harmless: int | None = None) -> None:
-        """Count a step: its time counts as a cost where it is longer than usual and a save is being written.
+        """Count a step. Its time counts as a cost if it is longer than usual while a save is being written.
 
-        ``harmless`` steps up to this one were without harm, as far as is known; None where nobody watches.
+        Args:
+            harmless: Number of steps up to this one without harm. Default: None, nobody watches.
         """
         self._steps += 1
         if harmless is not None:
@@ -162,10 +198,10 @@ class Saver:
         self.costs.slowed_s += self._usual.step(self._now(), self.busy)
 
     def poll(self) -> None:
-        """Take the results of saves; wait for nothing. Warns where one takes very long.
+        """Take the results of saves, without waiting; warn if a save takes very long.
 
         Raises:
-            CheckpointError: too many in a row have failed.
+            CheckpointError: Too many saves in a row have failed.
         """
         for result in self._writer.poll():
             self._take_result(result)
@@ -177,6 +213,7 @@ class Saver:
                 "`dirpath`, and start again; it resumes from the newest checkpoint that is whole."
             )
         waited_s = self._writer.waited_s
+        # A new save, or none: the next warning is due after the whole time again.
         if waited_s < PATIENCE_S:
             self._warn_after_s = PATIENCE_S
         elif waited_s >= self._warn_after_s:
@@ -187,7 +224,15 @@ class Saver:
             )  # fmt: skip
 
     def wait(self, timeout_s: float, settled: bool = False) -> bool:
-        """Wait until nothing is written, ``settled``: nor by lost ranks; return whether so. Says if it takes long."""
+        """Wait until no save is being written; warn if that takes long.
+
+        Args:
+            timeout_s: Longest wait, in seconds.
+            settled: Whether to wait for lost ranks' parts, too. Default: False.
+
+        Returns:
+            Whether this rank's writer is idle.
+        """
         if not self._settled_within(min(timeout_s, _QUIET_S), settled) and timeout_s > _QUIET_S:
             log.warning(
                 "Rank %d: a checkpoint is still being written (process %s); waiting %.0f s more at most.",
@@ -197,13 +242,16 @@ class Saver:
         return not self._writer.busy
 
     def is_committed(self, number: int) -> bool:
+        """Return whether the save of this number is a checkpoint."""
         return any(entry.manifest is not None for entry in self._store.entries(number))
 
     def flush(self, timeout_s: float) -> None:
+        """Wait until saves are written, and old checkpoints are deleted."""
         self.wait(timeout_s)
         self._retention.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
+        """Wait for the last save, and end the writer and the thread."""
         began = self._now()
         self.wait(timeout_s)
         for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
@@ -211,7 +259,7 @@ class Saver:
         self._retention.close(timeout_s)
 
     def _settled_within(self, timeout_s: float, settled: bool) -> bool:
-        """Return whether nothing is under way any more, after so many seconds at most."""
+        """Wait until nothing is being written; return whether that was so within the time."""
         until = self._now() + timeout_s
         while True:
             for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
@@ -221,6 +269,7 @@ class Saver:
                 return True
             if self._now() >= until:
                 return False
+            # `wait` returns at once then, and only the parts of lost ranks are awaited.
             if not self._writer.busy:
                 time.sleep(_BEAT_S / 4)
 
@@ -237,8 +286,10 @@ class Saver:
         costs = self.costs
         step = self._shared.pop(result.number, None)
         if result.lost and result.error is not None and step is not None:
+            # The writer died without telling the other ranks, which would wait until their deadline.
             self.give_up(result.number, step, result.error)
-        self._losses.concerned(self._lost())  # a rank that has left may have said so, in time for this save to fail
+        # A rank that has left may have reported a failure, which is why this save failed: note lost ranks first.
+        self._losses.concerned(self._lost())
         if self._losses.written(result.number, result.committed, result.error is not None):
             self._begun_at.pop(result.number, None)
             return
@@ -265,7 +316,7 @@ class Saver:
             self._begun_at.pop(result.number, None)
 
     def _promote(self, harmless: int) -> None:
-        """Mark as good what was followed by steps without harm; what was followed by harm never will be."""
+        """Mark checkpoints as good that enough steps without harm have followed; drop those that harm has followed."""
         for number in sorted(self._retention.awaited):
             after = self._steps - self._begun_at[number]
             good = self._good_after is not None and after >= self._good_after
@@ -280,7 +331,16 @@ class Saver:
 
 @dataclass
 class Costs:
-    """The cost of saves so far: their number, and the seconds that training stood still and that steps took longer."""
+    """The cost of saves so far.
+
+    Args:
+        saves: Number of saves.
+        committed: Number of saves that have succeeded.
+        failed: Number of saves that have failed.
+        stalled_s: Seconds for which training has waited.
+        slowed_s: Seconds by which steps have been longer than usual.
+        failed_in_a_row: Number of failures since the last success.
+    """
 
     saves: int = 0
     committed: int = 0
@@ -291,18 +351,23 @@ class Costs:
 
     @property
     def of_one(self) -> float | None:
+        """Mean seconds of one save; None before the first result."""
         done = self.committed + self.failed
         return (self.stalled_s + self.slowed_s) / self.saves if done else None
 
 
 class Usual:
+    """The usual time of a step, to find steps that a save has slowed down."""
+
     def __init__(self, now: float) -> None:
         self.last = now
         self._usual_s = 0.0
 
     def step(self, now: float, writing: bool) -> float:
+        """Count a step; return by how many seconds it was longer than usual, if a save was being written."""
         took = now - self.last
         self.last = now
+        # Steps during a save do not count for the usual time.
         if writing and self._usual_s:
             return max(0.0, took - self._usual_s)
         self._usual_s = 0.9 * self._usual_s + 0.1 * took if self._usual_s else took

@@ -1,15 +1,16 @@
-"""What each rank writes of a state, and how the parts become the state again, for any number of ranks.
+"""The part of a state that each rank writes, and the way back from the parts to the state, for any number of ranks.
 
-A checkpoint holds one *shared* tree, which is equal on all ranks, and of each rank an *own* one. The shared tree's
-tensors are divided among the ranks that take part, whole, so that the bytes balance; its plain values are the first's.
+A checkpoint holds one *shared* tree, which is equal on all ranks, and one *own* tree of each rank. The tensors of the
+shared tree are divided among the ranks, each tensor whole, so that the bytes balance. The first rank writes the shared
+tree's plain values.
 
 | file | holds |
 | --- | --- |
 | ``rank-0.bin`` | tensors, raw, each at a multiple of 64 bytes |
-| ``rank-0.json`` | ``own`` and ``shared``: trees in the terms of `comm.frames`, and which tensor lies where |
+| ``rank-0.json`` | ``own`` and ``shared``: trees in the terms of `comm.serialization`, and the place of each tensor |
 
-To read them executes no code. Where a user has asked for it, objects are among the tensors as pickles; the manifest
-says so, and who reads them has to ask for it, too: after every byte was verified.
+To read these files executes no code. If the user has asked for it, objects are saved among the tensors as pickles, and
+the manifest says so. A reader then has to ask for pickles, too, and loads them only after every byte was verified.
 """
 
 from __future__ import annotations
@@ -40,18 +41,33 @@ _Place = list[Any]
 
 @dataclass(frozen=True)
 class CheckpointShard:
+    """The part of a state that one rank writes.
+
+    Args:
+        tensors: Tensors, in the order of the file.
+        text: Trees and places of tensors, as JSON.
+        pickles: Whether there are pickled objects among the tensors.
+    """
+
     tensors: list[Tensor]
     text: bytes
     pickles: bool = False
 
     @property
     def size(self) -> int:
+        """Number of bytes of tensors and text."""
         return layout(self.tensors)[1] + len(self.text)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The content of a checkpoint. ``own`` is None where the rank had no part in it: it begins from what is shared."""
+    """The contents of a checkpoint.
+
+    Args:
+        shared: State that is equal on all ranks.
+        own: State of the rank; None if the rank had no part in the checkpoint, so that it begins from the shared state.
+        manifest: Manifest of the checkpoint.
+    """
 
     shared: Any
     own: Any | None
@@ -59,7 +75,7 @@ class Loaded:
 
 
 def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Return which rank writes which tensor: the largest first, each to the rank that has the fewest bytes so far.
+    """Return the rank that writes each tensor: the largest first, each to the rank with the fewest bytes so far.
 
     No rank has more than the mean and one tensor. All ranks find the same plan.
 
@@ -68,6 +84,7 @@ def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """
     writers = [ranks[0]] * len(sizes)
     load = [0] * len(ranks)
+    # The index breaks ties, so that the order is the same on all ranks.
     for i in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
         lightest = load.index(min(load))
         writers[i] = ranks[lightest]
@@ -76,7 +93,19 @@ def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 def shard(shared: object, own: object, rank: int, ranks: Sequence[int], pickles: bool = False) -> CheckpointShard:
-    """Return the part of ``rank``, one of ``ranks``; raise TypeError where something cannot be saved, and name it."""
+    """Return the part of ``rank``, which is one of ``ranks``.
+
+    Args:
+        shared: State that is equal on all ranks.
+        own: State of this rank.
+        rank: This rank.
+        ranks: Ranks that take part.
+        pickles: Whether to pickle objects. Default: False, they are refused.
+
+    Raises:
+        TypeError: The state holds an object that cannot be saved; the message names it.
+    """
+    # All ranks must find the same plan, in whatever order they name the ranks.
     ranks = sorted(ranks)
     dump = _Dump() if pickles else None
     tree, tensors = _flat(shared, "shared", dump)
@@ -91,6 +120,7 @@ def shard(shared: object, own: object, rank: int, ranks: Sequence[int], pickles:
         "shared": {"count": len(tensors), "tensors": dict(zip(mine, places, strict=False))},
         "own": {"tree": own_tree, "tensors": places[len(mine) :]},
     }
+    # Equal on all ranks, so one copy is enough.
     if rank == ranks[0]:
         text["shared"]["tree"] = tree
     return CheckpointShard(chosen, json.dumps(text, allow_nan=False).encode(), dump is not None and dump.used)
@@ -99,18 +129,20 @@ def shard(shared: object, own: object, rank: int, ranks: Sequence[int], pickles:
 def load(
     store: CheckpointStore, entry: CheckpointEntry, rank: int, mapped: bool = False, pickles: bool = False
 ) -> Loaded:
-    """Read a checkpoint that `CheckpointStore.verify` has found whole. Tensors are on the CPU, and the caller's.
+    """Read a checkpoint that `CheckpointStore.verify` has found whole. Tensors are on the CPU and belong to the caller.
 
     Args:
-        store, entry: the checkpoint.
-        rank: whose ``own`` to read.
-        mapped: tensors are the files themselves where these are local, read when they are used. For as long as the
-            checkpoint is there: over a network it must not be deleted meanwhile. Default: they are copies.
-        pickles: load pickled objects, which executes code in them. Default: a checkpoint that has some is refused.
+        store: The checkpoints.
+        entry: The checkpoint.
+        rank: Rank whose ``own`` state to read.
+        mapped: Whether tensors are views of local files, read when they are used. They are valid as long as the
+            checkpoint exists, so that over a network it must not be deleted. Default: False, tensors are copies.
+        pickles: Whether to load pickled objects, which executes their code. Default: False, such a checkpoint is
+            refused.
 
     Raises:
-        CheckpointError: there are pickled objects in it, and they are not to be loaded or cannot be.
-        DamagedCheckpoint: its parts do not fit together; names the file.
+        CheckpointError: The checkpoint has pickled objects that may not be loaded, or cannot be loaded.
+        DamagedCheckpoint: The parts do not fit together; the message names the file.
     """
     manifest = entry.manifest or store.verify(entry)
     unpickle = _unpickler(entry, manifest, pickles)
@@ -119,6 +151,7 @@ def load(
     for part in parts:
         shared |= part.shared()
     count = parts[0].count
+    # Checksums cannot show this: each rank's files are whole, but they come from states that differ.
     if sorted(shared) != list(range(count)) or any(part.count != count for part in parts):
         raise DamagedCheckpoint(
             f"{entry.path}: ranks {list(manifest.ranks)} have written {len(shared)} of {count} tensors that they "
@@ -131,18 +164,29 @@ def load(
 def load_own(
     store: CheckpointStore, entry: CheckpointEntry, rank: int, *keys: str, mapped: bool = False, pickles: bool = False
 ) -> Any | None:
-    """Return what is a rank's own, or what lies at ``keys`` in it; None where there is no such thing."""
+    """Return a rank's own state, or the value at ``keys`` in it; None if there is none.
+
+    Args:
+        store: The checkpoints.
+        entry: The checkpoint.
+        rank: Rank whose state to read.
+        *keys: Keys of nested dictionaries.
+        mapped: Whether tensors are views of local files, see `load`. Default: False.
+        pickles: Whether to load pickled objects, see `load`. Default: False.
+    """
     manifest = entry.manifest or store.verify(entry)
     unpickle = _unpickler(entry, manifest, pickles)
     return _Part.read(store, entry.path, rank, mapped, unpickle).own(*keys) if rank in manifest.ranks else None
 
 
 def own_of(tensors: memoryview, text: bytes | bytearray, name: str) -> Any:
-    """Return what is a rank's own, of a `CheckpointShard` in memory, where its tensors stay if that is writable."""
+    """Return a rank's own state from a `CheckpointShard` in memory; tensors stay in that memory if it is writable."""
     return _Part(0, name, tensors, text, mapped=True).own()
 
 
 class _Read(Sequence[Tensor]):
+    """Tensors that are read when they are first used."""
+
     def __init__(self, readers: Sequence[Callable[[], Tensor]]) -> None:
         self._readers = readers
         self._read = dict[int, Tensor]()
@@ -157,6 +201,8 @@ class _Read(Sequence[Tensor]):
 
 
 class _Part:
+    """The files of one rank in a checkpoint."""
+
     def __init__(
         self,
         rank: int,
@@ -205,15 +251,18 @@ class _Part:
         end = at + math.prod(shape) * dtype.itemsize
         if at < 0 or end > len(self._bytes) or min(shape, default=0) < 0:
             raise ValueError(f"a tensor of {name}, {shape} at {at} does not fit into {len(self._bytes)} bytes")
+        # `frombuffer` refuses empty memory.
         if end == at:
             return torch.empty(shape, dtype=dtype)
         memory = self._bytes[at:end]
         if not self._mapped or memory.readonly:
+            # A copy in memory that the tensor may write to.
             memory = bytearray(memory)
         return torch.frombuffer(memory, dtype=dtype).view(shape)
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
+        """Turn an error of malformed contents into `DamagedCheckpoint`, with the path."""
         try:
             yield
         except CheckpointError:
@@ -223,7 +272,10 @@ class _Part:
 
 
 class _Dump:
-    """Pickles objects, with tensors in them that can be loaded where there is no such device; whether it did."""
+    """A function that pickles objects, and notes whether it was used.
+
+    Tensors in the objects can be loaded on hosts that lack their device.
+    """
 
     used = False
 
@@ -235,7 +287,7 @@ class _Dump:
 
 
 def _unpickler(entry: CheckpointEntry, manifest: Manifest, pickles: bool) -> Callable[[bytes], Any] | None:
-    """Return what loads the pickled objects of a checkpoint; None where it has none. Refuse unless ``pickles``."""
+    """Return the function that loads a checkpoint's pickled objects, None if it has none; raise without ``pickles``."""
     if not manifest.pickles:
         return None
     if not pickles:
@@ -248,7 +300,7 @@ def _unpickler(entry: CheckpointEntry, manifest: Manifest, pickles: bool) -> Cal
     def unpickle(data: bytes) -> Any:
         try:
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-        except Exception as error:  # of the object's class, which may have changed since
+        except Exception as error:  # the object's class may raise anything, and may have changed since
             raise CheckpointError(
                 f"{entry.path} holds a pickled object that cannot be loaded: {type(error).__name__}: {error}. Is its "
                 "class where it was when the checkpoint was made?"

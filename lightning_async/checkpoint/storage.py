@@ -1,8 +1,9 @@
-"""Files that are durable when their writer says so, with their sizes and checksums; local ones and fsspec's.
+"""Files that are durable when their writer returns, with sizes and checksums; on local disks or behind fsspec.
 
-`files_at` finds the file system of a path. What is lost in a power failure depends on the order of a few system calls,
-so these go through one seam, ``calls``, where tests record and replay them. `seal` and `unseal` put a checksum over a
-value. Standard library only: the process that writes checkpoints imports this without torch.
+`files_at` finds the file system of a path. The order of a few system calls decides what a power failure can destroy.
+These calls therefore go through one attribute, ``calls``, where tests record and replay them. `seal` and `unseal` put a
+checksum over a value. This module imports the standard library only, because the process that writes checkpoints starts
+without torch.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from typing import Any
 from lightning_async.errors import DamagedCheckpoint
 
 PIECE = 4 << 20
-"""Bytes that are written or read at a time; a checksum is taken while they are in the processor's cache."""
+"""Number of bytes that are written or read at a time; the processor's cache still holds them for the checksum."""
 
 STALE_S = 3600.0
-"""Seconds without a change after which nobody writes in a folder any more, where a file system has no locks."""
+"""Seconds without a change after which a folder has no writer any more, on file systems without locks."""
 
 Chunk = bytes | bytearray | memoryview | mmap.mmap
 _SEALED = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n"sealed": (.*)\}\n', re.DOTALL)
 
 
 def files_at(dirpath: str | os.PathLike[str]) -> tuple[Files, str]:
-    """Return the file system that a path or URL belongs to, and the path in the form in which it is asked for there.
+    """Return the file system of a path or URL, and the path in the form that this file system expects.
 
     >>> files_at("file:///data/run/")[1]
     '/data/run'
@@ -49,21 +50,25 @@ def files_at(dirpath: str | os.PathLike[str]) -> tuple[Files, str]:
 
 @dataclass(frozen=True)
 class FileRecord:
+    """The size and checksum of a file, as they were written."""
+
     size: int
     crc32: int
 
 
 class Lock:
-    """A file that is locked until its descriptor is closed here, and in every process that it was handed to."""
+    """A file that stays locked until its descriptor is closed, in this process and in all that have inherited it."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def write(self, data: bytes) -> None:
+        """Replace the contents of the file."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, data, 0)
 
     def close(self) -> None:
+        """Close the descriptor here; idempotent."""
         descriptor = self.descriptor
         self.descriptor = -1
         if descriptor >= 0:
@@ -74,6 +79,7 @@ class Lock:
 
 
 def pieces(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
+    """Cut chunks into pieces of at most `PIECE` bytes."""
     for chunk in chunks:
         whole = memoryview(chunk).cast("B")
         for start in range(0, len(whole), PIECE):
@@ -81,18 +87,21 @@ def pieces(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
 
 
 def compare(path: str, record: FileRecord, size: int, parts: Iterator[bytes]) -> None:
+    """Raise DamagedCheckpoint if size or checksum of a file differ from its record."""
     if size != record.size:
         raise DamagedCheckpoint(f"{path} has {size} bytes, {record.size} were written.")
     crc = read = 0
     for piece in parts:
         crc = zlib.crc32(piece, crc)
         read += len(piece)
+    # The size again: the file may have been cut while it was read.
     if (read, crc) != (record.size, record.crc32):
         raise DamagedCheckpoint(f"{path} has the checksum {crc:08x}, {record.crc32:08x} was written.")
 
 
 @contextlib.contextmanager
 def checking(path: str, record: FileRecord) -> Iterator[None]:
+    """Turn the error of a missing file into DamagedCheckpoint."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -103,22 +112,20 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """Close all locks in a fork, such as a loader's worker: it may outlive this process, with which they shall end."""
+    """Close all locks in a forked process, such as a loader's worker, which may outlive this one."""
     for lock in list(_locks):
         lock.close()
 
 
+# A lock must end with the process that took it, not with the last of its forks.
 os.register_at_fork(after_in_child=_let_go)
 
 
 class LocalFiles:
-    """Files that are on the disk when their writer says so.
+    """Files that are on the disk when a method that writes them returns. All methods raise OSError with the path.
 
     Args:
-        calls: where system calls come from. Default: ``os``.
-
-    Raises:
-        OSError: of any method, with the path.
+        calls: Module or object with the system calls. Default: ``os``.
     """
 
     atomic = True
@@ -128,7 +135,7 @@ class LocalFiles:
         self._calls = calls
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """Write a new file, and its folder where that is missing; durable when it returns."""
+        """Write a new file, and make its folder if that is missing; durable once this returns."""
         self._make(os.path.dirname(path))
         with _naming(path):
             descriptor = self._calls.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -137,9 +144,9 @@ class LocalFiles:
                 for piece in pieces(chunks):
                     crc = zlib.crc32(piece, crc)
                     size += len(piece)
-                    while piece:  # a write may take a part only
+                    while piece:  # the system may write only a part at a time
                         piece = piece[self._calls.write(descriptor, piece) :]
-                # Never tried again where it fails: the kernel may have dropped what it could not write.
+                # Never repeated if it fails: the kernel may have dropped the data, and report success then.
                 self._calls.fsync(descriptor)
             finally:
                 self._calls.close(descriptor)
@@ -150,38 +157,41 @@ class LocalFiles:
             return file.read()
 
     def view(self, path: str) -> memoryview:
-        """Return all that a file holds, mapped where that is possible; what is written there stays there."""
+        """Return the contents of a file, mapped where possible; writes to the memory leave the file as it is."""
         with _naming(path), open(path, "rb") as file:
+            # `mmap` refuses empty files.
             if not os.fstat(file.fileno()).st_size:
                 return memoryview(b"")
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def check(self, path: str, record: FileRecord) -> None:
-        """Read the whole file; raise `DamagedCheckpoint` where it does not hold what the record says."""
+        """Read the whole file; raise `DamagedCheckpoint` if it differs from the record."""
         with checking(path, record), _naming(path), open(path, "rb", buffering=0) as file:
             compare(path, record, os.fstat(file.fileno()).st_size, iter(lambda: file.read(PIECE), b""))
 
     def sync(self, folder: str) -> None:
+        """Make the names in a folder durable."""
         with _naming(folder), self._opened(folder) as descriptor:
             try:
                 self._calls.fsync(descriptor)
             except OSError as error:
-                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems sync files only
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems only sync files
                     raise
 
     def rename(self, old: str, new: str) -> None:
-        """Give a folder a new name, or a file where that is atomic; durable when it returns."""
+        """Rename a folder, or a file, in one step; durable once this returns."""
         with _naming(new):
             self._calls.rename(old, new)
         self.sync(os.path.dirname(new))
 
     def commit(self, temporary: str, final: str) -> None:
-        """Give a written folder its final name: after a power failure, all of it is there or nothing."""
+        """Give a written folder its final name; after a power failure, all of it is there or nothing."""
+        # In this order: the final name must never be durable before the contents are.
         self.sync(temporary)
         self.rename(temporary, final)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; none where it is missing."""
+        """Return the names in a folder, sorted; empty if the folder is missing."""
         try:
             return sorted(os.listdir(folder))
         except FileNotFoundError:
@@ -191,11 +201,13 @@ class LocalFiles:
         return os.path.lexists(path)
 
     def unlink(self, path: str) -> None:
+        """Delete a file, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self._calls.unlink(path)
 
     def remove(self, folder: str) -> None:
-        if os.path.islink(folder) or not os.path.isdir(folder):  # what a link leads to is not ours
+        """Delete a folder with all its contents, if it exists."""
+        if os.path.islink(folder) or not os.path.isdir(folder):  # the target of a link does not belong to us
             self.unlink(folder)
             return
         for name in self.names(folder):
@@ -205,18 +217,18 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def hold(self, folder: str) -> Iterator[None]:
-        """Make a folder, and let others know for a while that a living process writes in it."""
+        """Make a folder, and mark it as used by a living process during the block."""
         self._make(folder)
         with self._opened(folder) as descriptor:
-            # Without waiting: where the file system has no locks, the folder's age tells others.
+            # Without waiting, and without an error: if there are no locks, others look at the folder's age.
             with contextlib.suppress(OSError):
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield
 
     def identity(self, folder: str) -> str:
-        """Return what is equal for two processes only where they see the same folder, not two of one name."""
+        """Return a text that two processes share only if they see the same folder, not two of the same name."""
         try:
-            with open("/proc/sys/kernel/random/boot_id") as file:  # names of hosts need not differ
+            with open("/proc/sys/kernel/random/boot_id") as file:  # two hosts may have the same name
                 host = file.read().strip()
             found = os.stat(folder)
         except OSError:
@@ -224,9 +236,11 @@ class LocalFiles:
         return f"{host}:{found.st_dev}:{found.st_ino}"
 
     def idle(self, folder: str) -> bool:
+        """Return whether no living process uses the folder, see `hold`."""
         try:
             with self._opened(folder) as descriptor:
                 try:
+                    # An exclusive lock fails as long as any process holds the folder, see `hold`.
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError:
                     return False
@@ -237,7 +251,18 @@ class LocalFiles:
         return True
 
     def lock(self, path: str, shared: bool = False) -> Lock | None:
-        """Lock a file; None where the file system has no locks. Raise BlockingIOError where another one holds it."""
+        """Lock a file.
+
+        Args:
+            path: Path of the file, which is made if it is missing.
+            shared: Whether other processes may hold the lock with ``shared``, too. Default: False.
+
+        Returns:
+            The lock; None if the file system has no locks.
+
+        Raises:
+            BlockingIOError: Another process holds the lock.
+        """
         self._make(os.path.dirname(path))
         with _naming(path):
             descriptor = self._calls.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -252,7 +277,7 @@ class LocalFiles:
         return lock
 
     def _make(self, folder: str) -> None:
-        """Make a folder, durably: a new one is durable only when the one that it lies in is."""
+        """Make a folder durably: first the one above it, whose contents then name it."""
         if not folder or os.path.isdir(folder):
             return
         above = os.path.dirname(folder)
@@ -272,6 +297,7 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
+    """Add the path to an OSError that lacks it."""
     try:
         yield
     except OSError as error:
@@ -281,14 +307,17 @@ def _naming(path: str) -> Iterator[None]:
 
 
 class RemoteFiles:
-    """Files behind fsspec: object stores, memory, whatever has a URL. Methods are those of `LocalFiles`.
+    """Files behind fsspec, such as object stores. The methods are those of `LocalFiles`.
 
-    A file is durable when it is closed. Folders have no atomic rename there: of several files, one that is written last
-    is the mark.
+    A file is durable when it is closed. Folders cannot be renamed in one step, so that the file that is written last
+    marks a folder as complete.
+
+    Args:
+        url: URL of any file in the file system.
 
     Raises:
-        ModuleNotFoundError: fsspec, or what it needs for this kind of URL, is not installed.
-        OSError: of any method.
+        ModuleNotFoundError: fsspec, or a package that it needs for this kind of URL, is not installed.
+        OSError: Any method may raise this.
     """
 
     atomic = False
@@ -336,7 +365,7 @@ class RemoteFiles:
             raise ValueError(f"`RemoteFiles.commit({temporary!r}, {final!r})`: there is no atomic rename.")
 
     def names(self, folder: str) -> list[str]:
-        self._system.invalidate_cache()  # other processes write there too
+        self._system.invalidate_cache()  # other processes write there, too
         try:
             return sorted(path.rstrip("/").rpartition("/")[2] for path in self._system.ls(folder, detail=False))
         except FileNotFoundError:
@@ -370,9 +399,9 @@ class RemoteFiles:
         names = self.names(folder)
         try:
             changed = [self._system.modified(f"{folder}/{name}").timestamp() for name in names]
-        except NotImplementedError:  # leave it: better a folder too many than one too few
+        except NotImplementedError:  # its age is unknown: better a folder too many than one too few
             return False
-        except FileNotFoundError:  # its writer is at work
+        except FileNotFoundError:  # a file has gone meanwhile, so a process is at work there
             return False
         return bool(changed) and time.time() - max(changed) > STALE_S
 
@@ -382,12 +411,16 @@ Files = LocalFiles | RemoteFiles
 
 
 def seal(value: object) -> bytes:
-    """Return JSON with a checksum over itself, JSON still. NaN and infinities are written as Python's ``json`` does."""
+    """Return JSON that contains a value and a checksum over it.
+
+    NaN and infinities are written as Python's ``json`` does.
+    """
     body = json.dumps(value, indent=1).encode()
     return b'{"crc32": "%08x",\n"sealed": %s}\n' % (zlib.crc32(body), body)
 
 
 def unseal(data: bytes, path: str) -> Any:
+    """Return the value of sealed JSON; raise DamagedCheckpoint if its checksum does not match."""
     found = _SEALED.fullmatch(data)
     if found is None:
         raise DamagedCheckpoint(f"{path} has {len(data)} bytes that are no manifest.")
@@ -395,5 +428,5 @@ def unseal(data: bytes, path: str) -> Any:
         raise DamagedCheckpoint(f"{path} does not have the checksum {found[1].decode()} that it gives itself.")
     try:
         return json.loads(found[2])
-    except (ValueError, RecursionError) as error:  # whoever wrote this has sealed what is no JSON
+    except (ValueError, RecursionError) as error:  # the checksum is right, but the contents are not JSON
         raise DamagedCheckpoint(f"{path} does not hold what a manifest must: {error}") from error

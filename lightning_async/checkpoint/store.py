@@ -1,11 +1,12 @@
-"""The directory of a run's checkpoints: what is in it, and every step from a folder to a checkpoint.
+"""The directory of a run's checkpoints, and every step from a folder to a checkpoint.
 
     000017-step-1200.tmp-<run> --- all files durable, the manifest last: commit ---> 000017-step-1200
     000017-step-1200 --- damaged: quarantine ---> 000017-step-1200.damaged-1
     000017-step-1200 --- remove ---> 000017-step-1200.removed ---> nothing
 
-A final name stands for a whole checkpoint at any moment. Where folders cannot be renamed in one step (fsspec), files
-are written under the final name, and ``manifest.json``, the last one, makes them a checkpoint. Standard library only.
+A folder with a final name holds a whole checkpoint at any moment. Where folders cannot be renamed in one step (fsspec),
+files are written under the final name, and the last one, ``manifest.json``, makes them a checkpoint. This module
+imports the standard library only.
 """
 
 from __future__ import annotations
@@ -23,87 +24,98 @@ from lightning_async.checkpoint.storage import FileRecord, Files, files_at, seal
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 FORMAT = 2
-"""Counts changes that an older version of this package could not read. What has no pickles is of format 1."""
+"""Number of the format; grows with changes that older versions cannot read. Without pickles, format 1 is written."""
 MANIFEST = "manifest.json"
 GOOD = "good.json"
-_LONGEST = 4000  # characters of an error
+_LONGEST = 4000  # characters of an error that are kept
 _NAME = re.compile(r"(?P<number>\d{6,})-step-(?P<step>\d+)(?P<rest>\..+)?")
 _RUN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class CheckpointStore:
-    """The checkpoints in one directory, which need not exist: a local one, or a URL that fsspec knows."""
+    """The checkpoints in one directory, which need not exist yet.
+
+    Args:
+        dirpath: Local path, or URL of fsspec.
+        files: File system. Default: None, that of the path.
+    """
 
     def __init__(self, dirpath: str | os.PathLike[str], files: Files | None = None) -> None:
         found, self.dirpath = files_at(dirpath)
         self.files = files or found
 
     def final(self, number: int, step: int) -> str:
+        """Return the path of a checkpoint."""
         return f"{self.dirpath}/{number:06d}-step-{step}"
 
     def temporary(self, number: int, step: int, run: str) -> str:
+        """Return the path of a checkpoint that is being written; equal to `final` without atomic renames."""
         if not _RUN.fullmatch(run):
             raise ValueError(f"`CheckpointStore.temporary(run={run!r})` must be letters, digits, `-` and `_`.")
         final = self.final(number, step)
         return f"{final}.tmp-{run}" if self.files.atomic else final
 
     def next_number(self) -> int:
-        """Return one more than any number in the directory, those of damaged and unfinished checkpoints included."""
+        """Return one more than the largest number in the directory, damaged and unfinished checkpoints included."""
         return 1 + max((int(found["number"]) for found in self._matches()), default=0)
 
     def begun(self, number: int, run: str) -> bool:
-        """Return whether this number is there, or one rank of a run writes it alone, as ``<run>-<rank>``."""
+        """Return whether this number is taken: a checkpoint has it, or one rank of the run writes it alone."""
         rests = [match["rest"] or "" for match in self._matches() if int(match["number"]) == number]
         return any(not rest.startswith(".tmp-") or rest.startswith(f".tmp-{run}-") for rest in rests)
 
     def hold(self, temporary: str) -> contextlib.AbstractContextManager[None]:
-        """Make the folder; while this lasts, or until this process dies, `clean` leaves it alone."""
+        """Make the folder, which `clean` leaves alone during the block, or until this process dies."""
         return self.files.hold(temporary)
 
     def add_rank(self, temporary: str, manifest: RankManifest) -> None:
+        """Write that all files of a rank are durable."""
         self.publish(f"{temporary}/{_rank_manifest(manifest.rank)}", manifest.to_bytes())
 
     def publish(self, path: str, data: bytes) -> None:
+        """Write a file that other processes see whole or not at all."""
         if self.files.atomic:
             self.files.write(f"{path}.part", [data])
             self.files.rename(f"{path}.part", path)
-        else:  # a file of a remote store is there when it is closed
+        else:  # a file of a remote store appears when it is closed
             self.files.write(path, [data])
 
     def give_up(self, temporary: str, rank: int, why: str) -> None:
-        """Say that nothing will come of a rank's part, so that nobody waits for it."""
+        """Write that a rank's part will not come, so that no rank waits for it."""
         self.publish(f"{temporary}/{failure_of(rank)}", why[:_LONGEST].encode())
         self.discard_if_committed(temporary)
 
     def discard_if_committed(self, temporary: str) -> None:
-        """Delete a folder that was made anew, as another rank has renamed it meanwhile: nobody else would."""
+        """Delete a folder that was made again after another rank had renamed it; no other process would."""
         final, _, run = temporary.rpartition(".tmp-")
         if self.files.atomic and run and self.files.exists(f"{final}/{MANIFEST}"):
             self.discard(temporary)
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks whose parts are not durable yet."""
         names = set(self.files.names(temporary))
         return [rank for rank in ranks if _rank_manifest(rank) not in names]
 
     def silent_and_failed(self, temporary: str, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return the ranks that did not say what became of their parts, and those that have said that they failed."""
+        """Return the ranks that have written neither a part nor a failure, and those that have written a failure."""
+        # Parts first, failures second: a rank that reports in between is seen at the next look.
         missing = self.missing(temporary, ranks)
         names = set(self.files.names(temporary)) if missing else ()
         failed = [rank for rank in missing if failure_of(rank) in names]
         return [rank for rank in missing if rank not in failed], failed
 
     def discard_if_hopeless(self, temporary: str, ranks: Collection[int]) -> None:
-        """Delete a folder whose first rank has failed, and would not: the last rank to be ready does."""
+        """Delete a folder whose first rank has failed, once all ranks have answered; the last one to answer does it."""
         silent, failed = self.silent_and_failed(temporary, ranks)
         if min(ranks) in failed and not silent:
             self.discard(temporary)
 
     def commit(self, temporary: str, manifest: Manifest) -> CheckpointEntry:
-        """Make a checkpoint of a folder in which all of ``manifest.ranks`` are ready; durable when it returns.
+        """Make a checkpoint of a folder in which all of ``manifest.ranks`` are ready; durable once this returns.
 
         Raises:
-            CheckpointError: a rank is missing.
-            DamagedCheckpoint: a rank's manifest does not hold what was written, two wrote one file, or one is gone.
+            CheckpointError: A rank's part is missing.
+            DamagedCheckpoint: A rank's manifest is damaged, two ranks wrote one file, or a file is gone.
         """
         if missing := self.missing(temporary, manifest.ranks):
             raise CheckpointError(f"{temporary} cannot be committed: nothing is there of ranks {missing}.")
@@ -118,19 +130,23 @@ class CheckpointStore:
             if twice := files.keys() & listed.keys():
                 raise DamagedCheckpoint(f"{temporary}/{name} names {sorted(twice)}, which another rank wrote.")
             files |= {**listed, name: FileRecord(len(data), zlib.crc32(data))}
+        # A last look: another program may have cleaned the directory.
         if gone := sorted(files.keys() - set(self.files.names(temporary))):
             raise DamagedCheckpoint(f"{temporary} had {gone}, which somebody has deleted.")
         manifest = dataclasses.replace(manifest, files=files, pickles=pickles)
         final = self.final(manifest.number, manifest.step)
+        # The manifest comes last: it lists all other files, with their checksums.
         self.files.write(f"{temporary}/{MANIFEST}", [manifest.to_bytes()])
         self.files.commit(temporary, final)
         return CheckpointEntry(final.rpartition("/")[2], final, manifest.number, manifest.step, manifest)
 
     def discard(self, temporary: str) -> None:
+        """Delete an unfinished folder; its manifest goes first, so that no remains look like a checkpoint."""
         self.files.unlink(f"{temporary}/{MANIFEST}")
         self.files.remove(temporary)
 
     def entries(self, number: int | None = None, name: str | None = None) -> list[CheckpointEntry]:
+        """Return the checkpoints, the newest first; only those of a ``number`` or a ``name``, if given."""
         wanted = [
             match
             for match in self._matches()
@@ -140,19 +156,26 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: (entry.number, entry.step), reverse=True)
 
     def verify(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> Manifest:
-        """Read every file of a checkpoint, or one of so many ``parts`` of these; return its manifest, if it is whole.
+        """Read the files of a checkpoint; return its manifest, if they are whole.
+
+        Args:
+            entry: The checkpoint.
+            part: Which share of the files to read. Default: 0.
+            parts: Number of shares. Default: 1, all files are read.
 
         Raises:
-            DamagedCheckpoint: names the file and what is wrong.
-            CheckpointError: a newer version of this package wrote it.
+            DamagedCheckpoint: A file is damaged; the message names it, and says what is wrong.
+            CheckpointError: A newer version of this package wrote the checkpoint.
         """
         manifest = self._manifest(entry)
+        # The same order on all ranks, with large files spread over the shares.
         by_size = sorted(manifest.files.items(), key=lambda each: (-each[1].size, each[0]))
         for name, record in by_size[part::parts]:
             self.files.check(f"{entry.path}/{name}", record)
         return manifest
 
     def trouble(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> CheckpointError | OSError | None:
+        """Return the error of `verify`, or None."""
         try:
             self.verify(entry, part, parts)
         except (CheckpointError, OSError) as error:
@@ -160,16 +183,17 @@ class CheckpointStore:
         return None
 
     def promote(self, entry: CheckpointEntry) -> None:
-        """Mark a checkpoint as good, durably: training went on from it without harm."""
-        if not self.files.exists(f"{entry.path}/{MANIFEST}"):  # the mark must not make a folder of that name again
+        """Mark a checkpoint as good, durably: training has continued from it without harm."""
+        if not self.files.exists(f"{entry.path}/{MANIFEST}"):  # writing the mark would make the folder again
             raise CheckpointError(f"{entry.path} is gone: it cannot be marked as good.")
-        if self._is_good(entry):  # a mark that is there is not written a second time: it could be lost meanwhile
+        if self._is_good(entry):  # to write the mark a second time could destroy it for a moment
             return
         self.files.write(f"{entry.path}/{GOOD}", [seal({"number": entry.number})])
         self.files.sync(entry.path)
 
     def quarantine(self, entry: CheckpointEntry) -> str:
-        """Take a damaged checkpoint out of the way; return its new path."""
+        """Rename a damaged checkpoint, so that it is not found any more; return its new path."""
+        # Earlier damaged checkpoints of the same number stay, under other names.
         taken = set(self.files.names(self.dirpath))
         k = next(k for k in range(1, len(taken) + 2) if f"{entry.name}.damaged-{k}" not in taken)
         path = f"{entry.path}.damaged-{k}"
@@ -178,7 +202,7 @@ class CheckpointStore:
         return path
 
     def remove(self, entry: CheckpointEntry) -> None:
-        """Delete a checkpoint; at no moment a part of it stands under its final name."""
+        """Delete a checkpoint; no part of it ever stands under its final name."""
         gone = f"{entry.path}.removed"
         if self.files.atomic:
             self.files.remove(gone)
@@ -189,7 +213,12 @@ class CheckpointStore:
             self.discard(entry.path)
 
     def clean(self, run: str = "", damaged: bool = False) -> list[str]:
-        """Delete what was left unfinished and no living process holds, but nothing of this run; return the names."""
+        """Delete unfinished checkpoints that no living process uses, and return their names.
+
+        Args:
+            run: Name of this run, whose unfinished checkpoints stay. Default: none.
+            damaged: Whether to delete damaged checkpoints, too. Default: False.
+        """
         left = []
         for match in self._matches():
             name = match.string
@@ -205,9 +234,11 @@ class CheckpointStore:
         return left
 
     def writing(self) -> list[str]:
+        """Return the names of unfinished checkpoints that a living process uses."""
         return [path.rpartition("/")[2] for path in self.unfinished() if not self.files.idle(path)]
 
     def unfinished(self) -> list[str]:
+        """Return the paths of unfinished checkpoints."""
         return [f"{self.dirpath}/{m.string}" for m in self._matches() if (m["rest"] or "").startswith(".tmp-")]
 
     def _matches(self) -> list[re.Match[str]]:
@@ -220,7 +251,7 @@ class CheckpointStore:
             return dataclasses.replace(entry, manifest=self._manifest(entry), good=self._is_good(entry))
         except (CheckpointError, OSError) as error:
             if not self.files.exists(entry.path if self.files.atomic else f"{entry.path}/{MANIFEST}"):
-                return None  # gone meanwhile, or unfinished
+                return None  # deleted meanwhile, or unfinished
             return dataclasses.replace(entry, error=error)
 
     def _manifest(self, entry: CheckpointEntry) -> Manifest:
@@ -230,6 +261,7 @@ class CheckpointStore:
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
             raise DamagedCheckpoint(f"{path} is missing.") from None
         manifest = Manifest.from_bytes(data, path)
+        # A user may have renamed or copied the folder.
         if (manifest.number, manifest.step) != (entry.number, entry.step):
             raise DamagedCheckpoint(f"{path} is that of {manifest.number:06d}-step-{manifest.step}.")
         if absent := [rank for rank in manifest.ranks if _rank_manifest(rank) not in manifest.files]:
@@ -246,7 +278,17 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint under its final name; without a manifest where that cannot be read, and then ``error`` says why."""
+    """A checkpoint under its final name.
+
+    Args:
+        name: Name of the folder.
+        path: Path of the folder.
+        number: Number of the save.
+        step: Number of optimizer steps taken.
+        manifest: Manifest. Default: None, it cannot be read.
+        good: Whether the checkpoint is marked as good. Default: False.
+        error: Reason why the manifest cannot be read. Default: None.
+    """
 
     name: str
     path: str
@@ -258,6 +300,7 @@ class CheckpointEntry:
 
 
 def failure_of(rank: int) -> str:
+    """Return the name of the file in which a rank reports a failure."""
     return f"rank-{rank}.failed"
 
 
@@ -267,20 +310,23 @@ def _rank_manifest(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint, and where training stood.
+    """The contents of a checkpoint, and the state of training at that time.
 
     Args:
-        number: counts the saves of a directory; order is by it.
-        step: optimizer steps taken, their mean over asynchronous replicas. It may go back, after a rollback.
-        round: rounds committed.
-        generation: of the groups.
-        world_size: ranks that trained.
-        ranks: ranks whose files are here.
-        created: seconds since 1970.
-        metrics: what was logged, for keeping and finding the best.
-        notes: anything else of plain values.
-        files: all files beside this one; filled in when it is committed.
-        pickles: whether there are pickled objects in them, which execute code when they are loaded; filled in, too.
+        number: Number of the save in the directory; checkpoints are ordered by it.
+        step: Optimizer steps taken, averaged over asynchronous replicas. May decrease after a rollback.
+        round: Number of committed rounds.
+        epoch: Number of the epoch.
+        generation: Generation of the process groups.
+        world_size: Number of ranks that trained.
+        ranks: Ranks whose files are here.
+        reason: Reason for the save.
+        created: Time of the save, in seconds since 1970.
+        metrics: Logged metrics, by which policies keep checkpoints and find the best one.
+        versions: Versions of packages.
+        notes: Anything else, in plain values.
+        files: All files except this one; filled in by the commit.
+        pickles: Whether files hold pickled objects, which execute code when they are loaded; filled in by the commit.
     """
 
     number: int
@@ -309,7 +355,13 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """The files that one rank has written, all of them durable; whether there are pickled objects in them."""
+    """The files that one rank has written, all of them durable.
+
+    Args:
+        rank: The rank.
+        files: Size and checksum of each file, by name.
+        pickles: Whether the files hold pickled objects. Default: False.
+    """
 
     rank: int
     files: Mapping[str, FileRecord]
@@ -331,7 +383,7 @@ def _sealed(manifest: Manifest | RankManifest) -> bytes:
 
 
 def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[str, Any]:
-    """Return the fields that this version knows; what a later one of the same format adds is passed over."""
+    """Return the fields that this version knows; fields that a later version of the same format adds are ignored."""
     value = unseal(data, path)
     names = {each.name for each in dataclasses.fields(kind)}
     if isinstance(value, dict):
@@ -359,7 +411,7 @@ def _is_file(name: str, record: object) -> bool:
 
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]*")
 _LATEST = 253402300800.0
-"""The year 10000: no calendar knows a later one."""
+"""The year 10000, because no calendar of Python's knows a later one."""
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "reason": lambda value: isinstance(value, str),
     "created": lambda value: type(value) in (int, float) and 0 <= value < _LATEST,
@@ -370,4 +422,4 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "files": lambda value: isinstance(value, dict) and all(_is_file(*item) for item in value.items()),
     "pickles": lambda value: isinstance(value, bool),
 }
-"""Whether a field is of its kind; the others are numbers, from 0 on."""
+"""Checks of the fields' types; all other fields are whole numbers from 0."""

@@ -1,8 +1,9 @@
-"""The trainer's side of the process that writes checkpoints: hand over, take answers, replace it if it dies or stops.
+"""The trainer's side of the process that writes checkpoints: hand saves over, take answers, replace a dead process.
 
-    save --- copied into a free buffer, told by a message ---> the writer --- poll: its answer ---> the buffer is free
+    save --- copied into a free buffer; a message ---> the writer --- poll: its answer ---> the buffer is free
 
-Only the training thread uses it. Nothing waits for a disk, but `Writer.wait` and `Writer.close`, which have a timeout.
+Only the training thread uses this module. `Writer.wait` and `Writer.close` wait for a disk, with a timeout; nothing
+else does.
 """
 
 from __future__ import annotations
@@ -32,27 +33,34 @@ from lightning_async.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-_EXIT_S = 1.0  # a writer that has nothing to do ends at once; one that is stopped is not waited for
+_EXIT_S = 1.0  # seconds for an idle writer to end; one that still writes is left alone
+# Seconds between two looks whether a process is stopped.
 _STANDSTILL_LOOK_S = 0.5
+# Longest time between two looks that counts as stopped, see `Standstill`.
 _LONGEST_LOOK_S = 10.0
 _REMEDY = (
     "Put plain values and tensors there, or pass `FaultTolerantCheckpoint(objects='pickle')`: then whoever loads such "
     "a checkpoint has to ask for it, as that executes code in it."
 )
-_ATTEMPTS = 2  # of writers at one job: one that kills its writer would kill the next one, too
+_ATTEMPTS = 2  # writers that may try one job: a job that has killed two would kill the next one, too
+# Seconds for which a writer is stopped before it is replaced.
 _STOPPED_S = 20.0
+# Longest wait for an answer before the process is looked at.
 _LOOK_S = 0.5
-"""Seconds for which a writer is stopped before it is replaced; seconds between two looks of a wait."""
 
 
 class Writer:
     """The writer of one rank's part of checkpoints, in a process of its own.
 
-    With two ``buffers``, one save can be copied while another one is being written. The rank that commits waits for the
-    parts of the others until ``deadline``. Without ``pickles``, a state is refused that has objects.
+    Args:
+        dirpath: Directory of checkpoints, or URL of fsspec.
+        rank: This rank. Default: 0.
+        buffers: Number of buffers, 1 or 2. With 2, one save can be copied while another is written. Default: 2.
+        deadline: Longest wait of the committing rank for the parts of the others. Default: 10 minutes.
+        pickles: Whether objects are saved as pickles. Default: False, a state with objects is refused.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -76,41 +84,54 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written, as far as `poll` knows, or its memory is yet to come, see `expect`."""
+        """Whether a save is being written, as of the last `poll`, or memory is on its way, see `expect`."""
         return bool(self._flights) or self._growth.active
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which the save that is being written has been under way; 0 where there is none."""
+        """Seconds since the save that is being written was handed over; 0 if there is none."""
         return _since(self._flights[0]) if self._flights else 0.0
 
     @property
     def pid(self) -> int | None:
+        """Process id of the writer; None while there is none."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
+        """Start the process, if there is none."""
         if self._process is None:
             self._process = WriterChannel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: SaveJob) -> None:
+        """Get the memory for a save now."""
         size = self._shard(job).size
         for buffer in self._buffers:
             if buffer.owner is BufferOwner.FREE:
                 buffer.reserve(size)
 
     def expect(self, job: SaveJob, more: int = 0) -> None:
-        """Get memory in the background, for saves that have ``more`` bytes besides: `busy` meanwhile. Default: 0."""
+        """Get the memory for a save in the background; `busy` meanwhile.
+
+        Args:
+            job: A save like those to come.
+            more: Number of bytes that saves have in addition. Default: 0.
+        """
         self._growth.begin(self._buffers, self._shard(job).size + more)
 
     def save(self, job: SaveJob, queue: bool = False) -> float:
-        """Copy the state, which may change from then on, and hand the copy over; return the seconds that this took.
+        """Copy the state, which may change afterwards, and hand the copy over.
 
-        With ``queue``, where one save is being written and a buffer is free, this one is written after it.
+        Args:
+            job: The save.
+            queue: Whether to write this save after the one that is being written, if a buffer is free. Default: False.
+
+        Returns:
+            The seconds that this took.
 
         Raises:
-            SaveBusy: a save is being written (with ``queue``: no buffer is free).
-            TypeError: there is something in the state that cannot be saved; names it.
-            CheckpointError: there is no memory for a copy, or no writer can be started.
+            SaveBusy: A save is being written; with ``queue``: no buffer is free.
+            TypeError: The state holds an object that cannot be saved; the message names it.
+            CheckpointError: There is no memory for a copy, or no writer can be started.
         """
         began = time.monotonic()
         self._growth.wait()
@@ -133,17 +154,20 @@ class Writer:
                 buffer.owner = BufferOwner.FREE
                 raise
         buffer.owner = BufferOwner.WRITER
+        # Noted before it is sent: if the writer has died, the next one gets it.
         self._flights.append(flight)
         self._send(flight)
         return time.monotonic() - began
 
     def poll(self) -> list[Result]:
+        """Return the results since the last call, without waiting."""
         self._take_answers()
         results = self._done
         self._done = []
         return results
 
     def wait(self, timeout: float) -> list[Result]:
+        """Wait until nothing is being written, or the time is over; return the results."""
         until = time.monotonic() + timeout
         self._growth.wait(timeout)
         self._take_answers()
@@ -153,9 +177,10 @@ class Writer:
         return self.poll()
 
     def close(self, timeout: float) -> list[Result]:
-        """Wait for the last save, end the process, give the memory back; return the results.
+        """Wait for the last save, end the process, and give the memory back; return the results.
 
-        What is not written after ``timeout`` seconds has a `Result` with an error; its process writes on, then ends.
+        A save that is not written within ``timeout`` seconds has a `Result` with an error; its process finishes it, and
+        then ends.
         """
         results = self.wait(timeout)
         self._growth.wait()
@@ -163,7 +188,7 @@ class Writer:
         self._process = None
         for flight in self._flights:
             pid = process.pid if process else None
-            results.append(self._failure(flight, f"is not written yet; process {pid} writes on, then ends unheard."))
+            results.append(self._failure(flight, f"is not written yet; process {pid} writes on, then ends by itself."))
         self._flights.clear()
         for buffer in self._buffers:
             buffer.owner = BufferOwner.FREE
@@ -198,12 +223,13 @@ class Writer:
 
     def _send(self, flight: _Flight) -> None:
         assert self._process is not None
-        with contextlib.suppress(OSError):  # it has died: the next look at its answers tells
+        with contextlib.suppress(OSError):  # the process has died, as the next look at its answers will show
             self._process.send(flight.buffer.descriptor, flight.offset, flight.length, again=flight.attempts > 1)
 
     def _take_answers(self) -> None:
         if self._process is None:
             return
+        # Answers come in the order of the saves.
         for answer in self._process.answers():
             flight = self._flights.popleft()
             flight.buffer.owner = BufferOwner.FREE
@@ -211,10 +237,11 @@ class Writer:
                 self._done.append(self._failure(flight, f"has failed. {answer['error']}"))
             else:
                 self._done.append(Result(flight.number, _since(flight), answer["bytes"], answer["committed"]))
+        # After its answers: a save that it has answered is done.
         if self._process.died:
             self._replace(self._process)
         elif self._flights and (stopped_s := self._process.stopped_s()) >= _STOPPED_S:
-            # Nothing is saved while it stands still. What it had begun is finished as after any other death.
+            # Nothing is saved while the process is stopped. After the kill, another one finishes its saves.
             log.warning(
                 "Rank %d: the process %d that writes checkpoints has been stopped (SIGSTOP) for %.0f s, with a save to "
                 "write. It is killed, and another one writes that.", self._rank, self._process.pid, stopped_s,
@@ -225,7 +252,7 @@ class Writer:
         how = dead.close()
         self._process = None
         log.warning("Rank %d: the process %d that writes checkpoints has ended (%s).", self._rank, dead.pid, how)
-        first, *_ = [*self._flights, None]  # it has died of this one; the next it had not begun with
+        first, *_ = [*self._flights, None]  # the writer died during this save, and had not begun the next one
         for flight in list(self._flights):
             try:
                 if flight.attempts == _ATTEMPTS:
@@ -236,6 +263,7 @@ class Writer:
                 flight.buffer.owner = BufferOwner.FREE
                 self._done.append(self._failure(flight, str(error), lost=True))
             else:
+                # Only the save that was being written counts: it may be the cause of the death.
                 flight.attempts += flight is first
                 self._send(flight)
 
@@ -247,9 +275,16 @@ class Writer:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's part of a save: ``shared`` is equal on all ``ranks``, of which the first commits; ``own`` is its own.
+    """One rank's part of a save.
 
-    ``manifest`` has further fields of the `Manifest`; only those of the rank that commits count.
+    Args:
+        number: Number of the save.
+        step: Number of optimizer steps taken.
+        run: Name of the run in unfinished checkpoints.
+        ranks: Ranks that take part; the first one commits.
+        shared: State that is equal on all these ranks.
+        own: State of this rank.
+        manifest: Further fields of the `Manifest`; only those of the rank that commits count. Default: none.
     """
 
     number: int
@@ -266,11 +301,13 @@ class Result:
     """The result of one save.
 
     Args:
-        seconds: since it was handed over.
-        bytes: of this rank's files.
-        committed: this rank has committed it. Other ranks know that their part is durable, no more.
-        error: what went wrong; None where nothing did.
-        lost: nobody has told the other ranks of it, who wait for this one's part.
+        number: Number of the save.
+        seconds: Seconds since it was handed over.
+        bytes: Number of bytes of this rank's files.
+        committed: Whether this rank has committed it. Other ranks only know that their part is durable.
+        error: Reason of a failure. Default: None, there was none.
+        lost: Whether the other ranks, which wait for this one's part, have not been told of the failure. Default:
+            False.
     """
 
     number: int
@@ -282,11 +319,13 @@ class Result:
 
 
 class SaveBusy(CheckpointError):
-    """An error: the save before this one is still being written."""
+    """An error: an earlier save is still being written."""
 
 
 @dataclass
 class _Flight:
+    """A save that the writer has not answered yet."""
+
     number: int
     buffer: Buffer
     offset: int
@@ -300,7 +339,12 @@ def _since(flight: _Flight) -> float:
 
 
 class WriterChannel:
-    """A process that writes one rank's part, and the channel to it; it holds ``lock`` as long as it lives."""
+    """A process that writes one rank's part, and the channel to it.
+
+    Args:
+        rank: The rank.
+        lock: Lock that the process holds as long as it lives. Default: None.
+    """
 
     def __init__(self, rank: int, lock: Lock | None = None) -> None:
         self.died = False
@@ -319,15 +363,18 @@ class WriterChannel:
         except OSError as error:
             raise CheckpointError(f"rank {rank}: no process that writes checkpoints can be started: {error}") from error
         finally:
+            # The process has its own copy of the descriptor, so that the lock ends with the process.
             if lock is not None:
                 lock.close()
         self._channel = self._process.channel
         self.pid = self._process.popen.pid
 
     def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
+        """Send a job: the descriptor of its memory, and its place there."""
         socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
 
     def answers(self) -> list[dict[str, Any]]:
+        """Return the answers that have come, without waiting; note whether the process has died."""
         with contextlib.suppress(BlockingIOError):
             while not self.died:
                 try:
@@ -335,6 +382,7 @@ class WriterChannel:
                 except ConnectionError:
                     data = b""
                 self._received += data
+                # An empty message is the end of the channel.
                 self.died = not data
         *lines, self._received = self._received.split(b"\n")
         return [json.loads(line) for line in lines]
@@ -343,7 +391,7 @@ class WriterChannel:
         wait_for(self._channel, timeout)
 
     def stopped_s(self) -> float:
-        """Return for how long it has been stopped, by looks at it twice a second; 0 where the system does not say."""
+        """Return the seconds for which the process has been stopped; 0 if the system does not say."""
         now = time.monotonic()
         if now >= self._looks_at:
             self._looks_at = now + _STANDSTILL_LOOK_S
@@ -351,12 +399,14 @@ class WriterChannel:
         return self._standstill.seconds
 
     def kill(self) -> None:
+        """Kill the process."""
         self._process.popen.kill()
         self._standstill = Standstill()
 
     def close(self) -> str:
+        """End the channel, after which the process ends; return how it has ended, in words."""
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_WR)  # forks that Python has not made may have it open, too
+            self._channel.shutdown(socket.SHUT_WR)  # works even if a fork of this process has the socket open
         self._channel.close()
         status = self._process.wait(_EXIT_S)
         said = os.pread(self._errors, 1 << 16, 0).decode(errors="replace").strip()
@@ -368,9 +418,9 @@ class WriterChannel:
 
 
 class Standstill:
-    """Seconds for which a process has been stopped (SIGSTOP), by looks at it.
+    """The seconds for which a process has been stopped (SIGSTOP), found by looking at it in intervals.
 
-    Between two looks at most some seconds count: a job that is suspended stops who looks, too.
+    At most some seconds count between two looks: in a job that is suspended, the process that looks is stopped, too.
     """
 
     def __init__(self) -> None:
@@ -378,7 +428,11 @@ class Standstill:
         self._last: float | None = None
 
     def look(self, stopped: bool, now: float) -> float:
-        """Note whether it is stopped, at that many monotonic seconds; return for how long it has been.
+        """Note whether the process is stopped now; return the seconds for which it has been.
+
+        Args:
+            stopped: Whether the process is stopped.
+            now: Present time, in seconds.
 
         >>> still = Standstill()
         >>> [still.look(True, now) for now in (100.0, 104.0, 3704.0)], still.look(False, 3705.0)

@@ -1,14 +1,14 @@
-"""The process that writes one rank's part of checkpoints, and commits them where its rank is the first.
+"""The process that writes one rank's part of checkpoints, and commits them if its rank is the first.
 
-It lives beside the trainer, in a session of its own, so that it finishes what it was given when the trainer is killed.
-It is started without this package's ``__init__``, and imports the standard library only: it is there in milliseconds,
+The process runs beside the trainer, in a session of its own, so that it finishes its jobs when the trainer is killed.
+It starts without this package's ``__init__`` and imports the standard library only; it therefore starts in milliseconds
 and takes 15 MB. A job comes as two numbers, with the descriptor of the memory that holds it:
 
     [ tensors ][ JSON of the rank ][ the job, as JSON ]
                                    ^ offset            ^ offset + length
 
-so that a message is always small, and to send one never waits. One job is done after the other: `main` takes them, and
-`perform` does one. A `DirectoryLock` keeps other programs out of a directory of checkpoints.
+A message is therefore always small, and sending one never waits. Jobs are done one after the other: `main` receives
+them, and `perform` does one. A `DirectoryLock` keeps other programs out of a directory of checkpoints.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from lightning_async.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MESSAGE = struct.Struct("<QQ?")
-"""Offset and length of the job in the memory, and whether another process has died of it."""
+"""Offset and length of the job in the memory, and whether another process has died during this job."""
 _LONGEST_ERROR = 4000
 Job = dict[str, Any]
 """A job, as `Writer` composes it."""
 GRACE_S = 3.0
-"""A program that ends, or one that only deletes something, may let go."""
+"""Seconds within which another program may let go of the directory, because it ends or only deletes something."""
 QUIET_S = 5.0
 """Seconds after which a wait is logged."""
 _PAUSE_S = 0.02
@@ -48,19 +48,24 @@ Gather = Callable[[Any], Sequence[Any]]
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Do jobs until the trainer, the process of that number, is gone, or says that there are no more."""
+    """Do jobs until the trainer's process is gone, or the trainer closes the channel.
+
+    Args:
+        descriptor: Descriptor of the channel to the trainer.
+        trainer: Process id of the trainer.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # they are meant for the trainer: what it has handed over is finished
+        signal.signal(number, signal.SIG_IGN)  # meant for the trainer: this process finishes its jobs
     with socket.socket(fileno=descriptor) as channel, _death_of(trainer) as death:
         while (message := _next(channel, trainer, death)) is not None:
             answer = _answer(*message, orphaned=lambda: os.getppid() != trainer or _is_closed(channel))
-            with contextlib.suppress(OSError):  # nobody may be left to hear it
+            with contextlib.suppress(OSError):  # the trainer may be gone
                 channel.sendall(json.dumps(answer).encode() + b"\n")
 
 
 @contextlib.contextmanager
 def _death_of(trainer: int) -> Iterator[list[int]]:
-    """Give a descriptor that can be read when the trainer has ended; none where the system knows no such thing."""
+    """Yield a list with a descriptor that becomes readable when the trainer ends; empty if the system has none."""
     try:
         descriptor = os.pidfd_open(trainer)
     except (AttributeError, OSError):
@@ -73,7 +78,7 @@ def _death_of(trainer: int) -> Iterator[list[int]]:
 
 
 def _next(channel: socket.socket, trainer: int, death: Sequence[int]) -> tuple[int, int, int, bool] | None:
-    # Forks of the trainer that Python has not made have the other end of the channel, too, and hide that it ends.
+    # Forks that native libraries make in the trainer inherit its end of the channel, and would hide that it ends.
     while not wait_for(channel, 1.0, death):
         if os.getppid() != trainer:
             return None
@@ -91,7 +96,13 @@ def _is_closed(channel: socket.socket) -> bool:
 
 
 def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ()) -> bool:
-    """Wait until the channel can be read or is closed, and return whether it is so; ``others`` end the wait, too."""
+    """Wait until the channel is readable or closed; return whether it is.
+
+    Args:
+        channel: The channel.
+        seconds: Longest wait.
+        others: Descriptors that end the wait, too. Default: none.
+    """
     poll = select.poll()  # `select.select` cannot take descriptors above 1023
     for each in (channel, *others):
         poll.register(each, select.POLLIN)
@@ -102,7 +113,7 @@ def _answer(descriptor: int, offset: int, length: int, again: bool, orphaned: Ca
     started = time.monotonic()
     number = None
     try:
-        # Given back when nothing refers to it any more: where a write has failed, its traceback does until it is told.
+        # Not closed here: after a failed write, the traceback refers to the memory. It is freed once unused.
         memory = memoryview(mmap.mmap(descriptor, offset + length, prot=mmap.PROT_READ))
         job: Job = json.loads(bytes(memory[offset:]))
         number = job["number"]
@@ -118,16 +129,16 @@ def _answer(descriptor: int, offset: int, length: int, again: bool, orphaned: Ca
 def perform(
     job: Job, memory: memoryview, again: bool = False, orphaned: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """Write the files of a job, and commit the checkpoint where this rank is the first; return the answer.
+    """Write the files of a job, and commit the checkpoint if this rank is the first; return the answer.
 
     Args:
-        job: as `Writer` composes it.
-        memory: that its files are in.
-        again: another process has died of it, and may have done all or a part. Default: False.
-        orphaned: whether the trainer has ended, or its training has. Default: neither.
+        job: The job, as `Writer` composes it.
+        memory: Memory that holds the files' contents.
+        again: Whether another process has died during this job, and may have done a part of it. Default: False.
+        orphaned: Returns whether the trainer, or its training, has ended. Default: neither has.
 
     Raises:
-        CheckpointError: another rank has failed, or did not answer before the deadline.
+        CheckpointError: Another rank has failed, or did not answer before the deadline.
     """
     store = CheckpointStore(job["dirpath"])
     number = job["number"]
@@ -137,10 +148,10 @@ def perform(
     commits = rank == min(job["ranks"])
     manifest = f"{store.final(number, step)}/manifest.json"
     if again and store.files.exists(manifest):
-        return {"bytes": job["bytes"], "committed": commits}  # a writer before this one had done all but answer
+        return {"bytes": job["bytes"], "committed": commits}  # an earlier writer had done all except answer
     with store.hold(temporary):
         try:
-            # What an earlier writer has declared written, the first rank may be committing now.
+            # A part that an earlier writer has reported as written must stay: the first rank may be committing it.
             if not again or store.missing(temporary, [rank]):
                 _write(store, temporary, job, memory)
         except BaseException as error:
@@ -149,6 +160,7 @@ def perform(
         if commits:
             _commit(store, temporary, job, orphaned)
         else:
+            # The first rank may have committed, or given up, while this one was writing.
             store.discard_if_committed(temporary)
             store.discard_if_hopeless(temporary, job["ranks"])
     return {"bytes": job["bytes"], "committed": commits}
@@ -162,21 +174,23 @@ def _write(store: CheckpointStore, temporary: str, job: Job, memory: memoryview)
 
 
 def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable[[], bool]) -> None:
-    # Who starts a killed training again waits for this: so ranks are not waited for that were killed before they had
-    # handed over their part.
+    # A program that restarts a killed training waits for this process. It therefore must not wait for ranks that were
+    # killed before they had handed over their part.
     started = time.monotonic()
     pause = 0.005
     silent = []
-    longest = 0.1 if store.files.atomic else 2.0  # to ask a remote store costs something
+    longest = 0.1 if store.files.atomic else 2.0  # a question to a remote store costs time, or money
     try:
         while True:
             silent, failed = store.silent_and_failed(temporary, job["ranks"])
             if not silent:
                 break
-            if job["rank"] in silent:  # it had said so: what others have said may be gone, too
+            if job["rank"] in silent:  # this rank had written its part, so the folder was deleted
                 raise CheckpointError(f"{temporary} was deleted while it was written.")
+            # Training is over, and no process is left that could bring the missing parts.
             if orphaned() and all(has_writer(store, rank) is False for rank in silent):
-                silent, failed = store.silent_and_failed(temporary, job["ranks"])  # they may have been about to end
+                # Asked again: their writers may have reported in the moment before they ended.
+                silent, failed = store.silent_and_failed(temporary, job["ranks"])
                 if silent:
                     raise CheckpointError(f"{temporary}: rank(s) {silent} have ended, as training has.")
                 break
@@ -186,7 +200,9 @@ def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable
                     "became of them; where they live and their disk is slow, allow more time."
                 )
             time.sleep(pause)
+            # Short pauses first, because parts usually come within milliseconds of each other.
             pause = min(2 * pause, longest)
+        # All ranks have answered, so the folder can be deleted safely below.
         if failed:
             said = store.files.read(f"{temporary}/{failure_of(failed[0])}").decode(errors="replace")
             raise CheckpointError(f"{temporary}: rank {failed[0]} could not write its part: {said}")
@@ -194,7 +210,7 @@ def _commit(store: CheckpointStore, temporary: str, job: Job, orphaned: Callable
     except BaseException as error:
         with contextlib.suppress(OSError):
             store.discard(temporary)
-            if silent:  # one that is only late deletes what it writes from now on
+            if silent:  # a rank that is only late finds this, and deletes what it writes
                 store.give_up(temporary, job["rank"], str(error))
         raise
 
@@ -209,15 +225,22 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
 
 
 class DirectoryLock:
-    """A program's lock on a directory of checkpoints while it writes there; one for each rank, of which one holds it.
+    """A program's lock on a directory of checkpoints while it writes there; each rank has one, and one rank holds it.
 
-    One program at a time writes into a directory, and waits for what an earlier one still writes. ``.claim`` is locked
-    by one process of the program that trains there, while it lives, and says who that is. All of that program's share
-    the lock of ``.ranks``: the first one may be lost, and the others train on. The process that writes rank 0's part
-    locks ``.writer-0`` from before its first save on, and outlives its trainer.
+    Only one program at a time writes into a directory, and it first waits until an earlier program's writers have
+    finished. There are three kinds of lock files:
 
-    The kernel lets go of a lock when its process ends, however it ends. Where a file system has no locks (fsspec's),
-    nobody is noticed. Readers need no lock.
+    - ``.claim`` is locked by one process of the program that trains there, as long as it lives, and names it;
+    - ``.ranks`` is locked, shared, by all ranks of that program, because the one that holds ``.claim`` may be lost;
+    - ``.writer-0`` is locked by the process that writes rank 0's part, which outlives its trainer.
+
+    The kernel releases a lock when its process ends, however it ends. On file systems without locks (fsspec), other
+    programs are not noticed. Readers need no lock.
+
+    Args:
+        store: The checkpoints.
+        program: Name of the program, the same on all its ranks.
+        does: What the program does there, for messages. Default: it trains.
     """
 
     def __init__(self, store: CheckpointStore, program: str, does: str = "trains into it") -> None:
@@ -230,27 +253,31 @@ class DirectoryLock:
         self._shared: Lock | None = None
 
     def take(self, gather: Gather = lambda value: [value]) -> None:
-        """Take the directory for this program; all of its ranks call this together, and ``gather`` plain values.
+        """Take the directory for this program. All of its ranks call this together.
+
+        Args:
+            gather: Gathers a plain value of each rank. Default: for a single rank.
 
         Raises:
-            CheckpointError: on all ranks; another program has a directory, and which one, or it cannot be written.
+            CheckpointError: Another program has the directory, or it cannot be written to; raised on all ranks.
         """
         told = gather(self._take())
+        # All ranks raise together, and none keeps the directory.
         if any(told):
             self.release()
             raise CheckpointError("; ".join(f"rank {rank}: {words}" for rank, words in enumerate(told) if words))
-        with contextlib.suppress(OSError):  # nobody but who has `.claim` would be in the way
+        with contextlib.suppress(OSError):  # the holder of `.claim` alone could be in the way
             self._shared = self._store.files.lock(self._shared_path, shared=True)
 
     def join(self) -> None:
-        """Share the directory with this program's other ranks; raise CheckpointError where they train elsewhere."""
+        """Share the directory with this program's other ranks; raise CheckpointError if they train elsewhere."""
         try:
             lock = self._store.files.lock(self._path)
         except BlockingIOError:
             theirs = self._holder().get("program") == self._program
         else:
-            # The file system has no locks; or the rank that had said so was stopped when the others lost it, and has
-            # let go since.
+            # Nobody holds the claim. Either the file system has no locks, or the rank that held it was lost and has
+            # ended since; then the other ranks still share `.ranks`.
             shared = _is_free(self._store.files, self._shared_path) is False
             theirs = lock is None or (shared and self._holder().get("program") == self._program)
             if lock is not None:
@@ -260,14 +287,19 @@ class DirectoryLock:
         self.take()
 
     def keep(self) -> None:
-        """Hold the lock in the place of the rank that had it, and may be lost. Waits for nobody."""
+        """Take the lock in place of a rank that held it and may be lost, without waiting."""
         if self._lock is None and self._shared is not None:
-            with contextlib.suppress(OSError):  # another rank was quicker, or somebody looks whether we have it
+            with contextlib.suppress(OSError):  # another rank was quicker, or a process tests the lock just now
                 self._lock = self._store.files.lock(self._path)
                 self._say()
 
     def wait(self, gather: Gather = lambda value: [value], timeout_s: float = 600.0) -> None:
-        """Wait, in turns of some seconds, until processes of an earlier program write nothing there any more."""
+        """Wait, in turns of some seconds, until processes of an earlier program have stopped writing there.
+
+        Args:
+            gather: Gathers a plain value of each rank. Default: for a single rank.
+            timeout_s: Longest wait, in seconds. Default: 600.
+        """
         began = time.monotonic()
         said = False
         while any(gather(_writes(self._store, QUIET_S))):
@@ -279,10 +311,12 @@ class DirectoryLock:
                     f"waiting for it, {left:.0f} s more at most" if left > 0 else "it is not waited for any longer",
                 )  # fmt: skip
             said = True
+            # Gathered, because clocks differ: all ranks must leave this loop in the same turn.
             if any(gather(left <= 0)):
                 return
 
     def release(self) -> None:
+        """Release the locks of this rank."""
         for lock in (self._lock, self._shared):
             if lock is not None:
                 lock.close()
@@ -290,7 +324,7 @@ class DirectoryLock:
         self._shared = None
 
     def _take(self) -> str:
-        """Take the lock; return why not, and nothing where this program has the directory."""
+        """Take the lock; return the reason why that fails, or an empty text if this program has the directory."""
         until = time.monotonic() + GRACE_S
         while True:
             try:
@@ -298,7 +332,7 @@ class DirectoryLock:
                 self._check_ranks()
             except BlockingIOError:
                 holder = self._holder()
-                if holder.get("program") == self._program:  # another rank
+                if holder.get("program") == self._program:  # another rank of this program
                     return ""
                 if time.monotonic() > until:
                     return self._refusal(holder)
@@ -310,7 +344,7 @@ class DirectoryLock:
                 return ""
 
     def _check_ranks(self) -> None:
-        """Raise BlockingIOError where another program's ranks go on without the one that had taken the directory."""
+        """Raise BlockingIOError if another program's ranks train on without the rank that had taken the directory."""
         try:
             shared = self._store.files.lock(self._shared_path)
         except BlockingIOError:
@@ -331,7 +365,7 @@ class DirectoryLock:
     def _holder(self) -> dict[str, Any]:
         try:
             found = json.loads(self._store.files.read(self._path))
-        except (OSError, ValueError):  # it is about to say who it is
+        except (OSError, ValueError):  # the holder has not written its name yet
             return {}
         return found if isinstance(found, dict) else {}
 
@@ -346,15 +380,15 @@ class DirectoryLock:
 
 
 def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
-    """Return the lock that the writer of a rank's part holds as long as it lives; None where that cannot be."""
+    """Return the lock that a rank's writer holds as long as it lives; None if it cannot be taken."""
     try:
         return files.lock(f"{dirpath}/{_WRITER}{rank}", shared=True)
-    except OSError:  # what is wrong with the directory, the first save will tell
+    except OSError:  # the first save will report what is wrong with the directory
         return None
 
 
 def has_writer(store: CheckpointStore, rank: int) -> bool | None:
-    """Return whether a process lives that may write a rank's part; None where that cannot be known."""
+    """Return whether a process lives that may write a rank's part; None if that is unknown."""
     free = _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}")
     return None if free is None else not free
 
@@ -362,7 +396,7 @@ def has_writer(store: CheckpointStore, rank: int) -> bool | None:
 def _is_free(files: Files, path: str) -> bool | None:
     try:
         lock = files.lock(path)
-    except BlockingIOError:  # or another one that looks, just now
+    except BlockingIOError:  # a process holds it, or tests it just now
         return False
     except OSError:
         return None

@@ -1,4 +1,7 @@
-"""The contents of a directory of checkpoints: ``lightning-async checkpoint list | verify | export | prune``."""
+"""The command that shows and changes a directory of checkpoints: ``lightning-async checkpoint list``, and others.
+
+The others are ``verify``, ``export`` and ``prune``.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,11 @@ from lightning_async.trainer.environment.environments import NOBODY
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the commands; 1 where something is damaged, or the directory cannot be read."""
+    """Run one of the commands; return 1 if a checkpoint is damaged, or the directory cannot be read."""
     options = _parser().parse_args(arguments)
     store = CheckpointStore(options.dirpath)
     try:
+        # First, because all commands take a directory, and users often give the path of one checkpoint.
         store = _directory(store, options)
         if not store.files.exists(store.dirpath):
             raise FileNotFoundError(f"There is no directory {store.dirpath}.")
@@ -37,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _directory(store: CheckpointStore, options: argparse.Namespace) -> CheckpointStore:
-    """Return the directory of checkpoints; where the path is of one checkpoint in it, that is the only one."""
+    """Return the directory of checkpoints; if the path is that of a checkpoint, select this one in its directory."""
     path = store.dirpath.rstrip("/")
     if not store.files.exists(f"{path}/{MANIFEST}"):
         return store
@@ -60,33 +64,33 @@ def _parser() -> argparse.ArgumentParser:
         made = commands.add_parser(name, help=what, description=what)
         made.add_argument(
             "dirpath",
-            help="a directory, or a URL that fsspec knows; for verify and export also that of one checkpoint in it",
+            help="a directory, or a URL of fsspec; for verify and export, one checkpoint in it is possible, too",
         )
         made.set_defaults(run=run)
         return made
 
-    command("list", _list, "Show what is there; manifests are read, other files are not.")
-    verify = command(
-        "verify", _verify, "Read every file of every checkpoint; the exit status is 1 where one is damaged."
-    )
-    verify.add_argument("--number", type=int, help="of the only one to read")
+    command("list", _list, "List all checkpoints; reads their manifests only.")
+    verify = command("verify", _verify, "Read every file of every checkpoint; the exit status is 1 if one is damaged.")
+    verify.add_argument("--number", type=int, help="read only the checkpoint of this number")
     verify.add_argument(
-        "--quarantine", action="store_true", help="rename what is damaged, so that nothing resumes from it"
+        "--quarantine", action="store_true", help="rename damaged checkpoints, so that no training resumes from them"
     )
-    export = command("export", _export, "Write an ordinary checkpoint of Lightning, one file with the agreed model.")
-    export.add_argument("output", help="the file, or a URL that fsspec knows")
-    export.add_argument("--number", type=int, help="of the one to export (default: the newest that is whole)")
+    export = command("export", _export, "Write an ordinary Lightning checkpoint, one file with the agreed model.")
+    export.add_argument("output", help="the file, or a URL of fsspec")
+    export.add_argument(
+        "--number", type=int, help="export the checkpoint of this number (default: the newest whole one)"
+    )
     export.add_argument(
         "--objects", choices=("refuse", "pickle"), default="refuse",
-        help="whether to load pickled objects, which executes code in them, and write them (default: refuse)",
+        help="whether to load pickled objects, which executes their code, and write them (default: refuse)",
     )  # fmt: skip
-    prune = command("prune", _prune, "Delete what is not to be kept; never the newest, nor the last good one.")
+    prune = command("prune", _prune, "Delete old checkpoints, but never the newest one, nor the last good one.")
     prune.add_argument("--latest", type=int, metavar="N", help="keep the N newest")
-    prune.add_argument("--every", type=int, metavar="N", help="keep every N-th")
-    prune.add_argument("--best", metavar="METRIC", help="keep the best by this metric")
-    prune.add_argument("--mode", choices=("min", "max"), default="min", help="of the metric (default: min)")
-    prune.add_argument("--damaged", action="store_true", help="delete what is in quarantine, too")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted")
+    prune.add_argument("--every", type=int, metavar="N", help="keep every N-th checkpoint")
+    prune.add_argument("--best", metavar="METRIC", help="keep the best checkpoint by this metric")
+    prune.add_argument("--mode", choices=("min", "max"), default="min", help="which metric is best (default: min)")
+    prune.add_argument("--damaged", action="store_true", help="delete checkpoints in quarantine, too")
+    prune.add_argument("--dry-run", action="store_true", help="print what would be deleted, and delete nothing")
     return parser
 
 
@@ -135,6 +139,7 @@ def _verify(store: CheckpointStore, options: argparse.Namespace) -> int:
     if options.number is not None and not entries:
         raise ValueError(f"{store.dirpath} has no checkpoint of number {options.number}.")
     bad = 0
+    # To rename a checkpoint while a training resumes from it would fail the training.
     with _claimed(store, options.quarantine, "puts what is damaged aside"):
         for entry in entries:
             error = store.trouble(entry)
@@ -156,8 +161,8 @@ def _export(store: CheckpointStore, options: argparse.Namespace) -> int:
         if (error := store.trouble(entry)) is not None:
             print(f"{entry.name} {_trouble(error)}", file=sys.stderr)
             continue
-        # Of no rank in particular: what all agreed on, with the first rank's progress.
-        # What is pickled is loaded after `trouble` has read every byte.
+        # The agreed model belongs to no single rank; counts of progress are those of the first rank.
+        # Pickled objects are loaded only now, after `trouble` has verified every byte.
         pickles = options.objects == "pickle"
         checkpoint, _ = whole(store, entry, NOBODY, pickles=pickles)
         data = io.BytesIO()
@@ -165,11 +170,11 @@ def _export(store: CheckpointStore, options: argparse.Namespace) -> int:
         data.seek(0)
         has_pickles = entry.manifest is not None and entry.manifest.pickles
         if not has_pickles:
-            torch.load(data, weights_only=True)  # whoever reads it shall need no trust in it
+            torch.load(data, weights_only=True)  # raises if a reader would need to trust the file
         files, output = files_at(options.output)
         written = f"{output}.part" if files.atomic else output
         files.write(written, [data.getbuffer()])
-        if files.atomic:  # whoever watches for it sees the whole file
+        if files.atomic:  # a program that waits for the file must not see a part of it
             files.rename(written, output)
         needs = " It holds pickled objects: to load it takes `weights_only=False`." if has_pickles else ""
         print(f"{entry.name} is in {options.output}, {_bytes(data.getbuffer().nbytes)}.{needs}")
@@ -187,6 +192,7 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
         keeps.append(Best(options.best, mode=options.mode))
     if not keeps and not options.damaged:
         raise ValueError("`prune` needs to know what to keep: --latest, --every or --best; or --damaged alone.")
+    # A training that writes there deletes old checkpoints itself.
     with _claimed(store, not options.dry_run, "deletes old checkpoints there"):
         gone = doomed(store.entries(), KeepAny(*keeps)) if keeps else []
         for entry in gone:
@@ -201,6 +207,7 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _claimed(store: CheckpointStore, changes: bool, does: str) -> Iterator[None]:
+    """Hold the directory's lock during the block, if the command ``changes`` the directory."""
     claim = DirectoryLock(store, uuid.uuid4().hex, does)
     if changes:
         claim.take()

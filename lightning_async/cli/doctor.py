@@ -1,4 +1,4 @@
-"""A report of what is installed, and which backend runs the arithmetic: ``lightning-async doctor``."""
+"""The command that reports what is installed, and which backend runs the arithmetic: ``lightning-async doctor``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_async.ops import native
 
 
 def nccl_packages() -> list[str]:
-    """List the installed packages that ship NCCL; two of them overwrite each other's files."""
+    """Return the installed packages that contain NCCL; two of them overwrite each other's files."""
     names = (distribution.metadata["Name"] for distribution in importlib.metadata.distributions())
     return sorted({name for name in names if name and re.fullmatch(r"nvidia-nccl-cu\d+", name)})
 
@@ -48,6 +48,7 @@ def _driver() -> str:
 
 
 def report() -> list[str]:
+    """Return the lines of the report."""
     lines = [
         f"python          {platform.python_version()}, {platform.platform()}",
         f"lightning_async {_version('lightning-async')}",
@@ -71,6 +72,7 @@ def report() -> list[str]:
 
 
 def problems() -> list[str]:
+    """Return what must be repaired, each with a remedy."""
     packages = nccl_packages()
     if len(packages) < 2:
         return []
@@ -81,8 +83,10 @@ def problems() -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; 1 where something must be repaired."""
-    parser = argparse.ArgumentParser(prog="lightning-async doctor", description="What is installed, and what runs.")
+    """Print the report; return 1 if something must be repaired."""
+    parser = argparse.ArgumentParser(
+        prog="lightning-async doctor", description="Report what is installed and what runs."
+    )
     parser.parse_args(arguments)
     print("\n".join(report()))
     found = problems()

@@ -1,12 +1,12 @@
-"""PID 1 of a container: the console script forks there, and the child does its work.
+"""The duties of PID 1 in a container: the console script forks, and its child runs the command.
 
     PID 1 --- forks ---> the command, as anywhere else
-    PID 1 <-- signals --- passed on to the command, from the first moment on: the kernel drops those to a PID 1 without
-                          a handler
-    PID 1 <-- ends ------ of processes whose parents are dead: nobody else asks for their status, and each would stay a
-                          zombie. A launcher that did so itself would take the exit codes of its own ranks.
+    PID 1 <-- signals --- passed on to the command, from the first moment on: the kernel drops signals to a PID 1
+                          without a handler
+    PID 1 <-- ends ------ of processes whose parents are dead: no other process asks for their status, and each would
+                          stay a zombie. A launcher that did this itself would take the exit codes of its own ranks.
 
-Only the standard library is imported, and little of it: this comes before all else.
+This module runs before everything else, so it imports little, and only the standard library.
 """
 
 from __future__ import annotations
@@ -19,26 +19,27 @@ import time
 
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _HEARD = {*_PASSED_ON, signal.SIGCHLD}
+# Seconds that other processes get to end after the command, above all to write a checkpoint. When PID 1 ends, the
+# kernel kills all processes of its namespace.
 _LEFT_S = 10.0
-"""What the command has left may take so long to end: a checkpoint that is being written, above all. With PID 1 the
-kernel kills all others of its namespace."""
-_grace: mmap.mmap | None = None  # what the command has told PID 1; None where there is no PID 1 of this module's
+_grace: mmap.mmap | None = None  # additional seconds, written by the command; None if this module is not PID 1
 
 
 def allow(seconds: float) -> None:
-    """Tell PID 1 how long what the command has started may take to end, should the command be killed."""
+    """Tell PID 1 how many seconds the command's children may take to end if the command is killed."""
     if _grace is not None:
         _grace[:8] = struct.pack("d", seconds)
 
 
 def stand_aside() -> None:
-    """Go on in a child where this process is PID 1, and end with the child's exit code; else do nothing."""
+    """Continue in a child if this process is PID 1, and end with the child's exit code; else do nothing."""
     global _grace
+    # Anywhere else, the system's own first process has these duties.
     if os.getpid() != 1:
         return
     _grace = mmap.mmap(-1, 8)  # shared with the child
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it is ignored, there is no status to ask for
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # before the fork: no end of the child is missed
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, the kernel keeps no exit status
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)  # before the fork, so that no signal is missed
     command = os.fork()
     if command:
         os._exit(_serve(command, _grace))
@@ -46,7 +47,7 @@ def stand_aside() -> None:
 
 
 def _serve(command: int, grace: mmap.mmap) -> int:
-    """Pass signals on to the command, and ask for the status of all that end; return the exit code."""
+    """Pass signals on to the command, and collect the status of all processes that end; return the exit code."""
     code = None
     others = True
     while code is None:
@@ -56,22 +57,24 @@ def _serve(command: int, grace: mmap.mmap) -> int:
         else:
             os.kill(command, number)
     left_s = _LEFT_S
-    if code < 0:  # killed: whoever sees to the end of what it has started gives that its time first
+    if code < 0:  # killed: its children first get the time that the command has promised them
         left_s += struct.unpack("d", grace[:8])[0]
     until = time.monotonic() + left_s
     while others and (left_s := until - time.monotonic()) > 0.0:
         heard = signal.sigtimedwait(_HEARD, left_s)
-        if heard is None or heard.si_signo != signal.SIGCHLD:  # it is told to end: nothing passes that on any more
+        if heard is None or heard.si_signo != signal.SIGCHLD:  # the time is over, or a signal tells PID 1 to end
             break
         _, others = _reap(command)
     return code if code >= 0 else 128 - code
 
 
 def _reap(command: int) -> tuple[int | None, bool]:
-    """Ask for the status of all that have ended.
+    """Collect the status of all processes that have ended.
 
     Returns:
-        the exit code of the command, if it has, negative where a signal has killed it; and whether there are others.
+        The exit code of the command, negative if a signal has killed it, or None if it lives; and whether there are
+            other
+        processes.
     """
     code = None
     while True:

@@ -1,4 +1,4 @@
-"""Starts the ranks of a training, and sees to their end: ``lightning-async launch -n 4 train.py``."""
+"""The command that starts and supervises the ranks of a training: ``lightning-async launch -n 4 train.py``."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from lightning_async.launch.state_machine import CANNOT_START, Policy
 from lightning_async.launch.supervisor import Supervisor
 from lightning_async.launch.warm_spare import can_stand_by
 
-_MOST_RANKS = 128  # there are seven descriptors for each, and usually 1024 for a process
+_MOST_RANKS = 128  # each needs seven descriptors, and a process usually has 1024
 _EPILOG = """exit codes:
-  0     all ranks have ended with 0, those aside without which training went on
+  0     all ranks have ended with 0, except for those without which training went on
   75    the ranks were told to end, have saved, and can be started again
   69    the store, in which ranks meet, was lost
   71    the system did not let a process start, or a file be written
   130   told to end by SIGINT (143: SIGTERM, 129: SIGHUP)
-  128+N the rank that died first, of those without which training did not go on, was killed by signal N
-  else  that of this rank
+  128+N the rank whose death ended training was killed by signal N
+  else  exit code of the rank whose death ended training
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the launcher; return its exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     program = ["-m", *options.module] if options.module else options.program
@@ -48,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry_run:
         print("\n".join(shown(job, os.environ, policy.standbys if can_stand_by(job) else 0)))
         return 0
+    # If the launcher is killed, its ranks get this time to save, and PID 1 must not end before.
     allow(options.grace)
     try:
         return Supervisor(job, policy, options.log_dir).run()
@@ -59,36 +61,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-async launch",
-        description="Start the ranks of a training on this host, and see to their end.",
+        description="Start the ranks of a training on this host, and supervise them.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("-n", type=int, required=True, metavar="N", help="how many ranks")
+    parser.add_argument("-n", type=int, required=True, metavar="N", help="number of ranks")
     parser.add_argument(
         "--max-restarts", type=int, default=0, metavar="N",
-        help="how often all ranks, or one where the others go on, are started again after a death (default: 0)",
+        help="number of restarts after deaths, of all ranks, or of one rank while the others go on (default: 0)",
     )  # fmt: skip
     parser.add_argument(
         "--standby", type=int, metavar="K",
-        help="how many processes have imported what the program does, and are ready to be a rank that is started again "
+        help="number of warm spares: processes that have done the program's imports, and replace a rank that dies "
         "(default: 1 with --max-restarts, else 0)",
     )  # fmt: skip
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="write what each rank writes to a file of its own")
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="also write each rank's output to a file there")
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="S",
-        help="seconds that ranks have to save when the job is told to end (default: 30)",
+        help="seconds in which ranks save and end when the job is told to end (default: 30)",
     )  # fmt: skip
     parser.add_argument(
         "--hang-after", type=float, metavar="S",
         help="seconds without a step of any rank after which all are killed, as if each had died; for "
-        "this package's strategies, which tell of steps (default: never)",
+        "this package's strategies, which report steps (default: never)",
     )  # fmt: skip
     parser.add_argument(
         "--hang-after-start", type=float, metavar="S",
         help="the same before the first step of a training: imports, compilation, the first batch "
-        "(default: 1800, or as --hang-after, where that is more)",
+        "(default: 1800, or --hang-after if that is more)",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print what would be started")
-    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module, not a script, and its arguments")
-    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="script", help="and its arguments")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be started, and start nothing")
+    parser.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="a module and its arguments")
+    parser.add_argument("program", nargs=argparse.REMAINDER, metavar="script", help="a script and its arguments")
     return parser

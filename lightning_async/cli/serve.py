@@ -1,4 +1,4 @@
-"""Serves parameters to workers that are started elsewhere: ``lightning-async serve --listen HOST:PORT``."""
+"""The command that serves parameters to workers started elsewhere: ``lightning-async serve --listen HOST:PORT``."""
 
 from __future__ import annotations
 
@@ -19,18 +19,20 @@ from lightning_async.membership.startup import is_loopback
 from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.process import ServerProcess
 
+# Exit codes, see `_EPILOG`.
 _LOST = 70
 _NOT_WRITTEN = 74
 _SHORTEST_SECRET = 16
 _EPILOG = """exit codes:
-  0     told to end (SIGTERM, SIGINT, SIGHUP), and all is written where snapshots are taken
-  70    a server cannot go on: see above what has ended it; the others are told to end
-  71    the system does not let it start, or others have the address
+  0     told to end (SIGTERM, SIGINT, SIGHUP), and all last snapshots, if any, are written
+  70    a server cannot go on, for a reason printed before; the other servers were told to end
+  71    the system does not let a server start, or the address is in use
   74    told to end, and a last snapshot could not be written
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve until a signal comes, or a server cannot go on; return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -44,19 +46,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         if not options.snapshot_every > 0:
             raise ValueError(f"--snapshot-every {options.snapshot_every}: must be > 0 seconds.")
+        # Other hosts can reach an address that is not loopback, so servers there need a secret.
         if options.secret_file is not None or not (is_loopback(host) or os.environ.get(SECRET)):
-            os.environ[SECRET] = _secret_of(options.secret_file, os.environ)  # servers inherit it
+            os.environ[SECRET] = _secret_of(options.secret_file, os.environ)  # the servers inherit the variable
     except (TypeError, ValueError, OSError) as error:
         parser.error(str(error))
     woken, wakes = os.pipe()
     os.set_blocking(wakes, False)
+    # Python writes a byte there for each signal, so that one `poll` waits for signals and servers.
     signal.set_wakeup_fd(wakes)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     servers: list[ServerProcess] = []
     try:
         for server in range(options.num_servers):
-            # A name that stays: workers of this host find who is started in its place.
+            # A fixed name: workers of this host find a server that is started in place of this one.
             name = f"lightning_async-serve-{os.getuid()}-{port + server}"
             snapshots = None if options.snapshots is None else str(options.snapshots)
             servers.append(
@@ -82,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Return host and port; raise ValueError where it is no place that other hosts can be told.
+    """Return host and port; raise ValueError if other hosts cannot use them.
 
     >>> _address("10.0.0.1:29400"), _address("[fd00::1]:29400")
     (('10.0.0.1', 29400), ('fd00::1', 29400))
@@ -104,11 +108,15 @@ def _is_unspecified(host: str) -> bool:
 
 
 def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
-    """Return the job's secret: what the file holds, or the variable.
+    """Return the job's secret, from the file or from the variable.
+
+    Args:
+        file: File with the secret, or None.
+        environment: Environment variables.
 
     Raises:
-        ValueError: there is none, it is short, or others can read the file.
-        OSError: the file cannot be read.
+        ValueError: There is no secret, it is too short, or other users can read the file.
+        OSError: The file cannot be read.
     """
     if file is None:
         secret = environment.get(SECRET, "")
@@ -128,6 +136,7 @@ def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
 
 
 def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:
+    """Wait for a signal, or until a server has ended; return the numbers of servers that have."""
     watched = {os.pidfd_open(server.supervisor): number for number, server in enumerate(servers)}
     poll = select.poll()
     for descriptor in (woken, *watched):
@@ -139,7 +148,9 @@ def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:
 
 
 def _end(servers: Sequence[ServerProcess], grace_s: float) -> list[int]:
+    """End all servers; return the numbers of those that could not write their last snapshot."""
     for server in servers:
+        # All are told before the first is awaited, so that they write their snapshots at the same time.
         server.tell_to_end()
     return [number for number, server in enumerate(servers) if server.close(snapshot_s=grace_s)]
 
@@ -147,52 +158,52 @@ def _end(servers: Sequence[ServerProcess], grace_s: float) -> list[int]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lightning-async serve",
-        description="Serve parameters to workers that are started elsewhere; what this prints is where they are, for "
-        "ServerOptions(server_address=...). A server that is killed is started again, with all that it had.",
+        description="Serve parameters to workers that are started elsewhere. Prints the servers' addresses, for "
+        "ServerOptions(server_address=...). A server that is killed is started again, with all its weights.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument(
         "--listen", required=True, metavar="HOST:PORT",
-        help="an address of this host that workers reach; several servers have this port and those after it",
+        help="an address of this host that workers can reach; several servers use this port and the next ones",
     )  # fmt: skip
-    parser.add_argument("--num-servers", type=int, default=1, metavar="N", help="how many (default: 1)")
+    parser.add_argument("--num-servers", type=int, default=1, metavar="N", help="number of servers (default: 1)")
     parser.add_argument(
-        "--mode", default="async", choices=("async", "sync", "ssp"), help="as of the workers (default: async)"
+        "--mode", default="async", choices=("async", "sync", "ssp"), help="mode of the workers (default: async)"
     )
     parser.add_argument(
         "--num-workers", type=int, default=1, metavar="N",
-        help="that the first round of mode sync waits for (default: 1)",
+        help="number of workers that the first round of mode sync waits for (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--max-staleness", type=int, default=3, metavar="N",
-        help="pushes that a worker may be ahead of the slowest one in mode ssp (default: 3)",
+        help="number of pushes that a worker may be ahead of the slowest one in mode ssp (default: 3)",
     )  # fmt: skip
     parser.add_argument(
         "--warmup-steps", type=int, default=0, metavar="N",
-        help="versions at first that are made as in mode sync (default: 0)",
+        help="number of first versions that are made as in mode sync (default: 0)",
     )  # fmt: skip
     parser.add_argument(
         "--staleness", default="auto", metavar="NAME",
-        help="what is done about pushes that are late, by a name of algorithms.staleness (default: auto)",
+        help="policy for late pushes, by its name in algorithms.staleness (default: auto)",
     )  # fmt: skip
     parser.add_argument(
         "--dead-after", type=float, default=1800.0, metavar="S",
-        help="seconds for which workers wait for one that is connected and pushes nothing, longer than any batch "
-        "takes; one that has died is not waited for (default: 1800)",
+        help="seconds for which workers wait for a connected worker that pushes nothing; must be longer than any batch "
+        "takes. Nobody waits for a worker that has died (default: 1800)",
     )  # fmt: skip
     parser.add_argument(
         "--snapshots", type=Path, metavar="DIR",
-        help="begin with the newest snapshots there are, take some now and then, and last ones (default: none)",
+        help="folder of snapshots: begin with the newest, take new ones, and a last one at the end (default: none)",
     )  # fmt: skip
     parser.add_argument(
-        "--snapshot-every", type=float, default=60.0, metavar="S", help="seconds between two (default: 60)"
+        "--snapshot-every", type=float, default=60.0, metavar="S", help="seconds between two snapshots (default: 60)"
     )
     parser.add_argument(
         "--grace", type=float, default=60.0, metavar="S", help="seconds that a last snapshot may take (default: 60)"
     )
     parser.add_argument(
         "--secret-file", type=Path, metavar="FILE",
-        help=f"the secret that workers have in {SECRET}; default: that variable; on loopback, none",
+        help=f"file with the secret that workers have in {SECRET} (default: that variable; none is needed on loopback)",
     )  # fmt: skip
     return parser

@@ -1,4 +1,4 @@
-"""The standing of a job's replicas while it runs: ``lightning-async status [HOST:PORT]``."""
+"""The command that shows what a job's replicas do while it runs: ``lightning-async status [HOST:PORT]``."""
 
 from __future__ import annotations
 
@@ -22,19 +22,25 @@ from lightning_async.membership.status import read_standings
 from lightning_async.monitor.status import JobStatus, serve
 
 _TIMEOUT = timedelta(seconds=5)
-_EPILOG = f"""Without HOST:PORT: all jobs that `lightning-async launch` runs for you on this host. With it: a job by the
-address of its store, whoever started it: MASTER_ADDR and MASTER_PORT of its ranks. Records are checked with
-{SECRET}, if it is set.
+_EPILOG = f"""Without HOST:PORT, this shows all jobs that `lightning-async launch` runs for you on this host. HOST:PORT
+is the address of any job's store, which is MASTER_ADDR and MASTER_PORT of its ranks. Records are checked with the
+secret in {SECRET}, if it is set.
 
 exit codes:
-  0  each job has been shown; one that was watched has ended
-  1  there is none, or its store does not answer
+  0  each job was shown; or the watched jobs have ended
+  1  there is no job, or its store does not answer
 """
 
 
 @dataclass(frozen=True)
 class StoreAddress:
-    """A store, and the secret of its job, "" where it is not known."""
+    """The address of a store, and the secret of its job.
+
+    Args:
+        host: Host of the store.
+        port: Port of the store.
+        secret: Secret of the job; empty if it is unknown.
+    """
 
     host: str
     port: int
@@ -42,17 +48,20 @@ class StoreAddress:
 
     @classmethod
     def of(cls, address: str) -> StoreAddress:
+        """Return the address of a text ``HOST:PORT``, with the secret of the environment."""
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"{address!r} is no HOST:PORT.")
         return cls(host.strip("[]"), int(port), os.environ.get(SECRET, ""))
 
     def look(self) -> JobStatus:
+        """Return the present status of the job."""
         try:
-            # The store's own client would try for long, and print stack traces.
+            # Tried first, because the store's own client would try for long, and print stack traces.
             socket.create_connection((self.host, self.port), _TIMEOUT.total_seconds()).close()
             standings = read_standings(_client(self.host, self.port), self.secret)
         except (OSError, RuntimeError):
+            # The store may be gone, and another job may use its port later.
             _client.cache_clear()
             raise
         return JobStatus.of(f"{self.host}:{self.port}", standings, time.time())
@@ -60,14 +69,14 @@ class StoreAddress:
 
 @functools.cache
 def _client(host: str, port: int) -> Any:
-    """Return a client, the same each time: a new one costs the store's server time, in which it answers nobody."""
-    from torch._C._distributed_c10d import TCPStore  # only now: it takes seconds
+    """Return a client of the store, the same each time: while the store accepts a new one, it answers nobody."""
+    from torch._C._distributed_c10d import TCPStore  # imported here, because it takes seconds
 
     return TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show all jobs that were asked for, once, or again and again until they have ended; see `_EPILOG`."""
+    """Show all jobs that were asked for, once or repeatedly, until they have ended; return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -89,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         while True:
             jobs, problems = _look(places())
             if shown and not jobs:
-                return 0  # what was watched has ended
+                return 0  # the watched jobs have ended
             _show(jobs, problems, options)
             if options.watch is None or not jobs:
                 return 1 if problems else 0
@@ -101,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(jobs: Sequence[JobStatus], problems: Sequence[str], options: argparse.Namespace) -> None:
     if options.watch is not None and not options.json and sys.stdout.isatty():
-        print("\033[H\033[2J", end="")  # a clear screen
+        print("\033[H\033[2J", end="")  # clears the screen
     if jobs:
         print("\n\n".join(job.json() if options.json else job.table() for job in jobs), flush=True)
     for problem in problems:
@@ -112,11 +121,11 @@ def _serve(places: Callable[[], Sequence[StoreAddress]], host: str, port: int) -
     one = threading.Lock()
 
     def look() -> list[JobStatus]:
-        with one:  # each request has a thread of its own, and a store one client
+        with one:  # each request has a thread of its own, but they share one client of each store
             return _look(places())[0]
 
     ends = {signal.SIGINT, signal.SIGTERM}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # in all threads, those that follow too
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # blocked for this thread and all that it starts
     try:
         port, close = serve(look, host, port)
         print(f"http://{host}:{port}/metrics", flush=True)
@@ -151,10 +160,10 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="of a job's store")
-    parser.add_argument("--json", action="store_true", help="one line of JSON for each job")
+    parser.add_argument("address", nargs="?", metavar="HOST:PORT", help="address of a job's store")
+    parser.add_argument("--json", action="store_true", help="print one line of JSON for each job")
     parser.add_argument(
-        "--watch", type=float, nargs="?", const=1.0, metavar="S", help="again and again, every S seconds (default: 1)"
+        "--watch", type=float, nargs="?", const=1.0, metavar="S", help="repeat every S seconds (default: 1)"
     )
     parser.add_argument(
         "--prometheus", metavar="[HOST:]PORT",

@@ -1,10 +1,11 @@
-"""The interface to communication, and what the package's own transports have in common.
+"""The interface to communication, and the base classes of the package's own transports.
 
-A `Collectives` is one communicator, whatever moves its bytes: a fixed set of ranks with its own total order of
-operations. Every operation is asynchronous and returns a `Pending`; nothing blocks without a deadline. Where a
-transport can form its groups anew it is an `ElasticCollectives`. `Communicator` and `ElasticCommunicator` are the base
-of transports: names, failures that stick, forks, and splits. They hand out `Operation` objects, which know their own
-deadline, so that nobody needs to wait on them for a late peer to be noticed.
+A `Collectives` is one communicator, whatever moves its bytes: a fixed set of ranks with one total order of operations.
+Every operation is asynchronous and returns a `Pending`; nothing blocks without a deadline. A transport that can form
+its groups again is an `ElasticCollectives`. `Communicator` and `ElasticCommunicator` are the base classes of
+transports: they handle names, forks, splits, and failures, which last until the groups are formed again. Transports
+return `Operation` objects, which know their own deadline, so that a late peer is noticed even if nobody waits for the
+operation.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ from lightning_async.membership.generation import Generation
 
 T = TypeVar("T")
 
+# Longest wait between two looks at an operation whose transport reports nothing by itself.
 _POLL_S = 0.005
 _SOURCE = re.compile(r"\[[^\[\]\s]+\.(cc|cpp|h|hpp):\d+\]\s*")
-"""Where in a library's source an error was raised: of no use to who reads it."""
+"""Place in a library's source where an error was raised; removed, because it does not help a reader."""
 
 
 @dataclass(frozen=True)
 class Where:
-    """A communicator in one generation, for keys and messages."""
+    """A communicator in one generation, for keys and messages.
+
+    Args:
+        name: Path of the communicator.
+        generation: Generation, with the members of the communicator.
+    """
 
     name: str
     generation: Generation
@@ -55,9 +62,14 @@ class Where:
 class Operation(Generic[T]):
     """A `Pending` that its transport completes or fails, once, from any thread.
 
-    ``on_expire`` is called once, from whichever thread notices that the deadline has passed: the transport breaks the
-    communicator off there. ``poll``, for transports without a completion callback, completes or fails the operation
-    when the transport has ended it; `done` calls it, and who waits.
+    Args:
+        where: Communicator.
+        kind: Name of the operation, for messages.
+        seq: Sequence number of the operation.
+        timeout: Deadline of the operation.
+        on_expire: Called once, by the thread that notices the deadline; breaks the communicator off.
+        poll: Completes or fails the operation once the transport has ended it, for transports without callbacks. `done`
+            calls it, and so does a thread that waits. Default: None.
     """
 
     late: type[CollectiveTimeout] = CollectiveTimeout
@@ -79,9 +91,9 @@ class Operation(Generic[T]):
         self.started = time.monotonic()
         self.poll = poll
         self.poll_s = _POLL_S
-        self.told = False  # the transport completes it by itself, and `poll` is for what goes wrong: no hurry
+        self.told = False  # whether the transport completes it by itself, so that `poll` only looks for errors
         self.sleep: Callable[[float], object] = self.ended_in
-        """Waits for so many seconds at most, until there is something to `poll`."""
+        """Waits for these seconds at most, until there may be something to `poll`."""
         self._on_expire = on_expire
         self._ended = threading.Event()
         self._lock = threading.Lock()
@@ -92,10 +104,11 @@ class Operation(Generic[T]):
         return f"{self.where}: {self.kind} #{self.seq}"
 
     def elapsed_s(self) -> float:
+        """Return the seconds since the operation began."""
         return time.monotonic() - self.started
 
     def complete(self, value: T) -> bool:
-        """End well; return False where it had ended already."""
+        """End the operation with a value; return False if it had ended already."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -104,7 +117,7 @@ class Operation(Generic[T]):
             return True
 
     def fail(self, error: CollectiveError) -> bool:
-        """End badly; return False where it had ended already."""
+        """End the operation with an error; return False if it had ended already."""
         with self._lock:
             if self._ended.is_set():
                 return False
@@ -113,15 +126,17 @@ class Operation(Generic[T]):
             return True
 
     def failure(self, error: Exception) -> CollectiveError:
+        """Return the error for an exception of the transport."""
         kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
         said = _SOURCE.sub("", str(error).split("\n", 1)[0]).rstrip(".")
         return kind(f"{self} failed after {self.elapsed_s():.2f} s: {said}. {self.remedy}")
 
     def ended(self) -> bool:
-        """Return `done`, without polling or looking at the deadline."""
+        """Return whether the operation has ended, without polling or checking the deadline."""
         return self._ended.is_set()
 
     def ended_in(self, seconds: float) -> bool:
+        """Wait for these seconds at most; return whether the operation has ended."""
         return self._ended.wait(seconds)
 
     def done(self) -> bool:
@@ -132,7 +147,7 @@ class Operation(Generic[T]):
         return self._ended.is_set()
 
     def wait(self, timeout: timedelta) -> bool:
-        # The own deadline may come first; waiting past it would notice a late peer later than promised.
+        # The operation's own deadline may come first: to wait longer would notice a late peer too late.
         until = min(time.monotonic() + max(timeout.total_seconds(), 0.0), self.started + self.timeout.total_seconds())
         self._sleep_until(until)
         return self.done()
@@ -152,6 +167,7 @@ class Operation(Generic[T]):
             f"{self} did not complete within {limit.total_seconds():g} s (waited {self.elapsed_s():.2f} s). A peer is "
             f"late, stopped or gone. {self.remedy}"
         )
+        # Only the first to notice breaks off: another thread may have ended the operation just now.
         if self.fail(error):
             self._on_expire(error)
 
@@ -166,6 +182,7 @@ class Operation(Generic[T]):
             left = until - time.monotonic()
             if self._ended.is_set() or left <= 0:
                 return
+            # Waits grow with the operation's age, so that a result is seen at most a tenth of its time too late.
             soon = self.poll_s if self.told else max(0.1 * self.elapsed_s(), self.poll_s / 25)  # a tenth late, at most
             self.sleep(min(soon, self.poll_s, left))
 
@@ -175,12 +192,17 @@ E = TypeVar("E", bound="ElasticCommunicator")
 
 
 class Communicator(abc.ABC, Generic[C]):
-    """A communicator without the operations that move bytes; its methods do, and raise, what `Collectives` says."""
+    """A communicator without the operations that move bytes. Methods behave as `Collectives` says.
+
+    Args:
+        where: Name, and first generation.
+        timeout: Deadline of each operation.
+    """
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
         self._where = where
         self._timeout = timeout
-        self._among: frozenset[str] | None = None  # the names a split was made for, here now or not
+        self._among: frozenset[str] | None = None  # stable ids that a split was made for, members now or not
         self._branches: list[C] = []
         self._names: set[str] = set()
         self._seq = 0
@@ -226,14 +248,15 @@ class Communicator(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _child(self, where: Where, timeout: timedelta) -> C:
-        """Make a branch."""
+        """Return a new branch."""
 
     def _take(self, name: str) -> str:
-        """Return the path of a new branch. A split takes its name on the ranks outside of it, too."""
+        """Return the path of a new branch; a split takes its name also on ranks outside of it."""
         self._check_usable()
         path = f"{self.name}/{name}"
         if path in self._names:
             raise ValueError(f"{self._where}: there is a fork or split '{path}' already.")
+        # Also on ranks outside of a split: all ranks must refuse the same names.
         self._names.add(path)
         return path
 
@@ -258,7 +281,7 @@ class Communicator(abc.ABC, Generic[C]):
 
 
 class CommunicatorWrapper:
-    """A class around another communicator, ``inner``, which says of itself what that says."""
+    """A base class for a wrapper of another communicator, ``inner``, with the same name, members and timeout."""
 
     inner: Any
 
@@ -286,8 +309,8 @@ class CommunicatorWrapper:
 class ElasticCommunicator(Communicator[E]):
     """An `ElasticCollectives` without the operations that move bytes.
 
-    After a failure every operation raises, until `reconfigure` of the root. Branches are independent of each other and
-    of the root in this; `abort` and `reconfigure` take them along.
+    After a failure, every operation raises until `reconfigure` of the root. A failure of a branch does not concern the
+    root or other branches; `abort` and `reconfigure` include all branches.
     """
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
@@ -311,13 +334,19 @@ class ElasticCommunicator(Communicator[E]):
             branch.abort()
 
     def reconfigure(self, generation: Generation) -> None:
-        """Do as `ElasticCollectives` says; raise ValueError for another member's, or an older, generation."""
+        """Form the groups of a generation, see `ElasticCollectives.reconfigure`.
+
+        Raises:
+            ValueError: The generation belongs to another member, or is not newer than the present one.
+            CollectiveError: The communicator is closed, or forming the groups failed.
+        """
         if generation.name != self.generation.name:
             raise ValueError(f"{self._where}: {generation} is not for this member, '{self.generation.name}'.")
         if generation.number <= self.generation.number:
             raise ValueError(f"{self._where}: {generation} is not newer than the present generation.")
         if self._closed:
             raise CollectiveError(f"{self._where}: closed.")
+        # Operations of the old generation must not wait for members that are gone.
         self.abort()
         self._renew(generation)
         self.open()
@@ -325,16 +354,17 @@ class ElasticCommunicator(Communicator[E]):
     def _check_usable(self) -> None:
         super()._check_usable()
         if self._failure is not None:
+            # A fresh error for each call, of the first one's kind, so that its cause is not lost.
             kind = CollectiveTimeout if isinstance(self._failure, CollectiveTimeout) else CollectiveError
             raise kind(f"{self._where}: unusable since an earlier failure. It was: {self._failure}")
 
     @abc.abstractmethod
     def _fail(self, error: CollectiveError) -> None:
-        """Break this communicator off: set `_failure`, unless it is set, and fail everything pending."""
+        """Break this communicator off: set `_failure`, unless it is set, and fail all pending operations."""
 
     @abc.abstractmethod
     def _enter(self, where: Where) -> None:
-        """Drop what belongs to the old generation and set `_where`."""
+        """Drop everything of the old generation, and set `_where`."""
 
     def _renew(self, generation: Generation) -> None:
         here = generation if self._among is None else generation.only(self._among)
@@ -360,19 +390,22 @@ class Pending(Protocol[T_co]):
     """An operation under way. Its tensors must not be touched until it is done."""
 
     def done(self) -> bool:
-        """Return whether it has ended, well or badly. Never blocks."""
+        """Return whether the operation has ended, with a result or an error; never blocks."""
         ...
 
     def wait(self, timeout: timedelta) -> bool:
-        """Block for at most ``timeout`` and return `done`. Neither raises for, nor cancels, the operation."""
+        """Block for at most ``timeout``, and return `done`; neither raises the operation's error nor cancels it."""
         ...
 
     def result(self, timeout: timedelta | None = None) -> T_co:
-        """Return the operation's result; wait until the deadline (default: the communicator's own timeout).
+        """Return the operation's result; wait for it until the deadline.
+
+        Args:
+            timeout: Longest wait. Default: None, the communicator's own timeout.
 
         Raises:
-            CollectiveTimeout: the deadline passed; the communicator must be reconfigured.
-            CollectiveError: the operation failed (a peer died, the group was aborted).
+            CollectiveTimeout: The deadline has passed; the communicator must be reconfigured.
+            CollectiveError: The operation failed, because a peer died or the group was aborted.
         """
         ...
 
@@ -380,14 +413,14 @@ class Pending(Protocol[T_co]):
 class Collectives(Protocol):
     """One communicator. All ranks call the same operations in the same order, from one thread at a time.
 
-    Operations work in place on contiguous tensors where that makes sense, keep a reference to their tensors
-    until they are done, and count a sequence number for messages. Sizes and dtypes must agree between
-    ranks; callers compare them beforehand, because some transports abort the process if they differ.
+    Operations work in place on contiguous tensors if possible, keep a reference to their tensors until they are done,
+    and count a sequence number for messages. Sizes and dtypes must agree between ranks. Callers compare them
+    beforehand, because some transports abort the process if they differ.
     """
 
     @property
     def rank(self) -> int:
-        """The rank in this generation, as `world_size` is: to be asked, not kept, where groups can be formed anew."""
+        """The rank in this generation; like `world_size`, it changes when groups are formed again."""
         ...
 
     @property
@@ -395,7 +428,7 @@ class Collectives(Protocol):
 
     @property
     def name(self) -> str:
-        """Path of forks and splits, ``"world/payload"``, for messages and for keys in the store."""
+        """Path of forks and splits, such as ``"world/payload"``, for messages and for keys in the store."""
         ...
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
@@ -407,76 +440,93 @@ class Collectives(Protocol):
         ...
 
     def all_to_all(self, buffer: Tensor, out: Tensor | None = None) -> Pending[Tensor]:
-        """Send row ``i`` of ``buffer`` to rank ``i``; row ``j`` of the result came from rank ``j``.
+        """Send row ``i`` of ``buffer`` to rank ``i``; row ``j`` of the result comes from rank ``j``.
 
-        ``out``: where to, not ``buffer``; by default a new tensor.
+        Args:
+            buffer: One row for each rank.
+            out: Tensor for the result, which must not be ``buffer``. Default: None, a new tensor.
         """
         ...
 
     def broadcast(self, buffer: Tensor, src: int = 0) -> Pending[Tensor]:
-        """Overwrite ``buffer`` with rank ``src``'s."""
+        """Overwrite ``buffer`` with that of rank ``src``."""
         ...
 
     def barrier(self) -> Pending[None]:
-        """Be done when every rank has called it."""
+        """Return an operation that is done once every rank has called this."""
         ...
 
     def fork(self, name: str, timeout: timedelta | None = None) -> Collectives:
-        """Make a communicator over the same ranks with an order of its own. All ranks fork in the same order.
+        """Return a new communicator over the same ranks, with an order of its own. All ranks fork in the same order.
 
-        It is opened at once where this one is open.
+        The fork is opened at once if this communicator is open.
+
+        Args:
+            name: Name of the fork.
+            timeout: Deadline of its operations. Default: None, the same as here.
 
         Raises:
-            ValueError: the name is taken.
-            CollectiveError: this communicator is closed or has failed.
+            ValueError: The name is taken.
+            CollectiveError: This communicator is closed or has failed.
         """
         ...
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """Return a copy of ``buffer`` in memory that this communicator moves best, now and in later
-        generations, or ``buffer`` itself where all memory is alike.
+        """Return a copy of ``buffer`` in memory that this communicator moves fastest, also in later generations.
+
+        Return ``buffer`` itself if all memory is alike.
         """
         ...
 
     def open(self) -> None:
-        """Form what the communicator and its forks need, with all ranks: now, not at the first operation.
+        """Form the groups of this communicator and its forks, with all ranks, without waiting for the first operation.
 
         Raises:
-            CollectiveTimeout: members are missing at the deadline; names them.
-            CollectiveError: closed, failed, aborted, or the store is out of reach.
+            CollectiveTimeout: Members are missing at the deadline; the message names them.
+            CollectiveError: The communicator is closed, failed or aborted, or the store cannot be reached.
         """
         ...
 
     def close(self) -> None:
-        """Release the communicator and its forks. Never blocks on a peer; idempotent."""
+        """Release the communicator and its forks; never blocks on a peer; idempotent."""
         ...
 
 
 @runtime_checkable
 class ElasticCollectives(Collectives, Protocol):
-    """Collectives whose groups can be broken off and formed anew. Torch can, plain Horovod cannot."""
+    """Collectives whose groups can be broken off and formed again. torch's can, plain Horovod's cannot."""
 
     @property
     def generation(self) -> Generation:
-        """The present members by name."""
+        """The present members by stable id."""
         ...
 
     def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> ElasticCollectives | None:
-        """Make a communicator over some of the ranks, numbered in this order; None for a rank outside of it.
+        """Return a new communicator over some of the ranks, numbered in this order; None on a rank outside of it.
 
-        All ranks call it alike, those outside too, in the same order as forks. It goes on with the members that are
-        left when groups are formed anew. Raises as `fork` does, and ValueError for no ranks, or such that are not here.
+        All ranks call this with the same arguments, also those outside, in the same order as forks. When groups are
+        formed again, the split continues with its live members.
+
+        Args:
+            ranks: Ranks of the new communicator.
+            name: Name of the split.
+            timeout: Deadline of its operations. Default: None, the same as here.
+
+        Raises:
+            ValueError: The name is taken, or there are no ranks, or a rank is not in this communicator.
+            CollectiveError: This communicator is closed or has failed.
         """
         ...
 
     def reconfigure(self, generation: Generation) -> None:
-        """Abort what is pending here and in all forks, and form the groups of ``generation``; of the
-        root only. Blocks until the members have; raises as `open` does.
+        """Abort all pending operations here and in all forks, and form the groups of ``generation``.
+
+        Must be called on the root. Blocks until all members have done so; raises as `open` does.
         """
         ...
 
     def abort(self) -> None:
-        """Fail everything pending, here and in all forks, at once, on this rank; peers notice by themselves."""
+        """Fail all pending operations at once, here and in all forks, on this rank; peers notice by themselves."""
         ...
 
 
@@ -486,11 +536,11 @@ NATIVE = frozenset(
         torch.int8, torch.uint8, torch.int32, torch.int64,
     }
 )  # fmt: skip
-"""What torch's Gloo, NCCL and MPI reduce alike. Gloo's bool sum would store a 2; its int16 does not exist."""
+"""Dtypes that torch's Gloo, NCCL and MPI all reduce. Gloo's sum of bools would store a 2, and it has no int16."""
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """Raise ValueError unless the transport can work on the tensor's memory in place."""
+    """Raise ValueError unless a transport can work on the tensor's memory in place."""
     if not buffer.is_contiguous():
         raise ValueError(f"collectives work in place on contiguous tensors; got strides {buffer.stride()}.")
     if (buffer.requires_grad and not buffer.is_leaf) or buffer.is_sparse:
@@ -498,15 +548,14 @@ def check_buffer(buffer: Tensor) -> None:
 
 
 def check_rows(buffer: Tensor, world_size: int) -> None:
-    """Raise ValueError unless the buffer has one row per rank."""
+    """Raise ValueError unless the buffer has one row for each rank."""
     check_buffer(buffer)
     if buffer.dim() == 0 or buffer.shape[0] != world_size:
         raise ValueError(f"the first dimension must be world_size={world_size}; got shape {tuple(buffer.shape)}.")
 
 
 def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
-    """Return ``out``, or a new tensor, with one row like ``row`` per rank; raise ValueError where ``out`` is unlike
-    that."""
+    """Return ``out``, or a new tensor, with one row like ``row`` for each rank; raise ValueError if ``out`` differs."""
     shape = (world_size, *row.shape)
     if out is None:
         return row.new_empty(shape)
@@ -519,20 +568,21 @@ def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """Return a flat uint8 view of the same memory, for operations that only move."""
+    """Return a flat uint8 view of the same memory, for operations that only move bytes."""
     return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def reducible(
     buffer: Tensor, op: ReduceOp, native: frozenset[torch.dtype] = NATIVE
 ) -> tuple[Tensor, ReduceOp, Callable[[Tensor], None]]:
-    """Return what to reduce in place of ``buffer``: ``(wire, op, narrow)``; ``narrow(wire)`` writes the result back.
+    """Return a tensor to reduce in place of ``buffer``, the operation, and a function that writes the result back.
 
-    Bools are reduced as bytes (SUM and MAX are "any", MIN is "all"), complex numbers as pairs of reals, types that
-    are not ``native`` to the backend as fp32 or int64.
+    Bools are reduced as bytes (SUM and MAX mean "any", MIN means "all"), complex numbers as pairs of real numbers, and
+    types that are not ``native`` to the backend as fp32 or int64.
     """
     flat = buffer.detach().reshape(-1)
     if flat.dtype is torch.bool:
+        # As bytes, because a sum of bools may store a 2.
         flat = flat.view(torch.uint8)
         op = ReduceOp.MAX if op is ReduceOp.SUM else op
     elif flat.is_complex():
@@ -549,7 +599,7 @@ def reducible(
 
 
 def sum_rows(rows: Tensor, op: ReduceOp) -> Tensor:
-    """Reduce over the first dimension, one row after the other; half types in fp32, rounded once."""
+    """Reduce over the first dimension, one row after the other; half types are summed in fp32, and rounded once."""
     half = rows.is_floating_point() and rows.element_size() < 4
     if rows.dtype is torch.bool:
         return rows.all(0) if op is ReduceOp.MIN else rows.any(0)

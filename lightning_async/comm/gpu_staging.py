@@ -1,4 +1,4 @@
-"""Collectives for a GPU's tensors over a transport that moves the host's memory only."""
+"""Collectives for tensors of a GPU, over a transport that moves memory of the host only."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ T = TypeVar("T")
 
 
 class StagedCollectives(CommunicatorWrapper):
-    """Moves a device's tensors through pinned memory of the host; an `ElasticCollectives`.
+    """An `ElasticCollectives` that moves a device's tensors through pinned memory of the host.
 
-    The GPU's copy engines do the copies, in the order of the stream that is current: a thread with a stream of its own
-    disturbs no other. Submitting an operation waits until its tensor is in the host's memory; the way back is queued
-    when its result is taken. ``inner`` is the transport; nobody else uses it.
+    The GPU's copy engines make the copies, in the order of the current stream; a thread with a stream of its own
+    disturbs no other. Submitting an operation waits until its tensor is in the host's memory. The way back is queued
+    when the result is taken.
+
+    Args:
+        inner: Transport, which nothing else uses.
+        device: Device of the tensors.
     """
 
     def __init__(self, inner: ElasticCollectives, device: torch.device) -> None:
@@ -84,9 +88,10 @@ class StagedCollectives(CommunicatorWrapper):
     def _to_host(self, buffer: Tensor) -> Tensor:
         check_buffer(buffer)
         host = self._host_namespace(buffer)
+        # Queued on the current stream, after the kernels that compute the buffer.
         host.copy_(buffer.detach(), non_blocking=True)
         if self.device.type == "cuda":
-            copied = torch.cuda.Event(blocking=True)  # else waiting for it would take a core
+            copied = torch.cuda.Event(blocking=True)  # otherwise the wait would keep a core busy
             copied.record(torch.cuda.current_stream(self.device))
             copied.synchronize()
         return host
@@ -101,7 +106,7 @@ def _back(device: Tensor, host: Tensor) -> Tensor:
 
 
 class _Landing(Generic[T]):
-    """An operation whose result goes back to the device when it is taken, once."""
+    """An operation whose result is copied back to the device when it is first taken."""
 
     def __init__(self, inner: Pending[T], land: Callable[[T], T]) -> None:
         self._inner = inner
@@ -116,6 +121,7 @@ class _Landing(Generic[T]):
 
     def result(self, timeout: timedelta | None = None) -> T:
         value = self._inner.result(timeout)
+        # Several callers may take the result, but it is copied back once.
         if not self._landed:
             self._landed.append(self._land(value))
         return self._landed[0]

@@ -1,4 +1,4 @@
-"""Settings that only NCCL needs: how its communicators connect, and memory that they know."""
+"""Settings that only NCCL needs: how its communicators connect, and memory that is registered with them."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from lightning_async.membership.store import Store
 log = logging.getLogger(__name__)
 
 
-_UNREGISTERED = "NCCL moves memory that it does not know, which may cost it a copy and more of the GPU: %s"
+_UNREGISTERED = "NCCL moves memory that is not registered with it, which may cost a copy and more of the GPU: %s"
 _VARIABLES = {
-    # Timeouts are ours; torch's watchdog would end the process.
+    # This package has timeouts of its own; torch's watchdog would end the process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     # When a peer breaks off, torch's watchdog would otherwise wait a minute for a dump that no default group writes,
-    # and whoever destroys the group waits for the watchdog.
+    # and destroying the group waits for the watchdog.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1",
-    # Connect when the group is formed: at its first use, the call would wait for the peers, and no deadline end it.
+    # Connect when the group is formed: a connection at the first use would wait for peers without a deadline.
     "NCCL_RUNTIME_CONNECT": "0",
 }
 
 
 def set_variables() -> None:
-    """Set what NCCL and torch read before the first communicator of this process, unless the user has set it."""
+    """Set variables that NCCL and torch read before a process's first communicator, unless the user has."""
     for name, value in _VARIABLES.items():
         os.environ.setdefault(name, value)
 
 
 def connect(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
-    """Return torch's process group object, connected where ``device`` is given."""
+    """Return torch's process group object, connected at once if ``device`` is given."""
     set_variables()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -49,10 +49,10 @@ def connect(store: Store, where: Where, timeout: timedelta, device: torch.device
 
 
 class RegisteredMemory:
-    """A pool of memory from NCCL's allocator, registered with each communicator that is to move it: without copies.
+    """A pool of memory from NCCL's allocator that is registered with each communicator that moves it, to save copies.
 
-    It outlives communicators: after a failure the next generation's are told of the same memory. Registering changes no
-    result. Where torch, NCCL or the driver cannot, memory stays as it is, with one INFO line that says why.
+    The pool outlives communicators: after a failure, it is registered with those of the next generation. Registration
+    changes no result. If torch, NCCL or the driver cannot do it, memory stays as it is, and one INFO line says why.
 
     Source: "user buffer registration" in NCCL's user guide, through `torch.cuda.MemPool`.
     """
@@ -61,7 +61,7 @@ class RegisteredMemory:
         self._pool: Any = None
 
     def copy(self, pg: Any, buffer: Tensor) -> Tensor:
-        """Return a copy of ``buffer`` in memory registered with ``pg``, or itself where there can be none."""
+        """Return a copy of ``buffer`` in memory registered with ``pg``, or ``buffer`` itself if there can be none."""
         try:
             pool = self._pool or torch.cuda.MemPool(pg.mem_allocator)
             with torch.cuda.use_mem_pool(pool, buffer.device):
@@ -74,7 +74,7 @@ class RegisteredMemory:
         return out
 
     def register(self, pg: Any) -> None:
-        """Make a communicator know the pool, where there is one; what it knows already does no harm."""
+        """Register the pool with a communicator, if there is a pool; repeated registration does no harm."""
         if self._pool is None:
             return
         try:

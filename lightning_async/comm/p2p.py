@@ -1,13 +1,15 @@
-"""Channels between two processes, in turns; here over shared memory, for two processes of one host.
+"""Channels between two processes that take turns; here through shared memory, for two processes of one host.
 
     the process that dials                              the process that answers
     fills `outgoing`, `send`     --- header, bytes ---> `receive`, reads `incoming`
     `receive`, reads `incoming`  <--- header, bytes --- fills `outgoing`, `send`
 
-`PeerChannel` is one end, whatever carries it; `Dial` is the way to a peer, and has the first turn. Who has the turn has
-both memories. A channel that has missed a deadline is closed, and dialled again. `ShmChannel`'s memory is an anonymous
-file that is handed over: no name of it is left behind, and it cannot shrink while somebody reads it. The kernel closes
-the socket with its process, so a death is noticed at once.
+`PeerChannel` is one end of a channel, whatever carries it. `Dial` makes channels to one peer, and has the first turn.
+The end whose turn it is may use both memories. A channel that has missed a deadline is closed, and dialled again.
+
+The memory of `ShmChannel` is an anonymous file that is handed over: no name of it can be left behind, and it cannot
+shrink while a process reads it. The kernel closes the socket together with its process, so that a death is noticed at
+once.
 """
 
 from __future__ import annotations
@@ -32,66 +34,75 @@ from torch import Tensor
 from lightning_async._sockets import unshared
 from lightning_async.errors import ChannelTimeout, PeerLost
 
-LONGEST = 1 << 15  # bytes of a header
+LONGEST = 1 << 15  # largest number of bytes of a header
 
 
 @runtime_checkable
 class PeerChannel(Protocol):
-    """One end of a channel. All but `break_off` is called by one thread at a time."""
+    """One end of a channel. All methods except `break_off` are called by one thread at a time."""
 
     @property
     def peer(self) -> str:
-        """The other end's name, for messages."""
+        """Name of the other end, for messages."""
         ...
 
     @property
     def outgoing(self) -> Tensor:
-        """uint8, to be filled before `send`."""
+        """Memory to fill before `send`, uint8."""
         ...
 
     @property
     def incoming(self) -> Tensor:
-        """uint8, what `receive` has received; until the next `send`."""
+        """Memory that `receive` has filled, uint8; valid until the next `send`."""
         ...
 
     @property
     def shares_memory(self) -> bool:
-        """Whether `outgoing` is the peer's `incoming`: nothing is moved."""
+        """Whether `outgoing` is the peer's `incoming`, so that no bytes are moved."""
         ...
 
     def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
-        """Send a header, and ``size`` bytes of `outgoing`; it is the peer's turn then. Does not wait for it.
+        """Send a header, and ``size`` bytes of `outgoing`, without waiting for the peer, whose turn it is then.
 
-        An ``at`` in the header says where these bytes begin, here and in the peer's `incoming`; else at 0.
+        Args:
+            header: JSON values. An entry ``at`` says at which offset the bytes begin, here and in the peer's
+                `incoming`.
+            size: Number of bytes. Default: 0.
+            timeout_s: Longest wait for room in the channel, in seconds. Default: 60.
 
         Raises:
-            ValueError: the header is too long, or there is less memory.
-            PeerLost, ChannelTimeout: the peer is known to be gone, or has no room in time; else `receive` says so.
+            ValueError: The header is too long, or there is less memory.
+            PeerLost: The peer is known to be gone; otherwise `receive` raises this.
+            ChannelTimeout: The channel has no room in time.
         """
         ...
 
     def receive(self, timeout_s: float | None = 60.0) -> tuple[dict[str, Any], int]:
-        """Return the peer's header, and how many bytes have come to `incoming`.
+        """Return the peer's header, and the number of bytes that it has sent to `incoming`.
+
+        Args:
+            timeout_s: Longest wait, in seconds. None: as long as the peer lives. Default: 60.
 
         Raises:
-            ChannelTimeout: nothing has come in time (None: as long as the peer lives); the channel is broken.
-            PeerLost: the peer is gone, or has said what is none of this job's.
+            ChannelTimeout: Nothing has come in time; the channel is broken.
+            PeerLost: The peer is gone, or has sent a message that is not of this job.
         """
         ...
 
     def break_off(self) -> None:
-        """Fail what waits in this channel, here and at the peer; any thread may call it."""
+        """Fail all waits in this channel, here and at the peer. Any thread may call this."""
         ...
 
     def close(self) -> None:
-        """Give back the connection and the channel's own memory; idempotent. What was not received may be lost."""
+        """Give back the connection and the channel's memory; idempotent. Bytes not yet received may be lost."""
         ...
 
 
 class Dial(Protocol):
-    """The place of a peer, and the memory for talking to it, which outlives any one channel.
+    """A maker of channels to one peer, with memory that outlives each channel.
 
-    What lies in `outgoing` is there until it is written to: after a peer's death it is sent again to the next one.
+    The contents of `outgoing` stay until they are overwritten: after a peer's death they are sent again to the next
+    process.
     """
 
     @property
@@ -101,7 +112,7 @@ class Dial(Protocol):
     def incoming(self) -> Tensor: ...
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """Return a new channel with this memory, as the one before is closed; raise PeerLost where nobody is there."""
+        """Return a new channel with this memory, once the last one is closed; raise PeerLost without an answer."""
         ...
 
     def close(self) -> None:
@@ -110,7 +121,12 @@ class Dial(Protocol):
 
 
 class CheckedDial:
-    """A dial that calls ``check`` with the error where nobody is there; that raises where nobody will be any more."""
+    """A dial that calls a function with the error if no peer answers.
+
+    Args:
+        dial: The dial.
+        check: Called with the error; raises if no peer will ever answer.
+    """
 
     def __init__(self, dial: Dial, check: Callable[[PeerLost], None]) -> None:
         self._dial = dial
@@ -136,12 +152,20 @@ class CheckedDial:
 
 
 def nobody_listens(error: BaseException) -> bool:
-    """Return whether a dial has failed because nothing listens there any more: not late, nor out of reach."""
+    """Return whether a dial has failed because no process listens there any more, not because of a delay."""
     return isinstance(error.__cause__, ConnectionRefusedError)
 
 
 def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
-    """Return a header as it travels, with the number of bytes that go along; ValueError where they are too many.
+    """Return a header as it travels, with the number of bytes that follow.
+
+    Args:
+        header: The header.
+        size: Number of bytes.
+        room: Number of bytes of the memory.
+
+    Raises:
+        ValueError: There are more bytes than memory, or the header is too long.
 
     >>> unpacked(packed({"version": 3}, 8, room=8), "a", room=8)
     ({'version': 3}, 8)
@@ -156,7 +180,7 @@ def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
 
 
 def unpacked(data: bytes, peer: str, room: int) -> tuple[dict[str, Any], int]:
-    """Return what `packed` was given; raise `PeerLost` where that is none of this job's."""
+    """Return header and size that `packed` was given; raise PeerLost if the bytes are no message of this job."""
     try:
         size, header = json.loads(data)
     except (ValueError, TypeError, RecursionError):
@@ -173,16 +197,20 @@ def unpacked(data: bytes, peer: str, room: int) -> tuple[dict[str, Any], int]:
     return header, size
 
 
+# Seconds within which a process that has dialled must send its first message.
 _HELLO_S = 10.0
-_ANSWER_S = 0.0003  # to sleep, and to be woken, takes a tenth of that
+_ANSWER_S = 0.0003  # seconds for which to poll before sleeping; to sleep and wake up takes a tenth of that
 _BACKLOG = 128
 _USER = struct.Struct("3i")
 
 
 class Memory:
-    """An anonymous file, mapped: all of it is there before it is first written to.
+    """An anonymous file, mapped; all of its memory is there before it is first written to.
 
-    By default the file is new; ``size`` None takes what the file has. ``name`` is shown by the system's tools.
+    Args:
+        size: Number of bytes; None: that of the file.
+        descriptor: Descriptor of the file. Default: -1, a new file.
+        name: Name for the system's tools.
     """
 
     def __init__(self, size: int | None, descriptor: int = -1, name: str = "lightning_async") -> None:
@@ -191,19 +219,20 @@ class Memory:
         try:
             if size is not None and size != os.fstat(self.descriptor).st_size:
                 os.ftruncate(self.descriptor, size)
-                os.posix_fallocate(self.descriptor, 0, size)  # an error here, where a write would be a signal
+                os.posix_fallocate(self.descriptor, 0, size)  # raises without memory; a later write would be fatal
             mapping = mmap.mmap(self.descriptor, 0)
         except BaseException:
             os.close(self.descriptor)
             raise
-        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)  # holds the mapping as long as it lives
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)  # keeps the mapping
 
     def seal(self) -> None:
-        """Let nobody change the size from now on: a read cannot end in a signal."""
+        """Fix the size, so that no process can shrink the file while another reads it, which would kill the reader."""
         fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
 
     @property
     def sealed(self) -> bool:
+        """Whether the size is fixed."""
         return fcntl.fcntl(self.descriptor, fcntl.F_GET_SEALS) & _SEALS == _SEALS
 
     def close(self) -> None:
@@ -220,7 +249,12 @@ _SEALS = getattr(fcntl, "F_SEAL_SHRINK", 2) | getattr(fcntl, "F_SEAL_GROW", 4) |
 class ShmChannel:
     """One end of a channel through shared memory; a `PeerChannel`.
 
-    With ``asks`` this end is answered at once: it polls for so long as an answer takes that is worth no sleep.
+    Args:
+        sock: Socket that carries headers.
+        peer: Name of the peer.
+        outgoing: Memory of this end.
+        incoming: Memory of the other end.
+        asks: Whether this end expects answers at once, so that it polls for a moment before it sleeps. Default: False.
     """
 
     shares_memory = True
@@ -267,8 +301,9 @@ class ShmChannel:
                 raise self._lost(f"is gone ({error.strerror})") from error
             now = time.monotonic()
             left = None if timeout_s is None else began + timeout_s - now
+            # Polling first: an answer often comes sooner than this thread could sleep and be woken.
             if now - began < self._looks_s:
-                os.sched_yield()  # whoever has work to do goes first
+                os.sched_yield()  # other processes of this core, such as the peer, may run first
             elif left is not None and left <= 0:
                 self.break_off()
                 raise ChannelTimeout(
@@ -284,14 +319,23 @@ class ShmChannel:
 
 
 class ShmDial:
-    """The place where a peer of this host listens, and the memory for talking to it; a `Dial`. OSError for no
-    memory."""
+    """A `Dial` of a peer on this host, through shared memory.
+
+    Args:
+        name: Name under which the peer listens.
+        outgoing_bytes: Number of bytes for messages to the peer.
+        incoming_bytes: Number of bytes for messages from the peer.
+
+    Raises:
+        OSError: There is no memory.
+    """
 
     def __init__(self, name: str, outgoing_bytes: int, incoming_bytes: int) -> None:
         self.name = name
         self._sizes = (outgoing_bytes, incoming_bytes)
         first, second = (_whole_pages(size) for size in self._sizes)
         self._memory = Memory(first + second, name="lightning_async-channel")
+        # The peer refuses memory whose size may change.
         self._memory.seal()
         self.outgoing, self.incoming = _halves(self._memory, self._sizes)
 
@@ -314,8 +358,10 @@ class ShmDial:
 
 
 def listen(name: str | None = None) -> tuple[socket.socket, str]:
-    """Return a socket for `answer`, and the name to dial, which is gone with the last process that has the socket
-    open."""
+    """Return a socket that listens, and the name to dial.
+
+    The name is gone when the last process that has the socket open is gone.
+    """
     name = name or f"lightning_async-{secrets.token_hex(8)}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -328,9 +374,14 @@ def listen(name: str | None = None) -> tuple[socket.socket, str]:
 
 
 def answer(sock: socket.socket, peer: str) -> ShmChannel:
-    """Return the channel that somebody has dialled, over a socket that a listening one has accepted.
+    """Return the channel for a process that has dialled.
 
-    Raises PeerLost where it is of another user, or has handed over no memory within ten seconds.
+    Args:
+        sock: Socket that the listening one has accepted.
+        peer: Name of the peer, for messages.
+
+    Raises:
+        PeerLost: The peer belongs to another user, or has handed over no memory within ten seconds.
     """
     descriptors: list[int] = []
     try:
@@ -342,11 +393,12 @@ def answer(sock: socket.socket, peer: str) -> ShmChannel:
             raise ValueError("it has handed over no memory")
         memory = Memory(None, descriptors.pop())
         try:
+            # An unsealed file could shrink while it is read, which would kill this process.
             if not memory.sealed or memory.bytes.numel() != sum(map(_whole_pages, sizes)):
                 raise ValueError("its memory is not what it says")
             theirs, ours = _halves(memory, sizes)
         finally:
-            memory.close()  # the mapping is what counts
+            memory.close()  # closes the descriptor; the mapping stays
         return ShmChannel(sock, peer, ours, theirs)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         sock.close()
@@ -368,7 +420,7 @@ def _halves(memory: Memory, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _whole_pages(size: int) -> int:
-    """Round up to pages, one at least: each direction begins at a page, and nothing cannot be mapped."""
+    """Return the size rounded up to whole pages, at least one: each direction begins at a page, and is never empty."""
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 

@@ -1,12 +1,13 @@
-"""Channels between two processes anywhere: each is a group of Gloo's of its own, of two ranks; see `PairDial`.
+"""Channels between two processes on any hosts: each is a Gloo group of its own, with two ranks; see `PairDial`.
 
-    who sends                                    who receives
-                                    <----------  has memory ready for bytes and for a head, before it is asked to
-    bytes, head: at once, in order  ---------->  a head: what it is, and how many bytes there are; these are there then
+    the end that sends                           the end that receives
+                                    <----------  has memory ready for bytes and for a head, before they come
+    bytes, head: at once, in order  ---------->  the head says what came, and how many bytes; they are there by then
 
-Both notice within milliseconds the other one's death; but torch does not with half a message there, see
-`torch_groups`: so the head behind the bytes is waited for. Parts of a message have their head in front: large ones are
-waited for on a thread. `dial` is the way to a server: shared memory on its own host, else Gloo.
+Both ends notice within milliseconds that the other one has died. torch does not, however, while half of a message is
+there, see `torch_groups`. Therefore the head follows the bytes, and the receiver waits for the head. Later parts of a
+message have their head in front, and a thread waits for large ones. `dial` makes the dial of a server: through shared
+memory on the server's own host, otherwise through Gloo.
 """
 
 from __future__ import annotations
@@ -39,21 +40,31 @@ from lightning_async.membership.signing import SECRET, Seal
 from lightning_async.membership.store import Store
 
 _LENGTH = struct.Struct("<I")
-_HEAD = 2048  # bytes of the first message, which most headers fit into
-_WATCHED = 1 << 15  # bytes from which on a message may be half there
+_HEAD = 2048  # bytes of the first message, in which most headers fit
+_WATCHED = 1 << 15  # bytes from which a message may arrive by halves
+# Stands for no deadline: torch needs a number.
 _FOREVER_S = 30 * 24 * 3600.0
+# A message that has begun to arrive must be whole within these seconds, and one second more for each of these bytes.
 _PART_S = 60.0
-_SLOWEST = 1 << 20  # seconds, and bytes of each further one, for what has begun to come to be whole
+_SLOWEST = 1 << 20
 _LOOK_S = 0.05
 _SETTLE = timedelta(seconds=1)
-# Tags: where a group has several connections, each takes every so many-th tag, and all of these are the first one's.
+# Tags: with several connections, Gloo divides tags among them by remainder; all of these belong to the first one.
 _HEADS = 0
 _BYTES = 2520
 _PARTS = 5040
 
 
 class PairChannel:
-    """One end of a channel over Gloo; a `PeerChannel`. ``rank`` is its rank in the group."""
+    """One end of a channel over Gloo; a `PeerChannel`.
+
+    Args:
+        group: Group of the two processes.
+        rank: Rank of this end in the group.
+        peer: Name of the peer.
+        outgoing: Memory of this end.
+        incoming: Memory for the peer's bytes.
+    """
 
     shares_memory = False
 
@@ -79,6 +90,7 @@ class PairChannel:
         self._expect()
         heads = (head, _HEADS), (text[_HEAD:], _HEADS)
         bytes_ = self.outgoing[at : at + size], _PARTS if at else _BYTES
+        # Bytes first, see the module's first lines; of a later part, the head must say where the bytes go.
         for tensor, tag in (*heads, bytes_) if at else (bytes_, *heads):
             if tensor.numel():
                 self._sent.append(self._begin("send", tensor, tag))
@@ -90,7 +102,7 @@ class PairChannel:
         (work, head) = self._head
         self._head = None
         self._wait(work, until, "has said nothing")
-        self._settle()  # who answers has heard
+        self._settle()  # the peer has answered, so it has received the last message
         (length,) = _LENGTH.unpack(head[: _LENGTH.size].numpy().tobytes())
         text = head
         if (rest := min(max(0, _LENGTH.size + length - _HEAD), LONGEST)) > 0:
@@ -110,7 +122,7 @@ class PairChannel:
             else:
                 work = self._bytes
                 self._bytes = None
-                self._wait(work, until, "has sent only a part of a message")  # it was there before its head
+                self._wait(work, until, "has sent only a part of a message")  # the bytes came before the head
         return header, size
 
     def break_off(self) -> None:
@@ -121,16 +133,16 @@ class PairChannel:
             self._closed = True
             self._break()
             self._head = self._bytes = None
-            self._sent.clear()  # torch reads and writes nothing more, as the connection is closed
+            self._sent.clear()  # the connection is closed, so torch does not use this memory any more
             self._patience.close()
             self._group.dispose()
             self.outgoing = self.incoming = torch.empty(0, dtype=torch.uint8)
 
     def _expect(self) -> None:
-        """Have memory ready for what the peer says next; for bytes all there is, of which it may fill less."""
+        """Have memory ready for the peer's next message; for its bytes all there is, of which it may fill a part."""
         if self._bytes is None and self.incoming.numel():
             self._bytes = self._begin("recv", self.incoming, _BYTES)
-        if self._head is None:  # behind the bytes, or the peer might send it ahead of them
+        if self._head is None:  # second, or the peer might send the head before the bytes
             head = torch.empty(_HEAD, dtype=torch.uint8)
             self._head = self._begin("recv", head, _HEADS), head
 
@@ -138,7 +150,7 @@ class PairChannel:
         try:
             if self._broken:
                 raise RuntimeError("the channel is closed")
-            return getattr(self._group.pg, kind)([tensor], self._other, tag)  # what it returns holds the tensor
+            return getattr(self._group.pg, kind)([tensor], self._other, tag)  # torch's work keeps the tensor
         except RuntimeError as error:
             raise self._lost(error) from error
 
@@ -149,6 +161,7 @@ class PairChannel:
             self._patience.wait(work, left_s) if large else work.wait(timedelta(seconds=left_s))
         except (RuntimeError, TimeoutError) as error:
             timed_out = isinstance(error, TimeoutError) or "timed out" in str(error).lower()
+            # torch reports a timeout and a lost connection by the same type, so time and text decide.
             if time.monotonic() < until and not timed_out:
                 raise self._lost(error) from error
             self._break()
@@ -157,7 +170,7 @@ class PairChannel:
             ) from error
 
     def _settle(self) -> None:
-        """Wait until what was sent has arrived: torch has done with its memory."""
+        """Wait until sent messages have arrived, so that torch does not use their memory any more."""
         for work in self._sent:
             with contextlib.suppress(RuntimeError):
                 work.wait(_SETTLE)
@@ -173,7 +186,11 @@ class PairChannel:
 
 
 class OrphanedWait:
-    """A thread that waits in torch for what is half there, in place of who may not wait for ever."""
+    """A thread that waits in torch for half-received messages, in place of a thread that must not wait without end.
+
+    Args:
+        group: Group of the channel.
+    """
 
     def __init__(self, group: TorchGroup) -> None:
         self._group = group
@@ -182,7 +199,12 @@ class OrphanedWait:
         self._thread: threading.Thread | None = None
 
     def wait(self, work: Any, timeout_s: float) -> None:
-        """Wait until it is done; raise RuntimeError where it never will be, TimeoutError where not in time."""
+        """Wait until a work of torch's is done.
+
+        Raises:
+            RuntimeError: The connection is lost, so the work will never be done.
+            TimeoutError: The work is not done in time.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="lightning_async arrivals", daemon=True)
             self._thread.start()
@@ -190,7 +212,7 @@ class OrphanedWait:
         self._works.put((work, timedelta(seconds=timeout_s)))
         until = time.monotonic() + timeout_s
         looks = 0
-        while looks < 3:  # it may just be completing: the last bytes and the end of the connection come together
+        while looks < 3:  # the work may be about to end: last bytes and the connection's end come together
             try:
                 error = self._ends.get(timeout=min(_LOOK_S, max(0.001, until - time.monotonic())))
             except queue.Empty:
@@ -204,6 +226,7 @@ class OrphanedWait:
         raise RuntimeError("the connection to a peer was lost")
 
     def close(self) -> None:
+        """End the thread, once it does not wait any more."""
         self._works.put(None)
 
     def _run(self) -> None:
@@ -214,30 +237,38 @@ class OrphanedWait:
                 error = None
             except RuntimeError as raised:
                 error = raised
-            del work, given  # they hold the memory
+            del work, given  # they keep the message's memory
             self._group.helpers.discard(threading.current_thread())
             self._ends.put(error)
 
 
 _ANSWERS = 0
-_DIALS = 1  # ranks
+_DIALS = 1  # rank of the end that dials; the other end has rank `_ANSWERS`
+# Longest time to form a group, for the end that answers.
 _FORMING_S = 10.0
 
 
 class PairDial:
-    """The place where a peer of any host listens, and the memory for talking to it; a `Dial`.
+    """A `Dial` of a peer on any host, through Gloo.
 
-    The two processes come to have a channel over one connection, made for that:
+    The two processes make a channel over one TCP connection:
 
-    who dials                                   who answers, at a port that is known
-                                 <------------- a nonce
-    whom it looks for, its memory ------------->
-                                 <------------- who it is, or why not
-    both form a group of two: what torch would have a store for goes over this connection, which then ends
+        the end that dials                           the end that answers, at a known port
+                                      <------------- a nonce
+        name of the peer, memory      ------------->
+                                      <------------- its own name, or a refusal
+        both form a group of two; this connection replaces the store that torch needs for that, and then ends
 
-    All but the nonce is sealed with it. So a stranger gets no further than this; where one of the two dies in between,
-    the other notices; and who has been started again answers the calls that have come meanwhile. ``name`` is the
-    peer's, or None for whoever listens there.
+    All messages except the nonce are sealed with it, so that a stranger gets no further. If one of the two dies
+    meanwhile, the other notices. A peer that is started again answers the calls that came while it was away.
+
+    Args:
+        host: Host of the peer.
+        port: Port of the peer.
+        name: Name of the peer; None: any process that listens there.
+        outgoing_bytes: Number of bytes for messages to the peer.
+        incoming_bytes: Number of bytes for messages from the peer.
+        seal: Seal of the job. Default: None, one without a secret.
     """
 
     def __init__(
@@ -263,24 +294,39 @@ class PairDial:
 
 
 def ask(host: str, port: int, seal: Seal | None = None, timeout_s: float = 10.0) -> dict[str, Any]:
-    """Return what a peer that listens there says of itself, see `answer_pair`.
+    """Return the description that a peer gives of itself, see `answer_pair`.
 
-    Raises PeerLost or ChannelTimeout where nobody is there, not in time, or one who has another secret.
+    Args:
+        host: Host of the peer.
+        port: Port of the peer.
+        seal: Seal of the job. Default: None, one without a secret.
+        timeout_s: Longest wait, in seconds. Default: 10.
+
+    Raises:
+        PeerLost: No process answers there, or one with another secret.
+        ChannelTimeout: No process answers in time.
     """
     with _called(host, port, seal or Seal(), timeout_s, name=None) as (_, _, told):
         return told
 
 
 def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, Any]) -> PairChannel | None:
-    """Return the channel that somebody has dialled over an accepted socket; None for one who has only asked.
+    """Return the channel for a process that has dialled, or None if it has only asked for a description.
 
-    ``told`` is said to whoever calls: JSON values, ``name`` among them, by which a dial knows this peer. Raises
-    PeerLost where it is none of this job's, looks for another one, or is gone.
+    Args:
+        sock: Socket that a listening one has accepted.
+        peer: Name of the other end, for messages.
+        seal: Seal of the job.
+        told: Description of this process in JSON values, with the ``name`` by which a dial knows it.
+
+    Raises:
+        PeerLost: The caller is not of this job, looks for another process, or is gone.
     """
     try:
         line = PeerStoreConnection(sock, _scoped(seal))
         try:
             host = _own_address(sock)
+            # The nonce comes first: whatever the caller sends has to be sealed with it, and cannot be a repetition.
             line.greet()
             heard = line.hear()
             if (name := heard.get("name")) not in (None, told["name"]):
@@ -315,7 +361,7 @@ def _memory(sizes: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) -> Any:
-    """Yield a line that was taken up, this host's address on it, and what was told."""
+    """Yield a connection that was answered, this host's address on it, and the peer's description."""
     try:
         line = PeerStoreConnection(socket.create_connection((host, port), timeout_s), _scoped(seal), timeout_s)
         try:
@@ -336,6 +382,7 @@ def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) ->
 
 
 def _formed(line: PeerStoreConnection, host: str, rank: int, timeout_s: float) -> TorchGroup:
+    # No store for two processes: the connection that they have carries torch's few entries.
     store = _LineStore(line)
     where = Where("channel", Generation(0, ("answers", "dials"), rank))
     meeting_options = MeetingOptions(check=store.still_there, host=host)
@@ -345,19 +392,21 @@ def _formed(line: PeerStoreConnection, host: str, rank: int, timeout_s: float) -
         raise
     except (AsyncTrainingError, RuntimeError) as error:
         kind = ChannelTimeout if isinstance(error, CollectiveTimeout) else PeerLost
-        raise kind(f"no channel comes about: {error}") from error
+        raise kind(f"no channel can be made: {error}") from error
 
 
 class _LineStore(Store):
+    """A store over the connection of two processes, which each writes to the other; torch forms their group with it."""
+
     def __init__(self, line: PeerStoreConnection) -> None:
         super().__init__()
         self._line = line
         self._values: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
-        self._ended = ""  # why; not the error, which holds on to all that is under way
+        self._ended = ""  # reason as a text, because the error itself would keep objects alive
 
     def still_there(self) -> None:
-        """Raise `PeerLost` where nothing more can come of the other one."""
+        """Raise `PeerLost` if the other process cannot send any more."""
         if self._ended:
             why = f"the connection by which a channel was to be made has ended ({self._ended})"
             raise PeerLost(f"{why}.")
@@ -386,7 +435,7 @@ class _LineStore(Store):
                 heard = self._line.hear()
                 self._values[str(heard["key"])] = str(heard["value"]).encode("latin-1")
         except (OSError, KeyError, UnicodeError) as error:
-            self._ended = repr(error)  # what it has said before is heard: it may have been all
+            self._ended = repr(error)  # no error yet: the values that came before may be all that is needed
         return all(key in self._values for key in keys)
 
     def has_extended_api(self) -> bool:
@@ -402,7 +451,7 @@ def _own_address(sock: socket.socket) -> str:
 
 
 def shown(host: str, port: int) -> str:
-    """Return an address as it is written.
+    """Return an address in its usual form.
 
     >>> shown("::1", 80)
     '[::1]:80'
@@ -414,16 +463,17 @@ _ANSWERS_S = 10.0
 
 
 def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, via: str | None = None) -> Dial:
-    """Return the way to a server, with memory for talking to it.
+    """Return the dial of a server, with memory for messages.
 
     Args:
-        address: of the server; see `address_of` and `look_up`.
-        outgoing_bytes, incoming_bytes: of each direction.
-        via: ``"shm"`` or ``"gloo"``. Default: shared memory on the server's own host, Gloo from others.
+        address: Address of the server; see `address_of` and `look_up`.
+        outgoing_bytes: Number of bytes for messages to the server.
+        incoming_bytes: Number of bytes for messages from the server.
+        via: ``"shm"`` or ``"gloo"``. Default: None, shared memory on the server's own host, else Gloo.
 
     Raises:
-        ValueError: there is no such way, or the address is none.
-        OSError: there is no such memory.
+        ValueError: The server cannot be reached in this way, or the address is malformed.
+        OSError: There is no memory.
     """
     try:
         machine, name, host, port = (address[key] for key in ("machine", "name", "host", "port"))
@@ -431,6 +481,7 @@ def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, v
         raise ValueError(f"`dial(address={address!r})` must be a server's: machine, name, host and port.") from None
     if via not in (None, "shm", "gloo"):
         raise ValueError(f"`dial(via={via!r})` must be 'shm', 'gloo' or None.")
+    # Not by the host's address: containers of one host may not reach each other's sockets.
     here = machine == machine_name()
     if via == "shm" and not here:
         raise ValueError(f"`dial(via='shm')`: the server is not on this host, or is another user's: {address!r}.")
@@ -445,8 +496,10 @@ def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, v
 
 
 def answers(address: Mapping[str, Any]) -> bool:
+    """Return whether a server of this host answers at this address."""
     if address["machine"] != machine_name():
         return False
+    # A channel without memory: it is only made to see whether the server accepts it.
     called = ShmDial(address["name"], 0, 0)
     try:
         called.connect(_ANSWERS_S).close()
@@ -458,19 +511,25 @@ def answers(address: Mapping[str, Any]) -> bool:
 
 
 def look_up(host: str, port: int, timeout_s: float = 10.0) -> dict[str, Any]:
-    """Return the address of a server that was started on its own, and what else it says of itself; raise as `ask`
-    does."""
+    """Return the address of a server that was started on its own, with its description; raise as `ask` does."""
     return {**ask(host, port, seal_of_servers(), timeout_s), "host": host, "port": port}
 
 
 def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
     """Return the addresses of servers that were started on their own, in the order of their numbers.
 
-    ``places`` is ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints it. Raises ValueError where it is no
-    such list, or a server is not the one whose place it has; and as `ask` does.
+    Args:
+        places: Addresses as ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints them.
+        timeout_s: Longest wait for each server, in seconds. Default: 10.
+
+    Raises:
+        ValueError: The text is not such a list, or a server is not the one with this number.
+        PeerLost: No process answers at an address, or one with another secret.
+        ChannelTimeout: No process answers in time.
     """
     found = []
     for number, (host, port) in enumerate(places_of(places)):
+        # Asked one by one, so that an error names the server that does not answer.
         found.append(look_up(host, port, timeout_s))
         if (theirs := found[-1].get("server")) != number:
             at = places.split(",")[number].strip()
@@ -479,7 +538,7 @@ def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
 
 
 def places_of(places: str) -> list[tuple[str, int]]:
-    """Return hosts and ports of ``"HOST:PORT,HOST:PORT"``; raise ValueError where it is no such list.
+    """Return hosts and ports of ``"HOST:PORT,HOST:PORT"``; raise ValueError if the text is not such a list.
 
     >>> places_of("here:4000, [::1]:4001")
     [('here', 4000), ('::1', 4001)]
@@ -494,20 +553,25 @@ def places_of(places: str) -> list[tuple[str, int]]:
 
 
 def address_of(name: str, host: str | None = None, port: int | None = None) -> dict[str, Any]:
-    """Return the address of a server of this host that listens under this name, and for other hosts at host and
-    port."""
+    """Return the address of a server of this host, in JSON values.
+
+    Args:
+        name: Name under which it listens for processes of this host.
+        host: Host at which it listens for other hosts. Default: None, it does not.
+        port: Port at that host. Default: None.
+    """
     return {"machine": machine_name(), "name": name, "host": host, "port": port}
 
 
 def seal_of_servers() -> Seal:
-    """Return a seal with the secret of the environment, if any; the same for all attempts, and several jobs."""
+    """Return a seal with the secret of the environment, if any; the same for all attempts and all jobs."""
     return Seal(os.environ.get(SECRET), "servers")
 
 
 def machine_name() -> str:
-    """Return a name that is equal for processes that reach each other's names of sockets, and may."""
+    """Return a name that is equal for processes that can reach each other's sockets by name, and are allowed to."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # names of hosts need not differ
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # two hosts may have the same name
         return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
     except OSError:
         return uuid.uuid4().hex

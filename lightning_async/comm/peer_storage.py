@@ -1,15 +1,15 @@
-"""Bytes that one rank leaves with another one for later: what goes over one connection, made for one errand.
+"""Storage of bytes in another rank's memory: one connection for each errand.
 
     client                                    keeper, see `PeerStore`
                                    <--------- a nonce
     an errand, sealed with it      --------->
-    deposit:                       <--------- there is memory for it, or why not
-    the bytes, their sum           --------->
-                                   <--------- done: they are kept from now on, in place of older ones
-    fetch:                         <--------- what they were called; the bytes, their sum
+    deposit:                       <--------- there is memory for it, or a refusal
+    the bytes, their checksum      --------->
+                                   <--------- done: the bytes are kept from now on, in place of older ones
+    fetch:                         <--------- label and size; the bytes, their checksum
     forget:                        <--------- done
 
-The connection is all there is between the two: whoever dies, the other one finds it closed, or silent.
+The two share nothing but the connection: if one dies, the other finds it closed, or silent.
 """
 
 from __future__ import annotations
@@ -35,24 +35,32 @@ log = logging.getLogger(__name__)
 
 SILENCE_S = 10.0  # seconds without a byte after which a connection is given up
 _PIECE = 4 << 20
-_LONGEST = 1 << 16  # bytes of a message
+_LONGEST = 1 << 16  # largest number of bytes of a message
 _LENGTH = struct.Struct("!I")
 _NONCE = 16
 
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a keeper; ``token`` says which one it is, of all that have ever listened there."""
+    """The address of a keeper.
+
+    Args:
+        host: Host of the keeper.
+        port: Port of the keeper.
+        token: Random text that distinguishes this keeper from others that have listened there.
+    """
 
     host: str
     port: int
     token: str
 
     def note(self) -> dict[str, Any]:
+        """Return the address in JSON's terms."""
         return asdict(self)
 
     @classmethod
     def of(cls, note: Mapping[str, Any]) -> Address | None:
+        """Return the address of a note, or None if the note is malformed."""
         host = note.get("host")
         port = note.get("port")
         token = note.get("token")
@@ -62,7 +70,13 @@ class Address:
 
 
 class PeerStoreConnection:
-    """One connection: sealed messages, and bytes with their sum. Its errors are `OSError`."""
+    """A connection that carries sealed messages, and bytes with their checksum. All methods raise OSError.
+
+    Args:
+        sock: Socket, connected.
+        seal: Seal of the job.
+        silence_s: Seconds without a byte after which the connection is given up. Default: None, `SILENCE_S`.
+    """
 
     def __init__(self, sock: socket.socket, seal: Seal, silence_s: float | None = None) -> None:
         self.socket = unshared(sock)
@@ -73,18 +87,22 @@ class PeerStoreConnection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def greet(self) -> None:
+        """Send a nonce, with which all later messages are sealed."""
         nonce = secrets.token_bytes(_NONCE)
         self._nonce = nonce.hex()
         self.socket.sendall(nonce)
 
     def hear_greeting(self) -> None:
+        """Receive the other end's nonce."""
         self._nonce = bytes(self.receive(_NONCE)).hex()
 
     def say(self, message: Mapping[str, Any]) -> None:
+        """Send a message."""
         sealed = self._seal.sign(self._nonce, json.dumps(dict(message)).encode())
         self.socket.sendall(_LENGTH.pack(len(sealed)) + sealed)
 
     def hear(self) -> dict[str, Any]:
+        """Receive a message."""
         (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
         if length > _LONGEST:
             raise ConnectionError(f"a message of {length} bytes is none of this job's")
@@ -98,6 +116,7 @@ class PeerStoreConnection:
         return message
 
     def send(self, data: memoryview) -> None:
+        """Send bytes, and their checksum."""
         total = 0
         for at in range(0, len(data), _PIECE):
             piece = data[at : at + _PIECE]
@@ -106,7 +125,7 @@ class PeerStoreConnection:
         self.say({"crc32": total})
 
     def receive_into(self, data: memoryview) -> None:
-        """Receive what `send` sends; it has arrived right when this returns."""
+        """Receive the bytes that `send` sends, and check them."""
         total = 0
         at = 0
         while at < len(data):
@@ -118,6 +137,7 @@ class PeerStoreConnection:
             raise ConnectionError(f"{len(data)} bytes have not arrived as they were sent")
 
     def receive(self, count: int) -> bytearray:
+        """Receive this number of bytes."""
         data = bytearray(count)
         at = 0
         while at < count:
@@ -127,7 +147,7 @@ class PeerStoreConnection:
         return data
 
     def break_off(self) -> None:
-        """End what waits on this line now; any thread may call it."""
+        """End all waits on this connection now. Any thread may call this."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -153,10 +173,18 @@ def deposit(
     address: Address, seal: Seal, owner: str, label: Mapping[str, Any], data: memoryview,
     opened: Callable[[PeerStoreConnection], None] = lambda line: None,
 ) -> None:  # fmt: skip
-    """Leave bytes with a keeper, in place of those that it has of this owner; these stay until all have arrived.
+    """Leave bytes with a keeper, in place of older ones of this owner, which stay until all new ones have arrived.
 
-    ``label``, of JSON values, is told to whoever fetches them. ``data`` stays as it is meanwhile. ``opened`` is called
-    with the connection, to break it off. Raises OSError where the keeper is gone, silent for ten seconds, or refuses.
+    Args:
+        address: Address of the keeper.
+        seal: Seal of the job.
+        owner: Name of the owner.
+        label: JSON values, returned by `fetch`.
+        data: The bytes, which must not change meanwhile.
+        opened: Called with the connection, so that another thread can break it off. Default: nothing is called.
+
+    Raises:
+        OSError: The keeper is gone, silent for ten seconds, or refuses.
     """
     with _errand(address, seal, opened, errand="deposit", owner=owner, label=dict(label), size=len(data)) as line:
         if (why := line.hear().get("refused")) is not None:
@@ -166,7 +194,7 @@ def deposit(
 
 
 def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], bytearray] | None:
-    """Return what a keeper has of an owner, with its label; None where it has nothing. Raise as `deposit` does."""
+    """Return the bytes that a keeper has of an owner, with their label, or None; raise as `deposit` does."""
     with _errand(address, seal, errand="fetch", owner=owner) as line:
         found = line.hear()
         if type(size := found.get("size")) is not int or not isinstance(label := found.get("label"), dict):
@@ -177,11 +205,12 @@ def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], byt
 
 
 def forget(address: Address, seal: Seal, owner: str) -> None:
-    """Have a keeper forget what it has of an owner. Raise as `deposit` does."""
+    """Let a keeper forget the bytes of an owner; raise as `deposit` does."""
     with _errand(address, seal, errand="forget", owner=owner) as line:
         line.hear()
 
 
+# Largest number of errands at once.
 _AT_ONCE = 16
 _ENDS_S = 5.0
 
@@ -194,10 +223,14 @@ class _Parcel:
 
 
 class PeerStore:
-    """A keeper of other ranks' bytes in this rank's memory, where they outlive their owners; ended by `close`.
+    """A keeper of other ranks' bytes, in this rank's memory, where they outlive their owners. Ends by `close`.
 
-    It listens at a free port of ``host``, and has a thread for each errand. Of each owner it has the bytes that came
-    last, whole, and memory for the next ones to arrive in.
+    The keeper listens at a free port of ``host``, and has a thread for each errand. It has the last bytes of each
+    owner, whole, and memory in which the next ones arrive.
+
+    Args:
+        host: Address of this host at which to listen.
+        seal: Seal of the job.
     """
 
     def __init__(self, host: str, seal: Seal) -> None:
@@ -216,26 +249,30 @@ class PeerStore:
 
     @property
     def size(self) -> int:
+        """Number of bytes of all memory."""
         with self._lock:
             kept = [len(parcel.data) for parcel in self._kept.values()]
             return sum(kept) + sum(map(len, self._spare.values()))
 
     @property
     def owners(self) -> tuple[str, ...]:
+        """Names of all owners."""
         with self._lock:
             return tuple(sorted(self._kept))
 
     def close(self) -> None:
-        """End what is under way, and give the memory back; idempotent. In a fork this does nothing."""
+        """End all errands, and give the memory back; idempotent. Does nothing in a forked process."""
+        # The threads and connections belong to the process that made them, not to its forks.
         if os.getpid() != self._pid or self._closed:
             return
         with self._lock:
             self._closed = True
             lines = dict(self._lines)
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the wait of the thread that accepts
         for line in lines:
             line.break_off()
+        # With a limit: a thread that does not end is a daemon, and must not hold up the process.
         for thread in (self._thread, *lines.values()):
             thread.join(_ENDS_S)
         self._listener.close()
@@ -249,11 +286,12 @@ class PeerStore:
                 sock, _ = self._listener.accept()
             except OSError as error:
                 if not self._closed:
-                    log.warning("What is left with this rank is not heard of any more: %s", error)
+                    log.warning("This rank keeps no more bytes of other ranks: it cannot accept connections: %s", error)
                 return
             line = PeerStoreConnection(sock, self._seal)
             thread = threading.Thread(target=self._serve, args=(line,), name="lightning_async errand", daemon=True)
             with self._lock:
+                # Strangers that connect and stay silent must not exhaust the threads.
                 refused = self._closed or len(self._lines) >= _AT_ONCE
                 if not refused:
                     self._lines[line] = thread
@@ -271,7 +309,7 @@ class PeerStore:
                 return
             {"deposit": self._deposit, "fetch": self._fetch, "forget": self._forget}[told["errand"]](line, owner, told)
         except (OSError, KeyError, TypeError, ValueError, MemoryError) as error:
-            log.debug("An errand came to nothing: %r", error)  # who came says so
+            log.debug("An errand has failed: %r", error)  # the other rank reports it
         finally:
             line.close()
             with self._lock:
@@ -280,6 +318,7 @@ class PeerStore:
     def _deposit(self, line: PeerStoreConnection, owner: str, told: dict[str, Any]) -> None:
         size = int(told["size"])
         with self._lock:
+            # Taken out, so that two errands of one owner never write to the same memory.
             data = self._spare.pop(owner, bytearray())
         if len(data) != size:
             try:
@@ -297,6 +336,7 @@ class PeerStore:
         with self._lock:
             before = self._kept.get(owner)
             self._kept[owner] = _Parcel(dict(told["label"]), data)
+            # Memory that is still being sent must not be overwritten by the next deposit.
             if before is not None and not before.readers:
                 self._spare[owner] = before.data
         line.say({})
@@ -304,6 +344,7 @@ class PeerStore:
     def _fetch(self, line: PeerStoreConnection, owner: str, told: dict[str, Any]) -> None:
         with self._lock:
             if (parcel := self._kept.get(owner)) is not None:
+                # Under the lock, so that a deposit cannot reuse the memory before it is sent.
                 parcel.readers += 1
         if parcel is None:
             line.say({})
@@ -323,18 +364,23 @@ class PeerStore:
 
 
 def facing(host: str, port: int) -> str:
-    """Return this host's address that another one is reached from; OSError where that cannot be reached."""
+    """Return the address of this host that another host can reach; raise OSError if that host cannot be reached."""
     kind, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(kind[0], socket.SOCK_DGRAM) as sock:
-        sock.connect(kind[4])  # nothing is sent
+        sock.connect(kind[4])  # a datagram socket sends nothing here; it only chooses a local address
         return sock.getsockname()[0]
 
 
 def next_to(mine: int, left: Sequence[int], hosts: Mapping[int, str]) -> int | None:
-    """Return who keeps what a rank leaves: at the same place on the next host; on one host the next rank.
+    """Return the rank that keeps a rank's bytes: at the same place on the next host, or the next rank of a single host.
 
-    So a host takes nobody's copy with it, and nobody has more than others, where hosts have equal numbers of ranks.
-    ``left`` are all ranks that are there, this one among them.
+    The loss of a host then never takes a rank's copy along, and if hosts have equal numbers of ranks, each rank keeps
+    bytes of one other.
+
+    Args:
+        mine: The rank.
+        left: All live ranks, this one included.
+        hosts: Host of each rank.
 
     >>> two = {0: "a", 1: "a", 2: "b", 3: "b"}
     >>> [next_to(rank, [0, 1, 2, 3], two) for rank in range(4)]

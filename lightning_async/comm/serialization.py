@@ -1,8 +1,8 @@
-"""Plain values and tensors, taken apart into JSON's terms and raw memory. What arrives is read, never executed.
+"""Plain values and tensors as JSON and raw memory. Whatever arrives is read, never executed.
 
-`flatten` and `unflatten` leave the tensors where they are, for files. For the wire `encode` and `decode` make one
-message of all; `take_apart` and `make_room` make a text, and leave the tensors to travel one by one. What JSON has no
-word for is an object there, whose first entry is its tag: ``{"tuple": [1, 2]}``.
+`flatten` and `unflatten` leave the tensors where they are, for files. For the wire, `encode` and `decode` make one
+message of everything; `take_apart` and `make_room` make a text, and leave the tensors to travel one by one. A value
+that JSON lacks becomes an object whose first entry is a tag: ``{"tuple": [1, 2]}``.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ DTYPES: dict[str, torch.dtype] = {
     )
     if hasattr(torch, name)
 }  # fmt: skip
-"""The dtypes of tensors that can travel, by name."""
+"""Dtypes of tensors that can travel, by name."""
 _ALL_DTYPES = {str(each)[6:]: each for each in vars(torch).values() if isinstance(each, torch.dtype)}
 _LENGTH = 8
-_LARGEST = 1 << 63  # of the integers that every reader of JSON keeps whole
+_LARGEST = 1 << 63  # integers below this are kept whole by every reader of JSON
 _MALFORMED = (RuntimeError, KeyError, TypeError, IndexError, ValueError, RecursionError, OverflowError, AttributeError)
 
 _Path = tuple[Any, ...]
-"""Where in the tree: ``(path of the container, what is asked of it)``; put into words only for an error."""
+"""Place in a tree, as ``(path of the container, key)``; put into words only for an error."""
 
 
 def flatten(
@@ -49,19 +49,21 @@ def flatten(
 ) -> tuple[Any, list[Tensor]]:
     """Return ``value`` in JSON's terms, and its tensors, by reference: ``unflatten(*flatten(value))`` equals it.
 
-    A tensor that occurs twice, or another one over just the same memory, is listed once and comes back as one.
+    A tensor that occurs twice, or another one over the same memory, is listed once and comes back as one.
 
     Args:
-        value: None, bools, numbers (nan, inf and complex ones too), strings, bytes, dense tensors (parameters come back
-            as tensors), arrays and scalars of numpy; lists, tuples, sets and dicts of such, whose keys may be anything
-            but tensors (a defaultdict comes back as a dict); sizes, dtypes, devices, timedeltas, datetimes and paths.
-            A subclass of int, float or str comes back as its base.
-        exact: refuse what would come back as another type.
-        dump: makes bytes of any other object, which `unflatten` needs a ``load`` for. Default: such are refused.
+        value: None, bools, numbers (also nan, inf and complex ones), strings, bytes, dense tensors (parameters come
+            back as tensors), arrays and scalars of numpy; lists, tuples, sets and dicts of these, with any keys except
+            tensors (a defaultdict comes back as a dict); sizes, dtypes, devices, timedeltas, datetimes and paths. A
+            subclass of int, float or str comes back as its base.
+        exact: Whether to refuse values that would come back as another type. Default: False.
+        dump: Function that makes bytes of any other object; `unflatten` then needs a ``load``. Default: None, other
+            objects are refused.
 
     Raises:
-        TypeError: there is something else in it, or something that ``dump`` fails at; names its type and where it is.
-        ValueError: it contains itself.
+        TypeError: The value holds an object that cannot travel, or that ``dump`` fails at; the message names its type
+            and its place.
+        ValueError: The value contains itself.
 
     >>> flatten({"steps": (3, None), "x": torch.tensor([1.5])})
     ({'dict': [['steps', {'tuple': [3, None]}], ['x', {'tensor': 0}]]}, [tensor([1.5000])])
@@ -74,13 +76,17 @@ def flatten(
 
 
 def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] | None = None) -> Any:
-    """Return the value that `flatten` took apart; its tensors are these very ones.
+    """Return the value that `flatten` took apart; it holds these very tensors.
 
-    ``load`` makes an object of the bytes that ``dump`` made of it. Default: such objects are refused.
+    Args:
+        plain: The value in JSON's terms.
+        tensors: Its tensors.
+        load: Function that makes an object of the bytes that ``dump`` has made. Default: None, such objects are
+            refused.
 
     Raises:
         CheckpointError: ``load`` has raised it.
-        ValueError: this is not what `flatten` makes, or there are such objects.
+        ValueError: These are not results of `flatten`, or they hold such objects.
     """
     try:
         return _value(plain, tensors, load)
@@ -91,9 +97,10 @@ def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any
 
 
 def encode(value: object) -> Tensor:
-    """Return a flat uint8 tensor that `decode` turns back into ``value``: what `flatten` takes, of exactly these types.
+    """Return a flat uint8 tensor that `decode` turns back into ``value``, with exactly the same types.
 
-    Raises TypeError where there is something else in it; names its type and where it is.
+    Raises:
+        TypeError: The value holds an object that cannot travel; the message names its type and its place.
 
     >>> decode(encode({"steps": (3, None), "x": torch.tensor([1.5])}))
     {'steps': (3, None), 'x': tensor([1.5000])}
@@ -106,7 +113,7 @@ def encode(value: object) -> Tensor:
 
 
 def decode(data: Tensor) -> Any:
-    """Return the value that `encode` was given; raise ValueError where these bytes are not what `encode` makes."""
+    """Return the value that `encode` was given; raise ValueError if these bytes are not a result of `encode`."""
     try:
         length = int(data[:_LENGTH].clone().view(torch.int64))
         at = _LENGTH + length
@@ -123,13 +130,14 @@ def decode(data: Tensor) -> Any:
         value = _value(plain, tensors)
     except _MALFORMED as error:
         raise ValueError(f"{data.numel()} bytes are no encoded value: {error}") from error
+    # Bytes that are left over show that sender and receiver disagree.
     if at != data.numel():
         raise ValueError(f"{data.numel()} bytes are no encoded value: it ends after {at}.")
     return value
 
 
 def take_apart(value: object) -> tuple[str, list[Tensor]]:
-    """Return ``value`` as a text and its tensors, by reference; takes, and raises, what `encode` does.
+    """Return ``value`` as a text and its tensors, by reference; takes the same values as `encode`, and raises the same.
 
     >>> take_apart({"x": torch.tensor([1.5])})
     ('[{"dict": [["x", {"tensor": 0}]]}, [["float32", [1]]]]', [tensor([1.5000])])
@@ -139,9 +147,13 @@ def take_apart(value: object) -> tuple[str, list[Tensor]]:
 
 
 def make_room(text: str) -> tuple[Any, list[Tensor]]:
-    """Return a value without tensors, and room for them: `unflatten` makes the value of both, once that is filled.
+    """Return a value without its tensors, and memory for these; `unflatten` makes the value once the memory is filled.
 
-    Raises ValueError where ``text`` is none of `take_apart`.
+    Args:
+        text: Text of `take_apart`.
+
+    Raises:
+        ValueError: The text is not a result of `take_apart`.
 
     >>> plain, tensors = make_room(take_apart({"x": torch.tensor([1.5])})[0])
     >>> _ = tensors[0].fill_(2.0)
@@ -156,12 +168,12 @@ def make_room(text: str) -> tuple[Any, list[Tensor]]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return its name in `DTYPES`: ``dtype_name(torch.bfloat16)`` is ``"bfloat16"``."""
+    """Return the name of a dtype in `DTYPES`: ``dtype_name(torch.bfloat16)`` is ``"bfloat16"``."""
     return str(dtype).removeprefix("torch.")
 
 
 class _Flattening:
-    """A value on its way into JSON's terms; its tensors are listed beside it."""
+    """One call of `flatten`: it converts a value, and lists the tensors."""
 
     def __init__(self, exact: bool, dump: Callable[[object], bytes] | None) -> None:
         self.tensors: list[Tensor] = []
@@ -173,6 +185,7 @@ class _Flattening:
         kind = type(value)
         if value is None or kind is bool or kind is str:
             return value
+        # Exact types only: a bool is an int, too, and a subclass may carry more than its value.
         if kind is int:
             return value if -_LARGEST <= value < _LARGEST else {"int": hex(value)}
         if kind is float:
@@ -188,7 +201,7 @@ class _Flattening:
         if kind is tuple or kind is torch.Size:
             return {"tuple" if kind is tuple else "size": self._all(value, path)}
         if kind is set or kind is frozenset:
-            return {kind.__name__: sorted(self._all(value, path), key=json.dumps)}  # alike in every process
+            return {kind.__name__: sorted(self._all(value, path), key=json.dumps)}  # equal in every process
         if (write := _WRITERS.get(kind)) is not None:
             return {write[0]: write[1](value)}
         return self._rarer(value, path)
@@ -204,7 +217,7 @@ class _Flattening:
             pairs.append([self.plain(key, (path, key)), self.plain(each, (path, key))])
         if not isinstance(value, OrderedDict):
             return {"dict": pairs}
-        versions = getattr(value, "_metadata", None)  # of a module's `state_dict`: `load_state_dict` looks at it
+        versions = getattr(value, "_metadata", None)  # a module's `state_dict` has it for `load_state_dict`
         return {"ordered": pairs} if versions is None else {"ordered": pairs, "metadata": self.plain(versions, path)}
 
     def _is_plain(self, tensor: Tensor) -> bool:
@@ -217,6 +230,7 @@ class _Flattening:
             what = f"a {type(tensor).__name__} of {tensor.dtype}, {tensor.layout}, on {tensor.device}"
             raise TypeError(f"{_shown(path)} is {what}, and cannot travel: only dense tensors, and no subclasses, can.")
         whole = tensor.detach().resolve_conj().resolve_neg()
+        # Tensors over the same memory are one tensor. Empty ones have no memory, so they are told apart by identity.
         same = (whole.device, whole.dtype, whole.shape, whole.stride(), whole.data_ptr() or id(whole))
         if same not in self._numbers:
             self._numbers[same] = len(self.tensors)
@@ -227,7 +241,7 @@ class _Flattening:
         kind = type(value)
         if issubclass(kind, Path) and (not self._exact or kind is type(Path())):
             return {"path": str(value)}
-        numpy: Any = sys.modules.get("numpy")  # where nobody has imported it, there is nothing of it here
+        numpy: Any = sys.modules.get("numpy")  # if numpy is not imported, the value cannot be of it
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
             if (kind is numpy.ndarray or isinstance(value, numpy.generic)) and _is_flat(value.dtype):
                 return self._of_numpy(value, numpy)
@@ -245,7 +259,7 @@ class _Flattening:
     def _of_object(self, value: object, path: _Path, dump: Callable[[object], bytes]) -> int:
         try:
             data = dump(value)
-        except Exception as error:  # of the object's class
+        except Exception as error:  # the object's class may raise anything
             kind = f"{type(value).__module__}.{type(value).__qualname__}"
             raise TypeError(f"{_shown(path)} is a {kind}, and cannot be pickled: {error}") from error
         return self._tensor(torch.frombuffer(bytearray(data), dtype=torch.uint8), ())
@@ -254,6 +268,7 @@ class _Flattening:
         if isinstance(value, numpy.generic):
             return {"scalar": [value.dtype.str, _base64(value.tobytes())]}
         flat = numpy.ascontiguousarray(value).reshape(-1).view(numpy.uint8)
+        # torch warns of memory that must not be written to.
         memory = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
         return {"array": [value.dtype.str, list(value.shape), self._tensor(memory, ())]}
 
@@ -285,7 +300,7 @@ _WRITERS: dict[type, tuple[str, Callable[[Any], Any]]] = {
     timedelta: ("timedelta", lambda value: [value.days, value.seconds, value.microseconds]),
     datetime: ("datetime", lambda value: [value.isoformat(), value.fold]),
 }
-"""Of each type that holds no others: its tag, and what stands behind that."""
+"""Types that hold no other values: for each, its tag, and a function that returns the text behind the tag."""
 
 
 def _value(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] | None = None) -> Any:
@@ -311,6 +326,7 @@ def _value(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] |
 
 
 def _index(number: Any) -> int:
+    # A negative number would silently take a tensor from the end.
     if not isinstance(number, int) or number < 0:
         raise IndexError(f"no tensor has the number {number!r}")
     return number

@@ -1,8 +1,9 @@
-"""Collectives through torch.distributed: Gloo, NCCL, and MPI where torch was built with it.
+"""Collectives through torch.distributed: Gloo, NCCL, and MPI if torch was built with it.
 
-`TorchCollectives` is one communicator. `Flights` holds its operations under way, and ends all of them as soon as one
-fails. An operation's tensors are the group's until torch lets go, which may be later than the operation has ended,
-where it was broken off. A generation ends by `Flights.land`: the group is disposed of, its operations forgotten.
+`TorchCollectives` is one communicator. `Flights` holds its operations under way, and fails all of them as soon as one
+fails. The tensors of an operation belong to the group until torch lets go of them, which may be later than the end of
+an operation that was broken off. A generation ends by `Flights.land`, which disposes of the group and forgets its
+operations.
 """
 
 from __future__ import annotations
@@ -38,12 +39,16 @@ from lightning_async.membership.store import Store
 
 T = TypeVar("T")
 Finish = Callable[[], T]
+"""A function that returns the result of an operation once torch has ended it."""
 
 
 class Flights:
-    """The operations under way over one group; used by the thread that calls, and by torch's when operations end.
+    """The operations under way over one group.
 
-    ``fail`` is called with the error and the operation that failed first; it is to `break_off`.
+    Used by the thread that calls operations, and by threads of torch when operations end.
+
+    Args:
+        fail: Called with an error and the operation that failed first; it has to call `break_off`.
     """
 
     def __init__(self, fail: Callable[[CollectiveError, Operation[Any]], None]) -> None:
@@ -57,6 +62,7 @@ class Flights:
         return sum(not operation.done() for operation in list(self._pending.values()))
 
     def over(self, group: TorchGroup) -> None:
+        """Use this group from now on."""
         with self._lock:
             self.group = group
 
@@ -69,10 +75,17 @@ class Flights:
         tensors: tuple[Tensor, ...],
         backstop: timedelta,
     ) -> None:
-        """Have torch begin; `over` was called before, and since then another thread may have had ``group`` `land`.
+        """Let torch begin an operation.
 
-        ``start`` makes torch's work of its group, ``finish`` the result when that has ended; ``tensors`` are what torch
-        reads or writes, ``backstop`` its own deadline.
+        `over` was called before; since then another thread may have called `land` with ``group``.
+
+        Args:
+            group: The group.
+            operation: The operation.
+            start: Returns torch's work, or several, for its process group.
+            finish: Returns the result, once torch has ended the work.
+            tensors: Tensors that torch reads or writes.
+            backstop: Deadline of torch's own.
         """
         with self._lock:
             landed = self.group is not group
@@ -83,17 +96,18 @@ class Flights:
             operation.fail(_landed(operation))
             return
         try:
+            # Outside the lock, because torch may wait here, and `break_off` needs the lock to end that wait.
             works = start(group.pg)
         except Exception as error:
             self._end(operation, finish, error)
             group.in_flight.pop(operation.seq, None)
             return
         group.watch(operation, works, lambda error: self._end(operation, finish, error), backstop)
-        if self._broken is not None:  # in this instant, by another thread that did not see this operation
+        if self._broken is not None:  # another thread broke off just before, and did not see this operation
             operation.fail(CollectiveError(f"{operation} was broken off: {self._broken}"))
 
     def break_off(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
-        """Fail ``first`` with the error, and everything else because of it; any thread may call it."""
+        """Fail ``first`` with the error, and all other operations because of it. Any thread may call this."""
         with self._lock:
             if self._broken is None:
                 self._broken = error
@@ -107,7 +121,7 @@ class Flights:
             group.break_off()
 
     def land(self) -> None:
-        """Dispose of the group. What is under way has failed: how it ends is no news of the next group's."""
+        """Dispose of the group, and fail its operations, so that none of them concerns the next group."""
         with self._lock:
             group = self.group
             pending = list(self._pending.values())
@@ -121,6 +135,7 @@ class Flights:
             self._broken = None
 
     def _end(self, operation: Operation[T], finish: Finish[T], error: Exception | None) -> None:
+        # An operation that has ended already was broken off: its result must not be written any more.
         if error is None and not operation.ended():
             try:
                 value = finish()
@@ -130,7 +145,7 @@ class Flights:
                 operation.complete(value)
         if error is not None and not operation.ended():
             self._fail(operation.failure(error), operation)
-        if self._pending.get(operation.seq) is operation:  # it may be of an earlier generation
+        if self._pending.get(operation.seq) is operation:  # the operation may be of an earlier generation
             del self._pending[operation.seq]
 
 
@@ -139,32 +154,34 @@ def _landed(operation: Operation[Any]) -> CollectiveError:
 
 
 _BACKENDS = ("gloo", "nccl", "mpi")
-# From so many bytes on, sends and receives are quicker than what Gloo makes of a gather, see `torch_groups.swap`.
+# Number of bytes from which sends and receives are faster than Gloo's own gather, see `torch_groups.swap`.
 _LARGE_BYTES = 1 << 16
 _MOST_TAGS = 1 << 30
 _OPS = {ReduceOp.SUM: dist.ReduceOp.SUM, ReduceOp.MIN: dist.ReduceOp.MIN, ReduceOp.MAX: dist.ReduceOp.MAX}
 
 
 class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
-    """One communicator over a torch process group formed from a store, without the default group.
+    """One communicator over a process group of torch, formed from a store, without the default group.
 
-    The constructor does no I/O: `open`, or else the first operation, forms the group together with all
-    members, within ``form_timeout``. Forks made before are opened with it, forks made later open at once.
-    An operation that fails or passes its deadline breaks its communicator off: its sockets are shut down, so
-    that peers waiting in it fail as well, and every later operation raises at once; see `ElasticCommunicator`.
+    The constructor does no I/O: `open`, or else the first operation, forms the group together with all members, within
+    ``form_timeout``. Forks that were made before are opened with it, later ones at once. An operation that fails or
+    passes its deadline breaks its communicator off: its sockets are shut down, so that peers that wait in it fail as
+    well, and every later operation raises at once; see `ElasticCommunicator`.
 
     Args:
-        store: reachable by all members; other threads may use it too, as long as none blocks in it.
-        rank, world_size: of this member at the start; those of later generations come with `reconfigure`.
-        backend: "gloo" (CPU tensors), "nccl" (CUDA tensors) or "mpi".
-        name: differs between communicators that share a store.
-        timeout, form_timeout: deadlines of each operation, and of forming a group.
-        device: where NCCL's barrier lives and connects; the current CUDA device by default.
-        max_ctas: how many blocks of the GPU NCCL may take from the training beside it.
-        meeting_options: on which members meet.
+        store: Store that all members can reach; other threads may use it, too, if none blocks in it.
+        rank: Rank of this member at the start; `reconfigure` brings later ones.
+        world_size: Number of members at the start; `reconfigure` brings later ones.
+        backend: ``"gloo"`` (CPU tensors), ``"nccl"`` (CUDA tensors) or ``"mpi"``. Default: ``"gloo"``.
+        name: Name that differs between communicators that share a store. Default: ``"world"``.
+        timeout: Deadline of each operation. Default: 5 minutes.
+        form_timeout: Deadline of forming a group. Default: 5 minutes.
+        device: Device on which NCCL connects, and has its barrier. Default: None, the current CUDA device.
+        max_ctas: Number of blocks of the GPU that NCCL may take from the training beside it. Default: 4.
+        meeting_options: Terms on which members meet. Default: None, those of `MeetingOptions`.
 
     Raises:
-        ValueError: an argument is out of range, or torch was built without the backend.
+        ValueError: An argument is out of range, or torch was built without the backend.
     """
 
     def __init__(
@@ -194,7 +211,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._made: dict[Any, Any] = {}
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """Reduce; types that Gloo cannot reduce are widened for the way."""
+        """Reduce over all ranks, in place; types that the backend cannot reduce are converted for the way."""
         check_buffer(buffer)
         wire, torch_op, narrow = reducible(buffer, op)
 
@@ -219,7 +236,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
                 return torch_groups.swap(
                     pg, self.rank, dict.fromkeys(range(len(rows)), mine), dict(enumerate(rows)), large
                 )
-            if self._backend == "nccl":  # the list form copies
+            if self._backend == "nccl":  # the form with a list would copy
                 return pg._allgather_base(as_bytes(gathered), mine, self._options(AllgatherOptions))
             return pg.allgather([rows], [mine], self._options(AllgatherOptions))
 
@@ -251,6 +268,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._submit(f"broadcast(src={src})", start, lambda: buffer, (buffer,))
 
     def barrier(self) -> Operation[None]:
+        # A reduction of one number on a known device, which every backend has.
         token = torch.zeros(1, device=self._token_device())
         return self._submit(
             "barrier", lambda pg: pg.allreduce([token], self._options(dist.AllreduceOptions)), lambda: None, (token,)
@@ -282,7 +300,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._flights.land()
 
     def _large_tag(self, data: Tensor) -> int | None:
-        """Return the tag of this gather or all-to-all, if it is to go by sends and receives."""
+        """Return the tag of this gather or all-to-all if it is done by sends and receives, else None."""
         if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
             return None
         return self._seq % _MOST_TAGS
@@ -306,7 +324,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._flights.group is not None
 
     def _open(self) -> torch_groups.TorchGroup:
-        group = self._flights.group  # once: another thread may have it land
+        group = self._flights.group  # read once, because another thread may call `land`
         if group is None:
             self._check_usable()
             try:
@@ -323,6 +341,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             except AsyncTrainingError as error:
                 self._fail(error if isinstance(error, CollectiveError) else CollectiveError(str(error)))
                 raise
+            # Memory of an earlier generation is used with the new group, too.
             self._memory.register(group.pg)
             self._flights.over(group)
         self._check_usable()
@@ -334,6 +353,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
             form_timeout=self._form_timeout, device=self._device, max_ctas=self._max_ctas,
             meeting_options=self._meeting_options,
         )  # fmt: skip
+        # The constructor numbers members by rank, but the child keeps its parent's generation.
         child._where = where
         return child
 
@@ -350,7 +370,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         return self._made[key]
 
     def _backstop(self) -> timedelta:
-        # Ours comes first, with the better message; this one only ends what could not be broken off.
+        # Later than the operation's own deadline, whose message is better: this only ends what cannot be broken off.
         return self._timeout + timedelta(seconds=1)
 
     def _token_device(self) -> torch.device:

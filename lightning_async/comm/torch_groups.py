@@ -1,10 +1,10 @@
-"""Torch's process group objects: watching their work, breaking them off, and disposing of them.
+"""torch's process group objects: watching their works, breaking them off, and disposing of them.
 
-What torch 2.13 cannot do for Gloo is to cancel: ``abort()`` leaves a pending
-operation waiting, and destroying the group then blocks until its timeout. Shutting down the group's own
-sockets does cancel, here and at the peers, within milliseconds; hence the bookkeeping of sockets. Only a message
-that is half sent or half received is not told of its connection's end (Pair::signalException passes over it), and
-waits for its timeout: the operation is failed by looking at the sockets, and its group kept until torch lets go.
+torch 2.13 cannot cancel operations of Gloo: ``abort()`` leaves a pending operation waiting, and destroying the group
+then blocks until its timeout. Shutting down the group's own sockets does cancel, here and at the peers, within
+milliseconds; this is why each group knows its sockets. The exception is a message that is half sent or half received:
+torch does not report the connection's end to it (Pair::signalException leaves it out), so that it waits for its
+timeout. Such an operation is failed by looking at the sockets, and its group is kept until torch lets go.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ from torch import Tensor
 from lightning_async._sockets import is_open, shut_down
 from lightning_async.comm.collectives import Operation
 
+# Longest wait until torch has ended the operations of a group that was broken off.
 _DISPOSE_S = 0.25
+# Longest wait at the end of the process for threads that are still in torch.
 _EXIT_S = 10.0
+# Seconds between two looks at the sockets.
 _LOOK_S = 0.05
-# Strong references: the destructor of a group joins the group's threads, so it must never run on one of them
-# (a callback holding the last reference), nor during the interpreter's shutdown.
+# Strong references: the destructor of a group joins the group's threads. It must therefore not run on one of them
+# (in a callback that holds the last reference), nor during the interpreter's shutdown.
 _open: set[TorchGroup] = set()
 _undead: list[TorchGroup] = []
 
 
 class TorchGroup:
-    """A process group with the sockets it owns.
+    """A process group with the sockets that it owns.
 
     Args:
         pg: torch's object.
-        sockets: file descriptors with their inode; shut down to break the group off.
-        waits: whether a thread may wait in torch for a work, with a deadline that ends nothing else (Gloo); else works
-            are only looked at (NCCL, MPI).
-        aborts: whether torch's object can cancel what is under way (NCCL).
+        sockets: File descriptors with their inodes; they are shut down to break the group off.
+        waits: Whether a thread may wait in torch for a work, with a deadline that ends nothing else (Gloo). Otherwise
+            works are only polled (NCCL, MPI).
+        aborts: Whether torch's object can cancel operations (NCCL). Default: False.
     """
 
     def __init__(self, pg: Any, sockets: dict[int, int], waits: bool, aborts: bool = False) -> None:
         self.pg: Any = pg
         self.waits = waits
         self.aborts = aborts
-        # By sequence number: what the transport may still read or write, and its works, once it has begun.
+        # By sequence number: tensors that torch may still read or write, and its works, once it has begun.
         self.in_flight: dict[int, tuple[object, tuple[Any, ...] | None]] = {}
         self.helpers: set[threading.Thread] = set()
         self._sockets = sockets
@@ -59,17 +62,25 @@ class TorchGroup:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a fork of the process that made the group: its connections are the parent's."""
+        """Whether this process is a fork of the one that made the group, whose connections are the parent's."""
         return os.getpid() != self._pid
 
     @property
     def connected(self) -> bool:
+        """Whether all connections are open."""
         return all(is_open(fd, inode) for fd, inode in self._sockets.items())
 
     def watch(
         self, operation: Operation[Any], works: Any, ended: Callable[[Exception | None], None], backstop: timedelta
     ) -> None:
-        """Have ``ended`` called, with the error or None, when torch has ended the work, or all of a tuple of works."""
+        """Call ``ended`` with an error or None when torch has ended a work, or all works of a tuple.
+
+        Args:
+            operation: The operation, which is polled from now on.
+            works: Work of torch's, or a tuple of works.
+            ended: Called once with an error, or with None.
+            backstop: Longest wait in torch.
+        """
         all_: tuple[Any, ...] = works if isinstance(works, tuple) else (works,)
 
         def let_go(error: Exception | None) -> None:
@@ -86,13 +97,13 @@ class TorchGroup:
         operation.told = True
         if isinstance(works, tuple):
             operation.poll = lambda: self._look(operation, ended)
-            # Gloo's send and recv have no future, and are not complete before somebody waits.
+            # Gloo's send and recv have no future, and only complete while a thread waits for them.
             helper = threading.Thread(target=self._wait, args=(works, let_go, backstop), daemon=True)
             helper.name = f"lightning_async {operation.kind} #{operation.seq}"
             self.helpers.add(helper)
             helper.start()
         else:
-            # Whoever waits does so in torch: a callback, on a thread of the group's, would wait for Python first.
+            # A thread that waits does so in torch: a callback on a thread of the group would wait for Python first.
             self.in_flight[operation.seq] = tensors, all_
             operation.poll = lambda: _poll(self._works(operation), let_go) or self._look(operation, ended)
             operation.sleep = lambda seconds: self._sleep(operation, seconds)
@@ -104,12 +115,12 @@ class TorchGroup:
             left = timedelta(seconds=max(until - time.monotonic(), 0.001))  # zero would mean torch's own timeout
             if (error := _error(lambda work=work, left=left: work.wait(left))) is not None:
                 first = first or error
-                self.break_off()  # the other half would wait for its timeout otherwise
+                self.break_off()  # the other works would wait for their timeout otherwise
         ended(first)
         self.helpers.discard(threading.current_thread())
 
     def _works(self, operation: Operation[Any]) -> tuple[Any, ...] | None:
-        """Return torch's works of it, kept here alone: who keeps an operation shall keep no group."""
+        """Return torch's works of an operation, which are kept here only, so that operations keep no group alive."""
         return self.in_flight.get(operation.seq, (None, None))[1]
 
     def _sleep(self, operation: Operation[Any], seconds: float) -> None:
@@ -120,10 +131,10 @@ class TorchGroup:
         _error(lambda: works[0].wait(timedelta(seconds=seconds)))
 
     def _look(self, operation: Operation[Any], ended: Callable[[Exception | None], None]) -> None:
-        """Fail an operation that goes on waiting although a connection is gone."""
+        """Fail an operation that still waits although a connection is gone."""
         if self.connected:
             return
-        # It may just be completing: the last bytes and the end of the connection come together.
+        # Not at once: the operation may be about to end, as last bytes and the connection's end come together.
         now = time.monotonic()
         if self._lost_at is None:
             self._lost_at = now
@@ -131,14 +142,14 @@ class TorchGroup:
             ended(RuntimeError("the connection to a peer was lost"))
 
     def helped_by(self, helper: threading.Thread, backstop_s: float) -> None:
-        """Count a thread that waits in torch, for so long at most, and discards itself from `helpers` then."""
+        """Note a thread that waits in torch for these seconds at most, and removes itself from `helpers` afterwards."""
         self.helpers.add(helper)
         self.lets_go_at = max(self.lets_go_at, time.monotonic() + backstop_s)
 
     def break_off(self) -> None:
-        """Make everything pending fail soon, here and at the peers; any thread may call it.
+        """Let all pending operations fail soon, here and at the peers. Any thread may call this.
 
-        Never blocks, but for as long as NCCL takes to abort a communicator.
+        Never blocks, except for the time that NCCL takes to abort a communicator.
         """
         if self._broken or self.inherited:
             return
@@ -148,14 +159,16 @@ class TorchGroup:
             self.pg.abort()
 
     def dispose(self) -> None:
-        """Destroy the group, soon: what torch still waits in is kept until it lets go. Idempotent."""
+        """Destroy the group soon; it is kept while torch still waits in it. Idempotent."""
+        # In a fork, destroying the group would close connections of the parent.
         if self not in _open or self.inherited:
             return
         _open.discard(self)
         sweep()
-        if self.busy() or self._broken or self.aborts:  # NCCL's orderly end would wait for its peers
+        if self.busy() or self._broken or self.aborts:  # NCCL's own way to end would wait for its peers
             self.break_off()
             deadline = time.monotonic() + _DISPOSE_S
+            # A short wait usually suffices, because the sockets are shut down; else the group is kept.
             while self.busy() and time.monotonic() < deadline:
                 time.sleep(0.001)
         if self.busy():
@@ -164,15 +177,18 @@ class TorchGroup:
             self.free()
 
     def busy(self) -> bool:
+        """Return whether torch still has operations of this group under way."""
         works = [works for _, works in list(self.in_flight.values())]
         return self.waits and (bool(self.helpers) or any(each is None or not _completed(each) for each in works))
 
     def free(self) -> None:
+        """Drop torch's object, which destroys it."""
         self.pg = None
         self.in_flight.clear()
 
 
 def sweep() -> None:
+    """Destroy groups that were kept, and that torch has let go meanwhile."""
     for group in [group for group in _undead if not group.busy() and not group.inherited]:
         _undead.remove(group)
         group.free()
@@ -193,24 +209,35 @@ def _completed(works: tuple[Any, ...]) -> bool:
 def _poll(works: tuple[Any, ...] | None, ended: Callable[[Exception | None], None]) -> bool:
     if works is None or not _completed(works):
         return False
-    # Complete already, so this does not block: it orders the current CUDA stream behind the work, and raises what went
-    # wrong.
+    # The works are complete, so this does not block: it orders the current CUDA stream after the work, and raises the
+    # work's error.
     errors = [_error(work.wait) for work in works]
     ended(next((error for error in errors if error is not None), None))
     return True
 
 
 def swap(pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor], tag: int) -> tuple[Any, ...]:
-    """Send to peers and receive from them, all at once; copy what goes to ``rank`` itself."""
+    """Send to all peers and receive from them at the same time; copy this rank's own part.
+
+    Args:
+        pg: torch's object.
+        rank: This rank.
+        mine: Tensor for each rank.
+        theirs: Tensor to receive from each rank.
+        tag: Tag of the messages.
+
+    Returns:
+        The works of torch.
+    """
     theirs[rank].copy_(mine[rank])
     peers = [peer for peer in mine if peer != rank]
-    # Receives first: Gloo then tells the peer that it may send, and behind our own data it would hear of that too late.
+    # Receives first: Gloo then tells the peer that it may send, and after our own data this would come too late.
     receives = [pg.recv([theirs[peer]], peer, tag) for peer in peers]
     return (*receives, *[pg.send([mine[peer]], peer, tag) for peer in peers])
 
 
 def keep_for_good(thing: object) -> None:
-    """Let it never be destroyed, as that would wait: for hours, or for a thread that a fork does not have."""
+    """Prevent an object from ever being destroyed, which would wait for hours, or for a thread that a fork lacks."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 
@@ -222,7 +249,7 @@ def _dispose_all() -> None:
         keep_for_good(group)
         _open.discard(group)
         _undead[:] = [each for each in _undead if each is not group]
-    # A thread of torch's that comes back while the interpreter shuts down aborts the process.
+    # A thread of torch that returns to Python while the interpreter shuts down would abort the process.
     while any(group.busy() and group.lets_go_at - time.monotonic() < _EXIT_S for group in _undead):
         time.sleep(0.01)
     sweep()

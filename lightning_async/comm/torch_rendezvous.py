@@ -1,7 +1,7 @@
-"""Forming groups of torch.distributed: all members meet in a store, then connect.
+"""Forming groups of torch.distributed: all members meet in a store, and then connect.
 
 Groups are built directly from a store, without the default group, so that any number of them can be formed again under
-the next generation. Nobody blocks in the store: who waits for members hears of deaths.
+the next generation. No thread blocks in the store, so that a thread that waits for members is told of deaths.
 """
 
 from __future__ import annotations
@@ -29,16 +29,18 @@ from lightning_async.membership.store import PollingStore, PrefixStore, Store, o
 _PREFIX = "lightning_async"
 _device = threading.Lock()
 Ports = list[int]
+"""Ports at which a member listens."""
 
 
 @dataclass
 class MeetingOptions:
     """The terms on which members meet; one object for a communicator and all its forks."""
 
-    seal: Seal = field(default_factory=Seal)  # of what they tell each other in the store
-    # Raises where waiting is in vain, as a member is lost; may be set later than the communicator is made.
+    seal: Seal = field(default_factory=Seal)  # seal of their messages in the store
+    # Raises if a member is lost, so that waiting is in vain; may be set after the communicator was made.
     check: Callable[[], None] = lambda: None
-    host: str | None = None  # where Gloo listens; by default where this host's name leads to, or ``GLOO_SOCKET_IFNAME``
+    # Address at which Gloo listens. Default: that of this host's name, or of ``GLOO_SOCKET_IFNAME``.
+    host: str | None = None
 
 
 def form(
@@ -51,22 +53,34 @@ def form(
     cancelled: Callable[[], bool],
     meeting_options: MeetingOptions,
 ) -> TorchGroup:
-    """Form the group ``where`` names: wait for every member to come, then connect. Never blocks in the store.
+    """Form the group that ``where`` names: wait until all members have come, then connect. Never blocks in the store.
+
+    Args:
+        store: Store in which members meet.
+        where: Name and generation of the communicator.
+        backend: ``"gloo"``, ``"nccl"`` or ``"mpi"``.
+        timeout: Deadline.
+        device: Device on which NCCL connects, if any.
+        max_ctas: Number of blocks of the GPU that NCCL may take.
+        cancelled: Returns whether to stop.
+        meeting_options: Terms on which members meet.
 
     Raises:
-        PeerLost, GenerationChanged: what ``meeting_options.check`` raised.
-        CollectiveTimeout: not all members came in time; the message names them.
-        CollectiveError: the store is out of reach, or ``cancelled`` became true.
+        PeerLost: ``meeting_options.check`` has raised it.
+        GenerationChanged: ``meeting_options.check`` has raised it.
+        CollectiveTimeout: Not all members came in time; the message names those that are missing.
+        CollectiveError: The store cannot be reached, or ``cancelled`` became true.
     """
     if backend == "mpi":
         return TorchGroup(dist.new_group(backend="mpi"), {}, waits=False)
+    # Groups of earlier generations that torch has let go meanwhile are freed first.
     sweep()
     try:
         meeting = _GroupRendezvous(store, where, timeout, cancelled, meeting_options)
         if backend == "gloo":
             return _gloo(meeting, meeting_options.host)
         meeting.meet("ready", [])
-        # NCCL's own threads use the store for as long as the group lives.
+        # NCCL's own threads use the store as long as the group lives, so they get a client of their own.
         client = PrefixStore(meeting.base, own_client(store, timeout))
         return TorchGroup(nccl.connect(client, where, timeout, device, max_ctas), {}, waits=False, aborts=True)
     except AsyncTrainingError:
@@ -79,7 +93,7 @@ def form(
 
 
 class _GroupRendezvous:
-    """The members of a group to be, waiting for each other in the store until the deadline."""
+    """The members of a group that is being formed, which wait for each other in the store until the deadline."""
 
     def __init__(
         self,
@@ -97,13 +111,15 @@ class _GroupRendezvous:
         self._meeting_options = meeting_options
         self._keys: list[str] = []
         base = f"{_PREFIX}/{where.generation.number}/{where.name}"
-        # The same name may be formed again later in the same program; old addresses must not be read then.
+        # A counter, because a group of this name may be formed again later, and must not read old addresses then.
         self.base = f"{base}/{store.add(f'{base}/attempt/{where.rank}', 1)}"
 
     def left(self) -> timedelta:
+        """Return the time until the deadline, at least one second."""
         return timedelta(seconds=max(self._started + self._timeout_s - time.monotonic(), 1.0))
 
     def check(self) -> None:
+        """Raise if waiting must end: it was cancelled, a member is lost, or the deadline has passed."""
         if self._cancelled():
             raise CollectiveError(f"{self.where}: forming the group was aborted.")
         self._meeting_options.check()
@@ -116,12 +132,15 @@ class _GroupRendezvous:
             )
 
     def view(self, prefix: str = "") -> PollingStore:
+        """Return a store whose waits call `check`."""
         return PollingStore(self.store, prefix, self.check, self._meeting_options.seal)
 
     def say(self, phase: str, ports: Ports | None) -> None:
+        """Write this member's ports for a phase; None: it has failed."""
         self.view().set(f"{self.base}/{phase}/{self.where.rank}", json.dumps({"ports": ports}).encode())
 
     def meet(self, phase: str, ports: Ports) -> list[Ports | None]:
+        """Write this member's ports for a phase, wait for all others, and return all ports."""
         self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
         self.say(phase, ports)
         said = self.view().read(self._keys, _parse)
@@ -141,26 +160,27 @@ def _gloo(meeting: _GroupRendezvous, host: str | None) -> TorchGroup:
     gloo: Any = dist.ProcessGroupGloo
     where = meeting.where
     options = gloo._Options()
-    # Or another thread's listening socket would be taken for ours.
+    # One thread at a time: another thread's listening socket would be taken for one of these.
     with _device, opening(lambda fd: listening_port(fd) is not None) as listening:
         options._devices = _devices(host)
         ports = [port for fd in listening.sockets() if (port := listening_port(fd)) is not None]
     options._threads = len(options._devices)
     everyones = meeting.meet("ready", ports)
     options._timeout = meeting.left()
-    # Other threads open sockets too. Ours have one of our listening ports at this end, or a peer's at the other.
+    # Other threads open sockets, too. Those of this group have one of its listening ports at one of their ends.
     own = set(ports)
     peers = {port for theirs in everyones for port in theirs or []}
     try:
         with opening(lambda fd: connects(fd, own, peers)) as connections:
             pg = gloo(meeting.view(f"{meeting.base}/"), where.rank, where.world_size, options)
     except Exception:
+        # The others would otherwise wait for this member until the deadline.
         meeting.say("formed", None)
-        meeting.check()  # torch may have lost the type of what this raised
+        meeting.check()  # raises the error of `check` again, whose type torch may have lost
         raise
     group = TorchGroup(pg, connections.sockets(), waits=True)
     try:
-        # Torch returns when this rank has connected. One that closed now would fail a peer that still connects.
+        # torch returns when this rank has connected. To close now would fail a peer that still connects.
         everyones = meeting.meet("formed", ports)
         if failed := [rank for rank, theirs in enumerate(everyones) if theirs is None]:
             raise CollectiveError(f"{where}: rank(s) {failed} failed to connect. See the logs of those.")
@@ -173,7 +193,7 @@ def _gloo(meeting: _GroupRendezvous, host: str | None) -> TorchGroup:
 
 def _devices(host: str | None) -> list[Any]:
     gloo: Any = dist.ProcessGroupGloo
-    # As torch does; lazily made connections could not be found for breaking them off.
+    # As torch does, but not lazily: connections that are made later could not be found, and broken off.
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if names:
         return [gloo.create_device(interface=name, lazy_init=False) for name in names]

@@ -1,18 +1,18 @@
-"""torch's two iterators over a DataLoader, which know their position and may begin at one.
+"""torch's two iterators over a DataLoader, extended so that they know their position and can begin at one.
 
-A position is a dict of plain values:
+A position is a dictionary of plain values:
 
-    taken      batches that were yielded
-    made       calls of the sampler, which is asked ahead of the workers
-    exhausted  nothing follows
-    drawn      from which random states those calls drew, see `Tape`
-    dataset    the dataset's own state, where it has one
-    random     the random states before the last fetch, which is made again where Lightning had fetched one batch ahead
-    epoch      as the dataset knows it, where it is told by `set_epoch`
-    share      which indices this epoch has, see `samplers`
-    batch_size, length   of the loader's batches, and of its dataset where that is known; it may have others by then
-    num_workers   of a loader of an iterable dataset, which may divide its samples among them
-    seed, turn, workers, first    of workers: their seed, whose turn it is, their states now and before the first batch
+    taken      number of batches that were yielded
+    made       number of calls of the sampler, which runs ahead of the workers
+    exhausted  whether the iteration has ended
+    drawn      random states from which those calls drew, see `Tape`
+    dataset    the dataset's own state, if it has one
+    random     random states before the last fetch, which is repeated if Lightning had fetched one batch ahead
+    epoch      the dataset's epoch, if the dataset has `set_epoch`
+    share      the indices of this epoch, see `redistribution.describe`
+    batch_size, length   batch size of the loader and length of its dataset, if known; they may differ at the resume
+    num_workers   number of workers of an iterable dataset, which may divide its samples among them
+    seed, turn, workers, first    of workers: their seed, the next one to yield, their states now and at the start
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from lightning_async.data.random_states import (
 from lightning_async.data.redistribution import Given, describe, length_of, size_of, workers_of
 
 Position = dict[str, Any]
+# Largest number of times that workers are replaced at one batch.
 _REPLACED = 3
-_LOOK_S = 0.5  # torch looks every 5 s whether a worker that says nothing lives
+_LOOK_S = 0.5  # seconds between two looks whether a silent worker lives; torch's own value is 5
 
 _OF_TORCH = (
     DistributedSampler, sampler.RandomSampler, sampler.SequentialSampler, sampler.SubsetRandomSampler,
@@ -51,7 +52,15 @@ _OF_TORCH = (
 
 
 class IterationPosition:
-    """The place of one iteration over a loader, which begins at ``start``; with ``ahead`` a batch may be held."""
+    """The position of one iteration over a loader.
+
+    Args:
+        loader: The loader.
+        generators: Random generators of the process and of the loader.
+        start: Position at which the iteration begins. Default: None, the beginning.
+        ahead: Whether Lightning may hold one batch that it has fetched ahead.
+        resumed: The loader's dataset with a loaded state. Default: None.
+    """
 
     def __init__(
         self,
@@ -67,11 +76,12 @@ class IterationPosition:
         self.told: Callable[[], bool] = lambda: False
         self.taken = 0
         self.exhausted = bool(self.start.get("exhausted"))
+        # Workers derive their random states from it, so that a resumed iteration needs the same.
         self.seed: int | None = self.start.get("seed")
         self.turn = 0
         self.workers: dict[int, dict[str, Any]] = {}
         self.first: dict[int, dict[str, Any]] = self.start.get("first", {})
-        # NumPy takes its time to tell its state, and torch's samplers do not draw from it.
+        # torch's samplers draw only from torch's generator, and NumPy's state takes long to read.
         batches = loader.batch_sampler
         usual = ("torch",) if type(batches) is BatchSampler and type(batches.sampler) in _OF_TORCH else None
         self._drawing = Generators(generators.named, usual=usual) if usual is not None else generators
@@ -82,7 +92,7 @@ class IterationPosition:
         self.given: Tensor | None = told["indices"] if is_given else None
         self._size: int = told["batch_size"] if is_given else 0
         self.stream: Position | None = told if told.get("kind") == "stream" else None
-        """The part of what others had left of a stream."""
+        """Part of the rest of a stream that lost ranks had left; None if there is none."""
         self._before: Position | None = None
         local = not getattr(loader, "num_workers", 0)
         self._dataset = loader.dataset if local and stateful(loader.dataset) else None
@@ -92,10 +102,12 @@ class IterationPosition:
         self.by_state = resumable(loader.dataset)
 
     def begin(self) -> Tape:
+        """Begin a tape of the sampler's calls, with what the start position knows of them; return it."""
         self.tape = Tape(self._drawing, self.start.get("drawn"))
         return self.tape
 
     def start_over(self) -> None:
+        """Forget the start position, for a new iteration with the same workers."""
         self.start = {}
         self.taken = 0
         self.turn = 0
@@ -106,22 +118,29 @@ class IterationPosition:
         self.stream = None
 
     def begin_again(self) -> None:
-        """Begin where this iteration stands, with new workers in the place of those that have died."""
+        """Begin at the present position, with new workers in place of those that have died."""
+        # The random states of the process stay as they are: only the workers are new.
         self.start = self.position()
         self._first_random = None
 
     def fetching(self) -> None:
+        """Note that the next batch is about to be fetched."""
         if self._first_random is not None:
             self.generators.put(self._first_random)
             self._first_random = None
+        # Kept for a save that happens while Lightning holds the batch of this fetch.
         if self._ahead:
             self._before = self._now(random=True)
 
     def position(self, before: bool = False) -> Position:
+        """Return the present position, or the one ``before`` the last fetch."""
         return self.keep(before)()
 
     def keep(self, before: bool) -> Callable[[], Position]:
-        """Return the same, put together when it is asked for; what happens until then does not change it."""
+        """Return a function that returns `position`, as it is now, whenever it is called.
+
+        The function builds the position only then, because that takes longer than to keep its parts.
+        """
         now = (self._before if before else None) or self._now(random=before)
         tape = self.tape
         given = self.given
@@ -130,11 +149,13 @@ class IterationPosition:
         return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": stream or describe(self._loader, given, size)}
 
     def dataset(self) -> Any:
+        """Return the dataset to iterate over: the loader's, one with a loaded state, or the rest of a stream."""
         if self.stream is not None:
             return self._loader.dataset.rest(self.stream)
         return self._loader.dataset if self._resumed is None else self._resumed
 
     def sampler(self) -> Any:
+        """Return the loader's sampler, or one of the indices that the start position gives."""
         if self.given is None:
             return self._loader._index_sampler
         drops = getattr(self._loader.batch_sampler, "drop_last", self._loader.drop_last)
@@ -159,12 +180,15 @@ class IterationPosition:
 
 
 def epoch_of(loader: Any) -> int | None:
+    """Return the epoch of a loader's dataset, or None if the dataset has no `set_epoch`."""
     dataset = getattr(loader, "dataset", None)
     epoch = getattr(dataset, "epoch", None) if callable(getattr(dataset, "set_epoch", None)) else None
     return epoch if isinstance(epoch, int) else None
 
 
 class _View:
+    """A loader of which some attributes are replaced."""
+
     def __init__(self, loader: Any, **replaced: Any) -> None:
         self._loader = loader
         vars(self).update(replaced)
@@ -179,6 +203,7 @@ def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
     fetches_again = _fetches_again(loader, here)
     if here.exhausted:
         here.taken = start["taken"]
+        # Nothing of an iteration that has ended is read again.
         fetches_again = False
         if not loader.persistent_workers:
             return _Nothing(here)
@@ -191,17 +216,19 @@ def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
 
 
 def _fetches_again(loader: Any, here: IterationPosition) -> bool:
-    """Return whether the position is found by fetching the batches before it again."""
+    """Return whether the position is found by fetching all batches before it again."""
     start = here.start
     told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
     return loader._dataset_kind == _DatasetKind.Iterable and not (here.by_state and told)
 
 
 def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> None:
+    """Bring an iterator to its start position."""
     start = here.start
     if not start or not fetches_again:
         here.taken = start.get("taken", 0)
         return
+    # The random states belong to the fetch that follows the skipped ones.
     random = here._first_random
     here._first_random = None
     for _ in range(start["taken"]):
@@ -210,7 +237,7 @@ def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> 
 
 
 def _indices(loader: Any, here: IterationPosition) -> Any:
-    """Return what stands in place of the loader's sampler; an iterable dataset has none."""
+    """Return the object that replaces the loader's sampler; an iterable dataset keeps its own."""
     if loader._dataset_kind == _DatasetKind.Iterable:
         return loader._index_sampler
     start = here.start
@@ -218,7 +245,10 @@ def _indices(loader: Any, here: IterationPosition) -> Any:
 
 
 class _Nothing:
-    """The end of an iteration over a loader without workers that stay; it is asked again for each batch of others."""
+    """An iteration that has ended, for a loader whose workers do not persist.
+
+    Other loaders may still have batches, so that this one is asked again with each of them.
+    """
 
     def __init__(self, here: IterationPosition) -> None:
         self._here = here
@@ -232,12 +262,15 @@ class _Nothing:
 
 
 class _Single(_SingleProcessDataLoaderIter):
+    """torch's iterator without workers, which keeps a position."""
+
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
         self._here = here
         self._taped = fetches_again
         view: Any = _View(loader, _index_sampler=_indices(loader, here), dataset=here.dataset())
         if fetches_again:
-            here.begin().call(lambda: super(_Single, self).__init__(view))  # makes the dataset's iterator
+            # torch makes the dataset's iterator here, which may draw random numbers.
+            here.begin().call(lambda: super(_Single, self).__init__(view))
         else:
             super().__init__(view)
 
@@ -250,7 +283,7 @@ class _Single(_SingleProcessDataLoaderIter):
             here.exhausted = True
             raise
         here.taken += 1
-        # A last batch that is not full has met the dataset's end, where its state may be that of a new beginning.
+        # A last batch that is not full has reached the dataset's end, where a dataset may have begun again already.
         here.exhausted = getattr(self._dataset_fetcher, "ended", False)
         return batch
 
@@ -260,6 +293,8 @@ class _Single(_SingleProcessDataLoaderIter):
 
 
 class _Multi(_MultiProcessingDataLoaderIter):
+    """torch's iterator with workers, which keeps a position and replaces workers that SIGTERM has ended."""
+
     _replaced = -1, 0
 
     def __init__(self, loader: Any, here: IterationPosition, fetches_again: bool) -> None:
@@ -268,10 +303,12 @@ class _Multi(_MultiProcessingDataLoaderIter):
         start = here.start
         self._indices = _indices(loader, here)
         states = start.get("first" if fetches_again else "workers", {})
-        if here.exhausted:  # the workers are for the next iteration
+        if here.exhausted:  # the workers are started for the next iteration only
             states = {worker: {**state, "ended": True} for worker, state in states.items()}
         here.workers = dict(states)
+        # Two records: states with batches that have come, and states with batches that were yielded.
         self._received = dict(states)
+        # Workers yield in turn, so that the next batch must come from the one whose turn it was.
         self._turns = 0 if fetches_again else start.get("turn", 0)
         here.turn = self._turns
         dataset = here.dataset()
@@ -293,7 +330,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
 
     @_base_seed.setter
     def _base_seed(self, drawn: int) -> None:
-        if self._here.seed is None:  # else the workers get the seed that they had
+        if self._here.seed is None:  # a resumed iteration gives its workers the seed that they had
             self._here.seed = drawn
 
     def __next__(self) -> Any:
@@ -306,7 +343,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
                 here.exhausted = True
                 raise
             except Exception:
-                # What a worker itself has raised comes again: so at one place they are replaced a few times only.
+                # An error of the dataset comes again with new workers, so the number of attempts is limited.
                 place, times = self._replaced
                 times = times + 1 if place == here.taken else 1
                 if times > _REPLACED or not self._were_told() or not here.told():
@@ -318,33 +355,35 @@ class _Multi(_MultiProcessingDataLoaderIter):
                 return batch
 
     def _were_told(self) -> bool:
-        """Return whether SIGTERM has ended workers. Of their parent's torch makes an end with 0."""
+        """Return whether SIGTERM has ended workers; one that their parent sends becomes exit code 0 in torch."""
         return not self._shutdown and any(w.exitcode in (0, -signal.SIGTERM) for w in self._workers)
 
     def _replace_workers(self) -> None:
-        """Start other workers, which begin where this iteration stands.
+        """Start new workers, which begin at the present position.
 
-        SIGTERM to a process group ends them all, while this process has yet to come to a step at which all ranks save.
+        SIGTERM to the process group ends all workers, but this process must first reach a step at which all ranks save.
         """
         here = self._here
         loader = self._loader
         here.begin_again()
         self._shutdown_workers()
         fetches_again = _fetches_again(loader, here)
+        # Counted again while batches are skipped below.
         here.taken = 0
+        # New workers draw a seed, which must not move the random numbers of the process.
         with here.generators.kept():
             _Multi.__init__(self, loader, here, fetches_again)
             _skip_taken(self, here, fetches_again)
 
     def _mark_worker_as_unavailable(self, worker_id: int, shutdown: bool = False) -> None:
         if not shutdown and self._workers[worker_id].exitcode is not None:
-            # Ended by a signal, it may hold the lock of the event that all share, for good: nobody asks that any more.
+            # A worker that a signal ended may hold the lock of the shared event forever: use another event here.
             self._workers_done_event = threading.Event()
         super()._mark_worker_as_unavailable(worker_id, shutdown)
 
     def _shutdown_workers(self) -> None:
         if isinstance(getattr(self, "_workers_done_event", None), threading.Event):
-            for worker in self._workers:  # which do not hear of the end by this event
+            for worker in self._workers:  # they wait for the shared event, which is not set any more
                 worker.terminate()
         super()._shutdown_workers()
 
@@ -358,7 +397,7 @@ class _Multi(_MultiProcessingDataLoaderIter):
                 self._indices.start_over()
         super()._reset(loader, first_iter)
         if not first_iter:
-            # What the workers had made ahead, and nobody took, they have drawn for all the same.
+            # The workers have drawn random numbers also for batches that nobody has taken.
             begun = {worker: {**state, "ended": True} for worker, state in self._received.items()}
             self._here.workers = begun
             self._here.first = {worker: {"random": state["random"]} for worker, state in begun.items()}
@@ -371,7 +410,8 @@ class _Multi(_MultiProcessingDataLoaderIter):
 
     def _try_put_index(self) -> None:
         if self._here.exhausted:
-            return  # the workers are for the next iteration
+            return  # nothing is fetched for an iteration that has ended
+        # Skip the workers that come before: torch would begin with worker 0.
         for _ in range(self._turns):
             next(self._worker_queue_idx_cycle)
         self._turns = 0

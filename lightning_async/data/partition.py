@@ -1,4 +1,4 @@
-"""One replica's part of a dataset, or of a stream, by a `Partition`: each sample once an epoch over all replicas."""
+"""One replica's part of a dataset or a stream, by a `Partition`: each sample once an epoch, over all replicas."""
 
 from __future__ import annotations
 
@@ -24,14 +24,18 @@ __all__ = ["ByKey", "Partition", "Random", "Sequential", "Weighted", "largest_re
 
 
 def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
-    r"""Return whole shares of a total, as near to these weights as can be.
+    r"""Return whole shares of a total, as close to the weights as possible.
 
     .. math:: n_i = \Big\lfloor \frac{w_i}{\sum_j w_j} n \Big\rfloor + [i \text{ has one of the largest remainders}]
 
-    Exact for any floats; of equal remainders the first ones win.
+    Exact for all floats. Of equal remainders, the first ones win.
+
+    Args:
+        total: Total n to divide.
+        weights: Weight of each share.
 
     Raises:
-        ValueError: a weight is negative or not finite, or none is positive.
+        ValueError: A weight is negative or not finite, or none is positive.
 
     Source: the method of Hamilton, as in Balinski and Young, "Fair Representation", 1982
 
@@ -40,6 +44,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
     """
     if not all(0 <= weight < float("inf") for weight in weights) or not any(weights):
         raise ValueError(f"`largest_remainder(weights={list(weights)})` must be >= 0 and finite, one of them > 0.")
+    # Fractions, so that all processes round alike.
     exact = [Fraction(weight) for weight in weights]
     quotas = [total * each / sum(exact) for each in exact]
     shares = [int(quota) for quota in quotas]
@@ -50,11 +55,17 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
-    r"""Return the place among ``members`` of the one that a key belongs to.
+    r"""Return the place among ``members`` of the member that a key belongs to.
 
     .. math:: \arg\max_m h(\text{seed}, \text{key}, m)
 
-    Where a member goes, its keys alone move; where one comes, it takes its part from all. The same in every process.
+    When a member leaves, only its keys move. When a member joins, it takes keys from all others. Every process finds
+    the same place.
+
+    Args:
+        key: Any value whose ``repr`` is the same in every process.
+        members: Names of the members.
+        seed: Seed of the hash. Default: 0.
 
     Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998
 
@@ -71,9 +82,9 @@ def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
 
 @runtime_checkable
 class Partition(Protocol):
-    """A division of an epoch: each sample is in exactly one part, whoever the replicas are.
+    """A division of an epoch among replicas: each sample belongs to exactly one part.
 
-    One of your own states `owners`; for streams, `dealer`.
+    A partition of your own defines `owners`, and `dealer` for streams.
     """
 
     shuffle: bool = True
@@ -81,41 +92,44 @@ class Partition(Protocol):
 
     @abstractmethod
     def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
-        """Return the place among ``members`` of who takes each of these indices.
+        """Return, for each index, the place among ``members`` of the replica that takes the sample.
 
         Args:
-            order: indices of samples, as they are taken in this epoch.
-            members: the replicas, by stable ids.
+            order: Indices of samples, in the order of this epoch.
+            members: Stable ids of the replicas.
         """
         ...
 
     def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
-        """Return the same for a stream: a function that is called with each sample in turn.
+        """Return a function that is called with each sample of a stream in turn, and returns the place of its replica.
+
+        Args:
+            members: Stable ids of the replicas.
 
         Raises:
-            TypeError: this partition is not one of streams.
+            TypeError: This partition cannot divide streams.
         """
         raise TypeError(f"`{self!r}` needs to know all indices: it cannot divide a stream.")
 
     def order(self, length: int, epoch: int) -> Tensor:
-        """Return the order of an epoch: shuffled by seed and epoch, or as the data is."""
+        """Return the order of an epoch: shuffled by seed and epoch, or that of the data."""
         if not self.shuffle:
             return torch.arange(length)
         return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def part(self, length: int, members: Sequence[str], me: int, epoch: int) -> Tensor:
-        """Return what the replica at place ``me`` takes in an epoch, in order."""
+        """Return the indices that the replica at place ``me`` takes in an epoch, in order."""
         order = self.order(length, epoch)
         return order[self.owners(order, members) == me]
 
 
 @dataclass(frozen=True)
 class Sequential(Partition):
-    r"""One block of the data for each replica, in its order.
+    r"""A partition into one block of the data for each replica, in the data's order.
 
     .. math:: \{ i : b_r \le i < b_{r+1} \}, \quad b_r = r \lfloor L / N \rfloor + \min(r, L \bmod N)
 
-    For data that is read from disk in its order, and for series in time.
+    Made for data that is read from disk in its order, and for time series.
 
     >>> Sequential().part(7, ["0", "1", "2"], me=0, epoch=3)
     tensor([0, 1, 2])
@@ -129,14 +143,15 @@ class Sequential(Partition):
 
 @dataclass(frozen=True)
 class Random(Partition):
-    r"""Parts of an epoch that is shuffled, and dealt out in turn.
+    r"""A partition of a shuffled epoch, whose samples are dealt out in turn.
 
     .. math:: \{ \pi(p) : p \bmod N = r \}
 
-    As torch's `DistributedSampler`, whose parts are equal as some samples are taken twice; these differ by one at most.
+    torch's `DistributedSampler` makes parts equal by taking some samples twice. Here no sample is taken twice, and
+    sizes differ by one at most.
 
     Args:
-        seed: of :math:`\pi`, together with the epoch. Default 0.
+        seed: Seed of :math:`\pi`, together with the epoch. Default: 0.
 
     >>> parts = [Random().part(7, ["0", "1"], me, epoch=0).tolist() for me in (0, 1)]
     >>> [len(part) for part in parts], sorted(parts[0] + parts[1])
@@ -164,19 +179,22 @@ class Random(Partition):
 
 @dataclass(frozen=True)
 class Weighted(Partition):
-    r"""Shares of unequal size: for replicas of unequal speed.
+    r"""A partition into shares of unequal size, for replicas of unequal speed.
 
     .. math:: \Big| n_r - \frac{w_r}{\sum_j w_j} L \Big| < 1
 
-    The sizes are those of `largest_remainder`. Of a stream, every beginning is divided so, nearly.
+    The sizes are those of `largest_remainder`. Every beginning of a stream is divided in nearly the same proportions.
 
     Args:
-        weights: by the number that a replica was started with, such as its samples per second; others have 1.
-        shuffle: default True; else each has one block of the data, in its order.
-        seed: of the shuffling, together with the epoch. Default 0.
+        weights: Weight of each replica, such as its samples per second, by its stable id as a number. Replicas that are
+            not named have weight 1.
+        shuffle: Whether an epoch is shuffled. Default: True. If False, each replica has one block of the data, in
+            order.
+        seed: Seed of the shuffling, together with the epoch. Default: 0.
 
     Raises:
-        TypeError, ValueError: weights are not numbers >= 0.
+        TypeError: Weights are not a mapping.
+        ValueError: A weight is not a finite number >= 0.
 
     >>> [len(Weighted({1: 3.0}).part(10, ["0", "1"], me, epoch=0)) for me in (0, 1)]
     [3, 7]
@@ -206,33 +224,34 @@ class Weighted(Partition):
             for i, weight in enumerate(weights):
                 credit[i] += weight
             most = max(range(len(members)), key=lambda i: (credit[i], -i))
+            # The one that takes a sample pays for all, so that credits stay bounded.
             credit[most] -= total
             return most
 
         return deal
 
     def _of(self, members: Sequence[str]) -> list[float]:
-        """Return the weights of these members; all equal where the live ranks have none."""
+        """Return the weights of these members; all equal if no live rank has a positive one."""
         found = [float(self.weights.get(int(name), 1.0)) for name in members]
         return found if any(found) else [1.0] * len(members)
 
 
 @dataclass(frozen=True)
 class ByKey(Partition):
-    r"""Parts that have all samples of a key: users, documents, shards of a file.
+    r"""A partition that keeps all samples of a key together: users, documents, shards of a file.
 
     .. math:: \{ i : \text{rendezvous}(\text{key}(i)) = r \}
 
-    Few keys move where replicas are lost or come, see `rendezvous`. Parts are as unequal as keys are.
+    Few keys move when replicas are lost or join, see `rendezvous`. Parts are as unequal as keys are.
 
     Args:
-        key: of the index of a sample, such as ``users.__getitem__``; in a stream, of the sample itself. An int, a
-            string, or another value whose ``repr`` is the same in every process.
-        shuffle: the order within each part. Default True.
-        seed: of keys' places, and of the shuffling, together with the epoch. Default 0.
+        key: Function that returns the key of an index, such as ``users.__getitem__``, or, for streams, of a sample. A
+            key is an int, a string, or another value whose ``repr`` is the same in every process.
+        shuffle: Whether the order within each part is shuffled. Default: True.
+        seed: Seed of the keys' places, and of the shuffling, together with the epoch. Default: 0.
 
     Raises:
-        TypeError: ``key`` is no function.
+        TypeError: ``key`` is not a function.
 
     >>> parts = [ByKey(lambda i: i % 5).part(20, ["0", "1"], me, epoch=0).tolist() for me in (0, 1)]
     >>> {i % 5 for i in parts[0]} & {i % 5 for i in parts[1]}
@@ -250,18 +269,20 @@ class ByKey(Partition):
             raise TypeError(f"`ByKey(key={self.key!r})` must be a function of an index.")
 
     def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
-        if len(self._keys) != len(order):  # what may take long is done once
+        if len(self._keys) != len(order):  # a key may take long to compute, so it is computed once
             self._keys[:] = [self.key(index) for index in range(len(order))]
         found = self.dealer(members, of=lambda key: key)
         of_index = torch.tensor([found(key) for key in self._keys], dtype=torch.int64)
         return of_index[order]
 
     def dealer(self, members: Sequence[str], of: Callable[[Any], object] | None = None) -> Callable[[Any], int]:
+        # A hash for each member and key is slow, and keys repeat.
         known: dict[str, int] = {}
 
         def deal(sample: Any) -> int:
             key = (of or self.key)(sample)
             text = repr(key)
+            # Kept by text, because a key need not be hashable.
             if text not in known:
                 known[text] = rendezvous(key, members, self.seed)
             return known[text]
@@ -274,12 +295,19 @@ def _blocks(sizes: Sequence[int]) -> Tensor:
 
 
 Told = Mapping[str, Any]
-"""One rank's part of a stream, in plain values: its ``members`` and ``rank``; or ``place``, of ``parts``, in what
-others had ``left``, each with the number of the first batch that counts. Its loader has ``batch_size``, ``workers``."""
+"""The description of one rank's part of a stream, in plain values.
+
+It holds ``batch_size`` and ``workers`` of the rank's loader, and either ``members`` and ``rank``; or, for a part of
+what lost ranks had left, the ``place`` among ``parts``, and in ``left`` the description of each lost rank's part with
+the number of its first batch that is left.
+"""
 
 
 def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
-    """Return a function of each sample of a stream in turn: its place in this part, or None where it has none."""
+    """Return a function that is called with each sample of a stream in turn.
+
+    The function returns the sample's place in the described part, or None if the sample does not belong to it.
+    """
     if "left" in told:
         return _place_in_rest(partition, told)
     owner = partition.dealer(told["members"])
@@ -304,7 +332,7 @@ def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | No
 
     def place(sample: Any) -> int | None:
         nonlocal taken
-        places = [(each(sample), of, begin) for each, of, begin in lost]  # all are asked of each sample
+        places = [(each(sample), of, begin) for each, of, begin in lost]  # each function must see every sample
         if not any(at is not None and _batch(at, of) >= begin for at, of, begin in places):
             return None
         taken += 1
@@ -314,7 +342,9 @@ def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | No
 
 
 def _batch(place: int, of: Told) -> int:
-    """Return the number of the batch with this sample: workers have samples in turn, and give batches in turn.
+    """Return the number of the batch that holds the sample at this place.
+
+    Workers take samples in turn, and yield batches in turn.
 
     >>> [_batch(place, {"workers": 2, "batch_size": 2}) for place in range(7)]
     [0, 1, 0, 1, 2, 3, 2]
@@ -324,7 +354,15 @@ def _batch(place: int, of: Told) -> int:
 
 
 def dealt(left: Iterable[tuple[Told, int]], takers: Mapping[str, Told]) -> dict[str, Told]:
-    """Deal out, by samples in turn, these parts from the first batch on that counts; each taker's loader stays."""
+    """Deal out what is left of lost ranks' parts of a stream, sample by sample.
+
+    Args:
+        left: Description of each lost rank's part, with the number of its first batch that is left.
+        takers: Description of the part of each rank that takes samples, by name.
+
+    Returns:
+        The description of the additional part of each taker.
+    """
     lost = [(dict(each), begin) for each, begin in left]
     return {
         name: {
@@ -339,13 +377,14 @@ _HOROVODS = (
     ("HOROVOD_SIZE", "HOROVOD_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"),
 )  # fmt: skip
 _LAUNCHERS = (*_HOROVODS, ("WORLD_SIZE", "RANK"))
-"""Variables by which launchers give ranks their number."""
+"""Names of the variables in which launchers give the number of ranks, and a rank's number."""
 _looked_for: ContextVar[bool] = ContextVar("looked_for", default=False)
 
 
 @contextmanager
 def yet_to_be_numbered() -> Iterator[None]:
-    """Look for samplers, to tell each its part: what they have within this need not be equal."""
+    """Let samplers have unequal parts in the block, because the strategy has not told them theirs yet."""
+    # A context variable: other threads may use samplers at the same time.
     token = _looked_for.set(True)
     try:
         yield
@@ -354,7 +393,13 @@ def yet_to_be_numbered() -> Iterator[None]:
 
 
 class _Place:
-    """The part that is this replica's; without arguments, as the strategy, torch.distributed or the launcher says."""
+    """The place of this replica among all.
+
+    Args:
+        owner: Name of the class, for messages.
+        num_replicas: Number of replicas. Default: None, as the strategy, torch.distributed or the launcher says.
+        rank: Place of this replica. Default: None, likewise.
+    """
 
     def __init__(self, owner: str, num_replicas: int | None, rank: int | None) -> None:
         if (num_replicas is None) != (rank is None):
@@ -368,11 +413,12 @@ class _Place:
         self.rank = rank or 0
 
     def known(self) -> tuple[Sequence[str], int]:
-        """Return all replicas, and the place of this one."""
+        """Return the stable ids of all replicas, and the place of this one."""
         if self.members is not None:
             return self.members, self.rank
         if dist.is_available() and dist.is_initialized():
             return tuple(map(str, range(dist.get_world_size()))), dist.get_rank()
+        # Last: once torch.distributed runs, its numbers are those that count.
         for size, rank in _LAUNCHERS:
             if size in os.environ and rank in os.environ:
                 return tuple(map(str, range(int(os.environ[size])))), int(os.environ[rank])
@@ -380,20 +426,20 @@ class _Place:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks with these parts step together: torch.distributed or Horovod has numbered them, not we."""
+        """Whether ranks with these parts take every step together: torch.distributed or Horovod gave their numbers."""
         if self.members is not None or _looked_for.get():
             return False
         together = dist.is_available() and dist.is_initialized()
         return together or any(size in os.environ and rank in os.environ for size, rank in _HOROVODS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the place for a process that is started anew, and cannot ask: a worker of a loader."""
+        """Return the place for a loader's worker, which may be a new process that cannot find it out."""
         members, rank = self.known()
         return {"members": members, "rank": rank}
 
 
 class _Numbered:
-    """A part that can be changed for another one."""
+    """A part that can be exchanged for another one."""
 
     _place: _Place
 
@@ -404,32 +450,38 @@ class _Numbered:
 
     @property
     def is_numbered(self) -> bool:
-        """Whether a strategy or the user has said which part this is."""
+        """Whether the strategy or the user has said which part this is."""
         return self._place.members is not None
 
     def number(self, members: Sequence[str], rank: int) -> None:
-        """Take the part of this rank among these replicas, by stable ids, from here on."""
+        """Take the part of this rank from now on.
+
+        Args:
+            members: Stable ids of all replicas.
+            rank: Place of this replica among them.
+        """
         self._place.members = tuple(members)
         self._place.rank = rank
 
 
 class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]
-    r"""The indices that are this replica's, in an epoch; without padding, so that parts may be unequal.
+    """A sampler of this replica's indices in an epoch, without padding, so that parts may be unequal.
 
-    Lightning leaves it as it is. Under `AsyncAveragingStrategy` it is numbered by the strategy, anew where replicas are
-    lost or come; what a lost one had left of an epoch the others train on. Ranks that take every step together (DDP,
-    Horovod) need equal parts: unequal ones are refused where an epoch begins. Where their numbers of batches are equal
-    none the less, say so by ``num_replicas`` and ``rank``.
+    Lightning does not replace it. Under `AsyncAveragingStrategy`, the strategy tells it its part, also when replicas
+    are lost or join; the other replicas train on the samples of an epoch that a lost one had left. Ranks that take
+    every step together (DDP, Horovod) need equal parts, and unequal ones are refused when an epoch begins. If their
+    numbers of batches are equal nevertheless, pass ``num_replicas`` and ``rank``.
 
     Args:
-        dataset: a map-style dataset, or anything with a length.
-        partition: `Random` (default), `Sequential`, `Weighted`, `ByKey`, or one of your own.
-        num_replicas, rank: which part. Default: as the strategy, torch.distributed or the launcher has it; else all.
+        dataset: A map-style dataset, or any object with a length.
+        partition: `Random` (default), `Sequential`, `Weighted`, `ByKey`, or a partition of your own.
+        num_replicas: Number of parts. Default: None, as the strategy, torch.distributed or the launcher says; else 1.
+        rank: Number of this part. Default: None, likewise.
 
     Raises:
-        TypeError: ``partition`` is none.
-        ValueError: one of ``num_replicas`` and ``rank``, or a rank out of range; where an epoch begins, unequal parts
-            of ranks that take every step together.
+        TypeError: ``partition`` is not a partition.
+        ValueError: Only one of ``num_replicas`` and ``rank`` is given, or the rank is out of range; or, when an epoch
+            begins, ranks that take every step together have unequal parts.
 
     >>> sampler = PartitionedSampler(range(8), Random(seed=1), num_replicas=2, rank=1)
     >>> sampler.set_epoch(3)
@@ -456,9 +508,11 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
         return self._place.known()[1]
 
     def indices(self) -> list[int]:
+        """Return this replica's indices of the epoch."""
         members, rank = self._place.known()
         wanted = (len(self.dataset), tuple(members), rank, self.epoch)
         if self._made is None or self._made[0] != wanted:
+            # Kept, because `len` and iteration both need the indices, and an epoch may have millions.
             self._made = wanted, self.partition.part(*wanted).tolist()
         return self._made[1]
 
@@ -468,7 +522,7 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
         return iter(self.indices())
 
     def _check_equal(self) -> None:
-        """Refuse unequal parts: the rank with the smallest would end first, and the others wait until they fail."""
+        """Raise ValueError if parts are unequal: ranks with more batches would wait for the others until they fail."""
         members, _ = self._place.known()
         whole = len(self.dataset)
         owners = self.partition.owners(self.partition.order(whole, self.epoch), members)
@@ -486,21 +540,24 @@ class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore
 
 
 class PartitionedStream(_Numbered, IterableDataset[Any]):
-    """The samples of a stream that are this replica's, each sample once over all replicas and all their workers.
+    """The samples of a stream that belong to this replica: each sample once, over all replicas and all their workers.
 
-    Every worker of every replica reads the whole stream, which must be the same for all, and leaves what is not its
-    own: for streams that are cheap to read, or whose samples are cheap until they are decoded behind this. Where
-    replicas are lost it is divided anew with the next epoch. What these had left of the epoch under way the others
-    train on at its end, for which they read the stream once more: within an epoch it must yield the same again.
+    Every worker of every replica reads the whole stream, which must be the same for all, and skips samples of others.
+    Use it for streams that are cheap to read, or whose samples are cheap until they are decoded after this class. When
+    replicas are lost, the stream is divided again from the next epoch on. At the end of the epoch under way, the other
+    replicas train on what the lost ones had left. They read the stream once more for that, so within an epoch it must
+    yield the same samples again.
 
     Args:
-        stream: any iterable over samples that can be iterated over again.
-        partition: `Random` (default: in turn), `Weighted`, `ByKey`, or one of your own with a `dealer`.
-        num_replicas, rank: as of `PartitionedSampler`.
+        stream: Any iterable over samples that can be iterated over again.
+        partition: `Random` (default, samples in turn), `Weighted`, `ByKey`, or one of your own with a `dealer`.
+        num_replicas: Number of parts, see `PartitionedSampler`. Default: None.
+        rank: Number of this part, see `PartitionedSampler`. Default: None.
 
     Raises:
-        TypeError: ``partition`` is none, or none of streams; ``stream`` is a generator, which ends with an epoch.
-        ValueError: as of `PartitionedSampler`.
+        TypeError: ``partition`` is not a partition, or cannot divide streams; or ``stream`` is a generator, which ends
+            with an epoch.
+        ValueError: Only one of ``num_replicas`` and ``rank`` is given, or the rank is out of range.
 
     >>> [list(PartitionedStream(range(5), num_replicas=2, rank=rank)) for rank in (0, 1)]
     [[0, 2, 4], [1, 3]]
@@ -521,21 +578,24 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         self.stream = stream
         self.partition = Random() if partition is None else partition
         check_protocol("PartitionedStream", "partition", self.partition, Partition, "a partition such as Random()")
+        # Raises here, and not in a worker, if the partition cannot divide streams.
         self.partition.dealer(("0",))
         self._place = _Place("PartitionedStream", num_replicas, rank)
         self._rest: Told | None = None
 
     def part(self) -> dict[str, Any]:
+        """Return the description of this replica's part, see `Told`."""
         members, rank = self._place.known()
         return {"members": list(members), "rank": rank}
 
     def rest(self, told: Told) -> PartitionedStream:
-        """Return the same stream, of which this replica has that part of what others had left."""
+        """Return the same stream, of which this replica has the described part of what lost ranks had left."""
         found = copy.copy(self)
         found._rest = told
         return found
 
     def __iter__(self) -> Iterator[Any]:
+        # Read here, in the worker's process: the loader's process has none.
         worker = get_worker_info()
         mine, own = (0, 1) if worker is None else (worker.id, worker.num_workers)
         place_of = place_in(self.partition, self._rest or self.part())

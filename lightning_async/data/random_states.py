@@ -1,4 +1,4 @@
-"""Random generators: their states as plain values, calls that draw from them, and what runs in a loader's workers."""
+"""Random generators: their states as plain values, repeated calls that draw from them, and code for loader workers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory
 
 States = dict[str, Any]
-"""State by the generator's name: bytes, numbers, and tuples and dicts of them."""
+"""State of each generator by name, as bytes, numbers, tuples and dictionaries."""
 
+# Bounds of `generators_in`, so that it ends soon whatever the objects hold.
 DEPTH = 5
+"""Largest depth of attributes of attributes."""
 WIDTH = 100
+"""Largest number of entries of a collection that is searched."""
 OBJECTS = 1000
-"""Bounds of `generators_in`: attributes of attributes, entries of one collection, objects in all."""
+"""Largest number of objects in all."""
 
 _KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _USUAL = {"python": random, "numpy": np.random, "torch": torch.default_generator}
@@ -33,7 +36,13 @@ _PLAIN = (str, bytes, int, float, complex, torch.Tensor, np.ndarray, np.generic,
 
 
 class Generators:
-    """Python's, NumPy's and torch's generators of this process, CUDA ``devices``', and others by name."""
+    """The random generators of this process: Python's, NumPy's, torch's, and others by name.
+
+    Args:
+        named: Further generators by name. Default: none.
+        devices: Whether to include the generators of CUDA devices. Default: False.
+        usual: Which of Python's, NumPy's and torch's to include. Default: all.
+    """
 
     def __init__(
         self,
@@ -46,10 +55,11 @@ class Generators:
         self._devices = devices
 
     def take(self) -> States:
+        """Return the states of all generators."""
         return self.hold()()
 
     def hold(self) -> Callable[[], States]:
-        """Return the same, made plain values only when they are asked for, which takes longer than to hold them."""
+        """Return a function that returns the present states, as plain values; it converts them only when called."""
         held = [(name, _held(generator)) for name, generator in self._usual.items()]
         if self._devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             held += [(f"cuda:{i}", torch.cuda.get_rng_state(i)) for i in range(torch.cuda.device_count())]
@@ -57,7 +67,7 @@ class Generators:
         return lambda: {name: _plain(state) for name, state in held}
 
     def put(self, states: States) -> list[str]:
-        """Set what ``states`` names; return the names of which there is no generator here."""
+        """Set the generators to these states; return the names of states that have no generator here."""
         missing = []
         for name, state in states.items():
             kind, _, rest = name.partition(":")
@@ -72,7 +82,7 @@ class Generators:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Put the states back behind the block."""
+        """Restore the states after the block."""
         states = self.take()
         try:
             yield
@@ -81,13 +91,14 @@ class Generators:
 
 
 def reseed(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def of_another(states: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return what a rank without random states begins with, beside one that has these: to be taken by `put`."""
+    """Return states for a rank that has none, made from those of a rank that has; they are loaded with `reseed`."""
     return {"seed": zlib.crc32(states["torch"]) + rank}
 
 
@@ -97,8 +108,9 @@ def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def objects_in(roots: Mapping[str, Any], depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that objects hold in their attributes, with their paths; those of generators are left out."""
+    """Yield the objects that objects hold in their attributes, with paths; attributes of generators are left out."""
     seen: set[int] = set()
+    # Breadth first: the bound on objects then leaves out the deepest ones.
     queue = deque((name, value, 0) for name, value in roots.items())
     while queue and len(seen) < OBJECTS:
         path, value, at = queue.popleft()
@@ -113,6 +125,7 @@ def objects_in(roots: Mapping[str, Any], depth: int = DEPTH) -> Iterator[tuple[s
 def _children(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, Mapping):
         return list(value.items()) if len(value) <= WIDTH else []
+    # Large collections hold data, and not generators.
     if isinstance(value, list | tuple | set | frozenset):
         return list(enumerate(value)) if len(value) <= WIDTH else []
     if isinstance(value, functools.partial):
@@ -128,7 +141,7 @@ def _children(value: Any) -> Iterable[tuple[Any, Any]]:
 def _filled(cell: Any) -> bool:
     try:
         return cell.cell_contents is not None
-    except ValueError:  # not assigned yet
+    except ValueError:  # the variable is not assigned yet
         return False
 
 
@@ -170,7 +183,7 @@ def _tensor(state: bytes) -> torch.Tensor:
 
 
 def _freeze(value: Any) -> Any:
-    """Make NumPy's states comparable with ``==``, which arrays are not."""
+    """Return NumPy's states in a form that ``==`` can compare, as it cannot for arrays."""
     if isinstance(value, dict):
         return {name: _freeze(entry) for name, entry in value.items()}
     if isinstance(value, np.ndarray):
@@ -190,10 +203,14 @@ T = TypeVar("T")
 
 
 class Tape:
-    """The states of the generators from which a sequence of calls drew, so that another process can make them again.
+    """The states of generators from which a sequence of calls drew, so that another process can repeat the calls.
 
-    A call that draws nothing leaves no trace, nor one that goes on where the last one stopped. So a sampler that draws
-    a seed at the start leaves one entry, whatever training draws between its batches. ``drawn`` is of an earlier tape.
+    The tape holds nothing for a call that draws nothing, or that continues where the last call stopped. A sampler that
+    draws a seed at the start therefore leaves one entry, whatever training draws between batches.
+
+    Args:
+        generators: The generators.
+        drawn: Entries of an earlier tape, whose calls are repeated. Default: none.
     """
 
     def __init__(self, generators: Generators, drawn: dict[int, States] | None = None) -> None:
@@ -204,29 +221,38 @@ class Tape:
         self._left: States = {}
 
     def call(self, function: Callable[[], T]) -> T:
-        """Make the next call; from the states that an earlier tape remembers, if it does."""
+        """Make the next call, from the states of the earlier tape, if it has an entry for this call."""
         if self.made in self._known:
             self._generators.put(self._known[self.made])
+        # States before and after show what the call drew from, whatever training draws between calls.
         before = self._generators.take()
         try:
             return function()
         finally:
             after = self._generators.take()
             moved = {name for name, state in before.items() if after[name] != state}
+            # A call that continues where the last one stopped needs no entry of its own.
             if drew := {name: before[name] for name in moved if before[name] != self._left.get(name)}:
                 self._drawn[self.made] = drew
             self._left |= {name: after[name] for name in moved}
             self.made += 1
 
     def drawn(self, made: int) -> dict[int, States]:
+        """Return the entries of the first ``made`` calls."""
         return {call: states for call, states in self._drawn.items() if call < made}
 
 
 class Indices:
-    """Stands for a sampler in an iteration over a loader; may begin behind what was taken already.
+    """An iterable that replaces a loader's sampler, and may begin after the indices that were taken already.
 
-    The sampler, which ``sampler`` makes, is then asked for the indices before again, but nothing is fetched for them:
-    ``skip`` indices were taken, and ``made`` calls had been made, for what was fetched ahead too.
+    The sampler is then asked again for the earlier indices, without fetching anything for them.
+
+    Args:
+        sampler: Makes the sampler.
+        begin: Begins a tape of the sampler's calls.
+        generators: Generators that are restored after the repeated calls.
+        skip: Number of indices that were taken. Default: 0.
+        made: Number of calls that had been made, including those for batches fetched ahead. Default: 0.
     """
 
     def __init__(
@@ -254,14 +280,17 @@ class Indices:
         return self._rest(tape, indices)
 
     def start_over(self) -> None:
+        """Begin later iterations at the first index."""
         self._skip = self._made = 0
 
     def _behind(self, tape: Tape, skip: int, made: int) -> Iterator[Any]:
+        # Calls that are repeated must not move the generators, which stand where training left them.
         with self._generators.kept():
             indices = tape.call(lambda: iter(self._sampler()))
             again = []
             while tape.made < made:
                 again.append(tape.call(lambda: next(indices, _END)))
+        # Indices that were fetched ahead, and not taken, come first.
         yield from (index for index in again[skip:] if index is not _END)
         yield from self._rest(tape, indices)
 
@@ -273,14 +302,16 @@ class Indices:
 _END = object()
 
 
+# Datasets of Hugging Face are chains of objects, one for each operation.
 _CHAIN = 50
+# Classes of Hugging Face whose state loses samples, or cannot be loaded in a worker, see `resumable`.
 _LOSE = ("BufferShuffledExamplesIterable", "InterleavedShardsExamplesIterable")
 
 
 def stateful(value: Any) -> bool:
-    """Return whether it saves and loads its state as torchdata's datasets do, by methods of no other arguments.
+    """Return whether an object saves and loads its state as torchdata's datasets do, with no further arguments.
 
-    litdata's dataset, whose ``state_dict`` is for its own loader, wants to be told what that has taken.
+    litdata's dataset does not count: its ``state_dict`` has arguments, because its own loader calls it.
     """
     save = getattr(value, "state_dict", None)
     load = getattr(value, "load_state_dict", None)
@@ -292,16 +323,16 @@ def _takes(method: Callable[..., Any], number: int) -> bool:
         inspect.signature(method).bind(*range(number))
     except TypeError:
         return False
-    except ValueError:  # of an extension, which says nothing
+    except ValueError:  # a compiled method has no signature
         return True
     return True
 
 
 def resumable(dataset: Any) -> bool:
-    """Return whether it goes on from its state with the sample that follows.
+    """Return whether a dataset continues from its state with exactly the next sample.
 
-    The state of a dataset of Hugging Face's leaves out what is in its shuffle buffer: those samples would be lost. The
-    state of one that interleaves shards cannot be loaded in a worker, whose shards are fewer.
+    A dataset of Hugging Face with a shuffle buffer does not: its state leaves out the samples in the buffer, which
+    would be lost. Nor does one that interleaves shards: its state cannot be loaded in a worker, which has fewer shards.
     """
     return stateful(dataset) and not any(
         type(value).__name__ in _LOSE for _, value in objects_in({"dataset": dataset}, depth=_CHAIN)
@@ -309,17 +340,17 @@ def resumable(dataset: Any) -> bool:
 
 
 class Resumed(IterableDataset[Any]):
-    """A dataset that begins one iteration at a saved state, and later ones as if none had ever been loaded.
+    """A dataset that begins one iteration at a saved state, and later ones as if no state had been loaded.
 
-    Some go on from a loaded state by themselves, and begin anew at the end. Others keep it: Hugging Face's datasets
-    begin every iteration at it while their epoch is the same, so that what was taken before would be missing for ever.
-    The second iteration tells: if its first sample leads to the state to which the first sample behind the load has
-    led, it has begun at the loaded state once more. Then the load is undone, and the iteration begins again.
+    Some datasets do this by themselves. Others, such as those of Hugging Face, begin every iteration at the loaded
+    state while their epoch is the same, so that all samples before it would be missing forever. The second iteration
+    shows which kind a dataset is: if its first sample leads to the same state as the first sample after the load did,
+    it has begun at the loaded state again. Then the load is undone, and the iteration begins again.
 
     Args:
-        iterable: has ``state_dict`` and ``load_state_dict``.
-        ended: the state is that of an iteration of which nothing more is read.
-        idle: the first iteration here is one that nobody reads, so it begins nothing.
+        iterable: Dataset with ``state_dict`` and ``load_state_dict``.
+        ended: Whether the state belongs to an iteration of which nothing more is read. Default: False.
+        idle: Whether nobody reads the first iteration, so that it must not begin anything. Default: False.
     """
 
     def __init__(self, iterable: Any, ended: bool = False, idle: bool = False) -> None:
@@ -330,10 +361,10 @@ class Resumed(IterableDataset[Any]):
         self._fresh: Any = None
         self._replaced: dict[str, Any] = {}
         self._first: tuple[bool, Any] | None = None
-        """Whether the iteration at the loaded state had a sample, and the state behind it."""
+        """Whether the iteration at the loaded state had a sample, and the state after that sample."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "iterable":  # not there yet, as where it is being unpickled
+        if name == "iterable":  # unpickling asks for attributes before there are any
             raise AttributeError(name)
         return getattr(self.iterable, name)
 
@@ -344,11 +375,13 @@ class Resumed(IterableDataset[Any]):
         return self.iterable.state_dict()
 
     def load_ended(self, state: Any) -> None:
-        """Begin the next iteration behind one of which nothing more is read, and which has left ``state``."""
+        """Load the state of an iteration of which nothing more is read; the next iteration begins after it."""
         self._ended = True
         self.load_state_dict(state)
 
     def load_state_dict(self, state: Any) -> None:
+        """Load a state, and remember how to undo that."""
+        # Kept for `_undo`, which loads it again.
         self._fresh = copy.deepcopy(self.iterable.state_dict())
         before = dict(getattr(self.iterable, "__dict__", {}))
         self.iterable.load_state_dict(state)
@@ -358,8 +391,8 @@ class Resumed(IterableDataset[Any]):
         self._first = None
         keeps_apart = self._follows and _same(self.iterable.state_dict(), self._fresh)
         if self._ended and keeps_apart:
-            # It would begin at the end. That iteration is begun here, and dropped: one that counts its epochs as they
-            # begin has counted it then, and the next iteration tells whether it begins there again.
+            # The next iteration would begin at the end of the last one. That iteration is begun here and dropped: a
+            # dataset that counts epochs has counted it then, and the next one shows whether it begins there again.
             with Generators(generators_in({"dataset": self.iterable})).kept():
                 first = next(iter(self.iterable), _END)
             self._first = first is not _END, copy.deepcopy(self.iterable.state_dict())
@@ -374,7 +407,8 @@ class Resumed(IterableDataset[Any]):
         generators = Generators(generators_in({"dataset": self.iterable}))
         random = generators.take()
         sample = next(samples, _END)
-        if sample is _END and self._ended and self._follows and self._first is None:  # it has begun behind its end
+        # An ended iteration has no sample left: this is its end, and the iteration that is wanted comes next.
+        if sample is _END and self._ended and self._follows and self._first is None:
             self._first = False, copy.deepcopy(self.iterable.state_dict())
             samples = iter(self.iterable)
             sample = next(samples, _END)
@@ -394,7 +428,7 @@ class Resumed(IterableDataset[Any]):
 
     def _undo(self) -> None:
         self.iterable.load_state_dict(self._fresh)
-        # Behind the load, as the state before it need not be that of a worker's share.
+        # After the load, because the fresh state may not be that of this worker's share.
         for name, value in self._replaced.items():
             if value is _END:
                 vars(self.iterable).pop(name, None)
@@ -404,6 +438,7 @@ class Resumed(IterableDataset[Any]):
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return whether two states are equal, tensors and arrays included."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(_same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
@@ -415,7 +450,13 @@ def _same(one: Any, other: Any) -> bool:
 
 
 class Carried:
-    """A batch, and what has changed in its worker since the last one: random states, the dataset's state."""
+    """A batch on its way from a worker, with what has changed in the worker since the last batch.
+
+    Args:
+        batch: The batch.
+        worker: Number of the worker.
+        state: Random states that have changed, and the state of the dataset.
+    """
 
     def __init__(self, batch: Any, worker: int, state: dict[str, Any]) -> None:
         self.batch = batch
@@ -428,7 +469,10 @@ class Carried:
 
 
 class Carrier:
-    """A loader's ``collate_fn``, which is the last that happens to a batch in a worker."""
+    """A replacement of a loader's ``collate_fn`` that adds the worker's state to each batch.
+
+    The collate function is the last call for a batch in a worker, so its state is the one after the batch.
+    """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -441,21 +485,29 @@ class Carrier:
         info = get_worker_info()
         assert info is not None, "runs in workers"
         dataset: Any = info.dataset
+        # Searched once in each worker, because a search through objects takes long.
         if self._generators is None:
             self._generators = _generators(dataset, self._collate)
             self._is_stateful = stateful(dataset)
         states = self._generators.take()
+        # Only changes, because NumPy's state alone has 2.5 kB, and travels with every batch.
         changed = {name: state for name, state in states.items() if self._sent.get(name) != state}
         self._sent = states
         state: dict[str, Any] = {"random": changed}
         if self._is_stateful:
-            # The queue pickles it later, in a thread, when the dataset is elsewhere already.
+            # A copy, because the queue pickles the state later, on a thread, when the dataset has moved on.
             state["dataset"] = copy.deepcopy(dataset.state_dict())
         return Carried(batch, info.id, state)
 
 
 class WorkerStart:
-    """A loader's ``worker_init_fn``, which then puts the worker where it was, if ``states`` say so."""
+    """A replacement of a loader's ``worker_init_fn`` that then restores the worker's state.
+
+    Args:
+        init: The loader's own function. None: it has none.
+        states: States by worker; a worker without one begins at the start.
+        collate: The loader's ``collate_fn``, which may have generators.
+    """
 
     def __init__(
         self, init: Callable[[int], Any] | None, states: dict[int, dict[str, Any]], collate: Callable[[Any], Any]
@@ -475,7 +527,7 @@ class WorkerStart:
         resumed = dataset
         if isinstance(resumed, Resumed):
             dataset = resumed.iterable
-            object.__setattr__(info, "dataset", dataset)  # it is frozen, and the program looks for its own there
+            object.__setattr__(info, "dataset", dataset)  # frozen; user code expects its own dataset there
         if state is None:
             return
         if "dataset" in state and stateful(dataset):

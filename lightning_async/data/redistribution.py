@@ -1,4 +1,4 @@
-"""The samples of an epoch that each rank has, and who takes those of a lost rank: pure functions."""
+"""The samples of an epoch that each rank has, and the redistribution of a lost rank's samples, as pure functions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ from lightning_async.data.random_states import stateful
 
 Position = dict[str, Any]
 Division = Callable[[list[int], int, int, int], list[int]]
-"""Returns one rank's part of indices: those, for this rank of so many, in batches of this size."""
+"""A function of indices, a rank, the number of ranks and the batch size that returns the rank's part."""
+# Number of indices that `Given` converts at a time.
 _AT_ONCE = 4096
 
 
 class Given:
-    """Samples these indices, in this order: made to be numbers as they are asked for, as all wait for the first."""
+    """A sampler of given indices, in this order.
+
+    Indices become Python numbers only as they are needed, because all ranks wait for the first batch.
+    """
 
     def __init__(self, indices: Tensor) -> None:
         self._indices = indices
@@ -38,11 +42,21 @@ class Given:
 
 
 def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict[str, Any] | None:
-    """Return the indices that a loader takes in this epoch, which may be ``given``; None where they cannot be told."""
+    """Return a description of the indices that a loader takes in this epoch, in plain values.
+
+    Args:
+        loader: The loader.
+        given: Indices that replace those of the loader's sampler. None: there are none.
+        size: Batch size in place of the loader's own. Default: None.
+
+    Returns:
+        The description; None if other ranks cannot know the indices.
+    """
     if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
         return None
-    sampler = loader.batch_sampler.sampler  # the loader's is another one, where it was given a `batch_sampler`
-    if given is None and isinstance(sampler, PartitionedSampler):  # its partition may be a function: not to be told
+    sampler = loader.batch_sampler.sampler  # with a `batch_sampler`, the loader's own sampler is not used
+    # A partition may hold a function, which plain values cannot describe: its indices are listed.
+    if given is None and isinstance(sampler, PartitionedSampler):
         given = torch.tensor(sampler.indices(), dtype=torch.int64)
     if given is None and type(sampler) not in (DistributedSampler, RandomSampler, SequentialSampler):
         return None
@@ -60,7 +74,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
 
 
 def share(position: Position) -> list[int]:
-    """Return the indices of one rank's whole epoch."""
+    """Return the indices of one rank's whole epoch, from its position."""
     told = position["share"]
     everything = range(position["share"]["length"])
     if told["kind"] == "given":
@@ -68,11 +82,12 @@ def share(position: Position) -> list[int]:
     if told["kind"] == "distributed":
         names = ("num_replicas", "rank", "shuffle", "seed", "drop_last")
         sampler = DistributedSampler(everything, **{name: told[name] for name in names})  # pyright: ignore[reportArgumentType]
+        # The order of a shuffled epoch depends on its number.
         sampler.set_epoch(told["epoch"])
         return list(sampler)
     if told["kind"] == "sequential" or not position["drawn"]:
         return list(everything)
-    # The first call that drew: torch's generator for a seed, or the generator that the sampler was given.
+    # The first call that drew random numbers: from torch's generator, for a seed, or from the sampler's own.
     states = position["drawn"][min(position["drawn"])]
     own = [state for name, state in states.items() if name.startswith("own:")]
     generator = torch.Generator()
@@ -83,24 +98,27 @@ def share(position: Position) -> list[int]:
 
 
 def length_of(loader: Any) -> int | None:
-    """Return how many samples a loader's dataset has, where it has indices."""
+    """Return the number of samples of a loader's dataset; None for an iterable dataset."""
     return None if loader._dataset_kind == _DatasetKind.Iterable else len(loader.dataset)
 
 
 def size_of(loader: Any) -> int | None:
-    """Return how many samples a loader's batches have, where that is told."""
+    """Return the batch size of a loader; None if it is unknown."""
     return getattr(loader.batch_sampler, "batch_size", loader.batch_size)
 
 
 def workers_of(loader: Any) -> int | None:
-    """Return how many workers read an iterable dataset, which may divide its samples among them; None for others."""
+    """Return the number of workers that read an iterable dataset, and may divide it; None for other datasets."""
     return loader.num_workers if loader._dataset_kind == _DatasetKind.Iterable else None
 
 
 def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
     """Return those of ``indices`` that a dataset of this length has.
 
-    With ``as_many``, the first ones come again in place of what is missing, as other ranks take as many.
+    Args:
+        indices: Indices of samples.
+        length: Length of the dataset.
+        as_many: Whether the first ones come again in place of missing ones, because other ranks take as many.
 
     >>> kept([4, 1, 7, 2], 5, False), kept([4, 1, 7, 2], 5, True)
     ([4, 1, 2], [4, 1, 2, 4])
@@ -111,12 +129,14 @@ def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
 
 
 def rest(positions: Sequence[Position]) -> list[int]:
-    """Return what no rank has taken, each index once, in the order in which the ranks would have taken it."""
+    """Return the indices that no rank has taken, each once, in the order in which the ranks would have taken them."""
     shares = [share(position) for position in positions]
     counts = [position["taken"] * position["share"]["batch_size"] for position in positions]
+    # A set, because padding gives some indices to two ranks.
     seen = {index for indices, count in zip(shares, counts, strict=True) for index in indices[:count]}
     left = [indices[count:] for indices, count in zip(shares, counts, strict=True)]
     found = []
+    # In turn over the ranks: so the order is the one in which training would have come to the samples.
     for index in itertools.chain.from_iterable(itertools.zip_longest(*left)):
         if index is not None and index not in seen:
             seen.add(index)
@@ -125,20 +145,20 @@ def rest(positions: Sequence[Position]) -> list[int]:
 
 
 def divide(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part; as with DistributedSampler, the first ones again where they do not divide evenly."""
+    """Return one rank's part; as with DistributedSampler, some indices come again if they do not divide evenly."""
     padding = -len(indices) % ranks
     return [*indices, *itertools.islice(itertools.cycle(indices or [0]), padding)][rank::ranks]
 
 
 def deal(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part, each index once: for ranks that may take unequal numbers of steps."""
+    """Return one rank's part, each index once, for ranks that may take unequal numbers of steps."""
     return indices[rank::ranks]
 
 
 def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return the same for ranks that take every step together.
+    """Return one rank's part, each index once, for ranks that take every step together.
 
-    One that has nothing in the last step has one index once more, which does not count, see `in_the_last_step`.
+    A rank that has no index in the last step gets one a second time, which does not count, see `in_the_last_step`.
 
     >>> [deal_steps([0, 1, 2, 3, 4], rank, 2, 2) for rank in range(2)]
     [[0, 2, 4], [1, 3, 3]]
@@ -150,7 +170,7 @@ def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> li
 
 
 def in_the_last_step(left: int, ranks: int, batch_size: int) -> list[int]:
-    """Return how many of ``left`` indices, dealt out by `deal_steps`, are each rank's in the last step.
+    """Return the number of indices that each rank has in the last step, of ``left`` indices dealt out by `deal_steps`.
 
     >>> in_the_last_step(5, 2, 2), in_the_last_step(7, 2, 2)
     ([1, 0], [2, 1])
@@ -160,18 +180,19 @@ def in_the_last_step(left: int, ranks: int, batch_size: int) -> list[int]:
 
 
 Joined = Mapping[Any, tuple[list[Tensor], Tensor]]
-"""Indices one behind the other, by where those lie that they were made of, which are kept, too."""
+"""Concatenated indices, by the memory of their parts; the parts are kept, so that the memory stays theirs."""
 
 
 class DataShard(NamedTuple):
-    """The part of one rank in an epoch: plain values.
+    """The part of one rank in an epoch, in plain values.
 
     Args:
-        first: the number, in this rank's epoch, of the first batch.
-        end: the number behind its last one; infinite for what is left of a stream.
-        skipped: how many batches its loaders have before the first.
-        cycles: a loader that ends before others begins again; else it has nothing more.
-        loaders: what each takes, see `describe`, and how many batches that is; None where it cannot be told.
+        first: Number of the part's first batch, in this rank's epoch.
+        end: Number after the last batch; infinite for a part of the rest of a stream.
+        skipped: Number of batches that the rank's loaders have before the first one.
+        cycles: Whether a loader that ends before others begins again; otherwise it has no more batches.
+        loaders: For each loader, a description of its indices, see `describe`, and its number of batches. The
+            description is None if the indices cannot be known.
     """
 
     first: int
@@ -182,21 +203,22 @@ class DataShard(NamedTuple):
 
     @property
     def is_known(self) -> bool:
-        """Whether its batches can be told from the outside."""
+        """Whether other ranks can compute the batches."""
         return all(told is not None and told["kind"] in ("distributed", "given") for told, _ in self.loaders)
 
     @property
     def is_of_stream(self) -> bool:
-        """Whether it is a part of a stream that others can read, too: its samples can be told, not how many."""
+        """Whether the part belongs to a stream that other ranks can read, too; its number of samples is unknown."""
         return len(self.loaders) == 1 and (self.loaders[0][0] or {}).get("kind") == "stream"
 
     @property
     def lengths(self) -> list[int]:
+        """Length of each loader's dataset."""
         return [told["length"] for told, _ in self.loaders if told is not None]
 
 
 def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
-    """Return what a loader takes in the epoch that begins, as a `DataShard` has it."""
+    """Return the description of a loader's indices in the epoch that begins, and its number of batches."""
     if not _is_plain(loader) or (told := describe(loader, None)) is None:
         return None, 0
     of_all = told["kind"] != "distributed" or len(loader.batch_sampler.sampler.dataset) == told["length"]  # pyright: ignore
@@ -204,7 +226,7 @@ def told_of(loader: Any) -> tuple[dict[str, Any] | None, int]:
 
 
 def stream_of(loader: Any) -> dict[str, Any] | None:
-    """Return which part of a stream a loader takes in the epoch that begins; None where others could not tell it."""
+    """Return the description of a loader's part of a stream in this epoch, or None if others could not read it."""
     if not _is_plain(loader) or not getattr(loader, "in_order", True):
         return None
     stream = loader.dataset
@@ -215,14 +237,14 @@ def stream_of(loader: Any) -> dict[str, Any] | None:
 
 
 def _is_plain(loader: Any) -> bool:
-    """Return whether batches come as torch's DataLoader makes them, and from nowhere else."""
+    """Return whether a loader's batches are made by torch's DataLoader alone."""
     if not isinstance(loader, DataLoader) or stateful(loader) or type(loader).__iter__ is not DataLoader.__iter__:
         return False
     return type(loader)._get_iterator is DataLoader._get_iterator
 
 
 def distributed(told: dict[str, Any]) -> Tensor:
-    """Return the indices of a rank's whole epoch, as torch's DistributedSampler has them.
+    """Return the indices of a rank's whole epoch, as torch's DistributedSampler computes them.
 
     >>> told = {"length": 5, "num_replicas": 2, "rank": 1, "shuffle": False, "seed": 0, "epoch": 0, "drop_last": False}
     >>> distributed(told).tolist()
@@ -233,21 +255,31 @@ def distributed(told: dict[str, Any]) -> Tensor:
     rank = told["rank"]
     order = _order(length, told["seed"] + told["epoch"] if told["shuffle"] else None)
     count = length // ranks if told["drop_last"] else -(-length // ranks)
-    mine = order[rank::ranks][:count]  # no copy yet, of what may be millions
+    mine = order[rank::ranks][:count]  # a view, because there may be millions of indices
+    # As DistributedSampler does: the first indices come again, so that all ranks have as many.
     padding = torch.arange(rank + len(mine) * ranks, rank + count * ranks, ranks) % max(1, length)
     return torch.cat([mine, order[padding]]) if len(mine) < count else mine
 
 
 @functools.lru_cache(maxsize=1)
 def _order(length: int, seed: int | None) -> Tensor:
-    """Return all indices; kept, as all ranks wait while the shares of all are looked at, which are of one epoch."""
+    """Return all indices in the order of an epoch.
+
+    The last result is kept: while all ranks wait, the shares of all ranks are computed, which belong to one epoch.
+    """
     if seed is None:
         return torch.arange(length)
     return torch.randperm(length, generator=torch.Generator().manual_seed(seed))
 
 
 class JoinedBatches(NamedTuple):
-    """Batches of several shares, one behind the other: where each lies among the indices of each loader."""
+    """The batches of several shares, one share after the other.
+
+    Args:
+        indices: Indices of each loader.
+        starts: Place of each batch's first index among the indices, for each loader.
+        lengths: Number of indices of each batch, for each loader.
+    """
 
     indices: list[Tensor]
     starts: list[Tensor]
@@ -255,7 +287,12 @@ class JoinedBatches(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[tuple[DataShard, int]], already: Joined | None = None) -> JoinedBatches:
-        """Join each share's batches from this number on, without what a sampler repeats to even ranks out."""
+        """Join the batches of shares, each from a number on; leave out indices that only make ranks equal.
+
+        Args:
+            shares: Each share, with the number of its first batch.
+            already: Concatenated indices that were prepared, see `joined`. Default: None.
+        """
         cut = [found for each, begin in shares if (found := _columns(each, begin))]
         columns = [_join(column, already or {}) for column in zip(*cut, strict=True)]
         if not columns:
@@ -267,10 +304,11 @@ class JoinedBatches(NamedTuple):
         return len(self.starts[0]) if self.starts else 0
 
     def take(self, column: int, numbers: Tensor) -> Tensor:
+        """Return a loader's indices in the batches of these numbers."""
         starts = self.starts[column][numbers]
         lengths = self.lengths[column][numbers]
         size = int(lengths.max()) if len(lengths) else 0
-        if bool((lengths == size).all()):  # the same, sooner
+        if bool((lengths == size).all()):  # the same result, faster
             return self.indices[column][(starts[:, None] + torch.arange(size)).reshape(-1)]
         before = lengths.cumsum(0) - lengths
         return self.indices[column][
@@ -279,19 +317,26 @@ class JoinedBatches(NamedTuple):
 
 
 class Dealt(Mapping[str, DataShard]):
-    """Batches dealt out, by who has which: each share is made when it is looked at, as all ranks wait for their own."""
+    """Batches that are dealt out, by name of the taker; a share is made when it is looked at, because all ranks wait.
+
+    Args:
+        left: Batches to deal out.
+        takers: Number of the next batch of each taker.
+        like: Description of the loaders that the shares are for.
+    """
 
     def __init__(
         self, left: JoinedBatches, takers: Mapping[str, int], like: list[tuple[dict[str, Any] | None, int]]
     ) -> None:
         self._left = left
         self._like = like
+        # With fewer batches than takers, the last ones get none.
         self._takers = {name: (i, first) for i, (name, first) in enumerate(takers.items()) if len(left) > i}
         self._every = len(takers)
         self._made = dict[str, DataShard]()
 
     def __getitem__(self, name: str) -> DataShard:
-        if name not in self._made:  # by two threads at once, at worst: they make the same
+        if name not in self._made:  # without a lock: two threads would make the same share
             number, first = self._takers[name]
             mine = torch.arange(number, len(self._left), self._every)
             self._made[name] = _given(self._left, mine, first, self._like)
@@ -305,7 +350,7 @@ class Dealt(Mapping[str, DataShard]):
 
 
 def joined(shares: Iterable[DataShard]) -> Joined:
-    """Join what `inherited` has to put together of these, however much of each is left."""
+    """Concatenate the indices of these shares ahead of time, for `inherited`, whatever will be left of each."""
     cut = [found for each in shares if each.is_known and (found := _columns(each, each.first))]
     found = [[indices for indices, _, _ in column] for column in zip(*cut, strict=True)]
     return {_places(indices): (indices, torch.cat(indices)) for indices in found}
@@ -314,11 +359,14 @@ def joined(shares: Iterable[DataShard]) -> Joined:
 def inherited(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], already: Joined | None = None
 ) -> Dealt:
-    """Deal out what is left of lost ranks' shares, by whole batches: each once, a taker has one more than another.
+    """Deal out what is left of lost ranks' shares, by whole batches, each once; takers differ by one batch at most.
 
-    Each share comes with the number of the first batch that is in no agreement, each taker with that of the batch that
-    it would train on next; ``already`` was `joined` beforehand. Of ranks with batches of unequal sizes the smallest
-    size counts, for which all takers have room.
+    If ranks have batches of unequal sizes, the smallest size counts, because all takers have room for it.
+
+    Args:
+        shares: Each lost rank's share, with the number of its first batch that is left.
+        takers: Number of the next batch of each live rank, by name.
+        already: Concatenated indices that were prepared, see `joined`. Default: None.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 2, "indices": torch.arange(9)}
     >>> dealt = inherited([(DataShard(0, 5, 0, False, [(told, 5)]), 2)], {"0": 5, "2": 7})
@@ -326,6 +374,7 @@ def inherited(
     [(5, 7, [4, 5, 8]), (7, 8, [6, 7])]
     """
     known = [(each, begin) for each, begin in shares if each.is_known]
+    # A taker with larger batches has room for small ones, but not the other way round.
     like = min((each.loaders for each, _ in known), key=_sizes, default=[])
     return Dealt(JoinedBatches.of(known, already), takers, like)
 
@@ -333,9 +382,11 @@ def inherited(
 def streamed(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, tuple[DataShard, int]]
 ) -> dict[str, DataShard]:
-    """Deal out what is left of lost ranks' parts of a stream, by samples; how many there are, nobody knows.
+    """Deal out what is left of lost ranks' parts of a stream, by samples, whose number is unknown.
 
-    The arguments are those of `inherited`, but that takers have what they had, too.
+    Args:
+        shares: Each lost rank's share, with the number of its first batch that is left.
+        takers: Share of each live rank, with the number of its next batch, by name.
     """
     left = [
         (told, one.skipped + max(begin, one.first) - one.first)
@@ -350,7 +401,12 @@ def streamed(
 
 
 def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
-    """Return what is left of a lost rank's share where one that was started again goes on in it, from its own place."""
+    """Return the part of a lost rank's share that its restarted process does not train on.
+
+    Args:
+        one: Share of the lost rank.
+        others: Shares of all others; the restarted process continues in the same share, from its own place.
+    """
     told = [each for each, _ in one.loaders]
     if not one.is_known or any(each["kind"] != "distributed" for each in told if each is not None):
         return one
@@ -359,9 +415,10 @@ def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
 
 
 def unheard(shares: Iterable[DataShard]) -> list[DataShard]:
-    """Return the shares of ranks that were counted when an epoch was dealt out, and lost before they said theirs."""
+    """Return the shares of ranks that had a part in the epoch, and were lost before they described it."""
     there = list(shares)
     told = [each for one in there for each, _ in one.loaders if each is not None and each["kind"] == "distributed"]
+    # Only the first division of an epoch shows, by its number of ranks, who is missing.
     if any(one.first or one.skipped for one in there) or len(told) < sum(len(one.loaders) for one in there):
         return []
     missing = set(range(told[0]["num_replicas"])) - {each["rank"] for each in told}
@@ -385,7 +442,8 @@ def _cut(told: dict[str, Any], count: int, numbers: range, cycles: bool) -> tupl
     size = told["batch_size"]
     is_given = told["kind"] == "given"
     indices = told["indices"] if is_given else distributed(told)
-    if not is_given and not told["drop_last"] and not told["full_batches"]:  # else it would be dropped
+    # Padding is removed; with `drop_last`, there is none, or it would be dropped.
+    if not is_given and not told["drop_last"] and not told["full_batches"]:
         is_padding = (len(indices) - 1) * told["num_replicas"] + told["rank"] >= told["length"]
         indices = indices[:-1] if is_padding else indices
     here = torch.arange(numbers.start, numbers.stop)
@@ -407,9 +465,10 @@ def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]], already: Joined) -> 
 
 
 def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> DataShard:
-    """Return these batches as one rank's; the ones that are not full come last, as loaders cut whole batches."""
+    """Return these batches as one rank's share, those that are not full last, because loaders cut whole ones."""
     sizes = _sizes(like)
     columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
+    # A batch counts as full only if all loaders have their whole part of it.
     full = torch.stack(columns).all(0)
     parts = mine[full], mine[~full]
     loaders: list[tuple[dict[str, Any] | None, int]] = []
@@ -426,12 +485,18 @@ def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[
 def by_steps(
     left: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], sizes: Mapping[str, int], whole: bool = False
 ) -> dict[str, DataShard]:
-    r"""Deal out each sample once, and in each step the samples that it would have with equal batches of as many in all.
+    """Deal out each sample once, for ranks with batches of unequal size that take every step together.
 
-    Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of what is left, in the order in which ranks that take
-    every step together would come to them; :math:`n` is the sum of all ``sizes``. Of the last step, which has fewer,
-    every rank has its part, as near to its size as can be; with ``whole`` it is left out, as with ``drop_last``. None
-    has a share where there is not one sample for each. Other arguments are those of `inherited`.
+    Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of what is left, in the order in which ranks with equal
+    batches would come to them; :math:`n` is the sum of all ``sizes``. The last step has fewer samples. Every rank has a
+    part of it, as close to the proportions of ``sizes`` as possible. No rank has a share if there is not one sample for
+    each.
+
+    Args:
+        left: Each lost rank's share, with the number of its first batch that is left.
+        takers: Number of the next batch of each rank, by name.
+        sizes: Batch size of each rank, by name.
+        whole: Whether the last step is left out, as with ``drop_last``. Default: False.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 3, "indices": torch.arange(9)}
     >>> dealt = by_steps([(DataShard(0, 3, 0, False, [(told, 3)]), 1)], {"0": 4, "1": 4}, {"0": 3, "1": 1})
@@ -465,7 +530,7 @@ def by_steps(
 
 
 def _of_the_last(rest: int, sizes: list[int]) -> list[int]:
-    """Divide the last step's samples: where there are as many as ranks, each has one, so that none is done first."""
+    """Divide the last step's samples; if there are enough, each rank has one at least, so that all take the step."""
     one = 1 if rest >= len(sizes) else 0
     room = [size - one for size in sizes]
     more = largest_remainder(rest - one * len(sizes), room) if any(room) else [0] * len(sizes)
@@ -477,17 +542,19 @@ def _begins(lengths: list[int]) -> list[int]:
 
 
 def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
+    """Return the samples that are left, in the order in which the ranks would have come to them."""
     batches = JoinedBatches.of(left)
     lengths = [len(JoinedBatches.of([each])) for each in left]
     numbers = [max(begin, each.first) + torch.arange(n) for (each, begin), n in zip(left, lengths, strict=True)]
     if not len(batches):
         return torch.empty(0, dtype=torch.int64)
+    # Stable, so that batches of one step stay in the order of the ranks.
     return batches.take(0, torch.cat(numbers).argsort(stable=True))
 
 
 def _once(samples: Tensor) -> Tensor:
-    """Leave out those that come again: what a sampler, or a checkpoint of other ranks, repeats to even ranks out."""
-    if not (samples.bincount() > 1).any():  # the same, sooner: all ranks wait, and sorting millions takes long
+    """Remove repetitions, which a sampler, or a checkpoint of other ranks, adds to make ranks equal."""
+    if not (samples.bincount() > 1).any():  # a shortcut: all ranks wait, and sorting millions takes long
         return samples
     _, places = samples.unique(return_inverse=True)
     first = torch.full((len(samples),), len(samples)).scatter_reduce(0, places, torch.arange(len(samples)), "amin")

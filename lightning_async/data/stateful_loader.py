@@ -1,4 +1,4 @@
-"""Loaders whose position can be saved, and which can begin at a saved one."""
+"""Loaders whose position can be saved, and that can begin at a saved position."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ log = logging.getLogger(__name__)
 
 
 def sources_of(loaders: Sequence[Any]) -> list[Source]:
+    """Return a source for each loader of a training."""
     names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
     return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
 
 
 def generators_of(sources: Sequence[Source]) -> Generators:
-    """Return all that draws random numbers: what everybody uses, and what these loaders have of their own."""
+    """Return the random generators of the process, its devices, and these loaders."""
     named = {
         f"{index}.{path}": generator
         for index, source in enumerate(sources)
@@ -35,14 +36,15 @@ def generators_of(sources: Sequence[Source]) -> Generators:
 
 
 def recounted(sources: Sequence[Source], positions: Sequence[Position]) -> list[Position]:
-    """Return the positions in these loaders, which may have batches of another size, other datasets or workers by now.
+    """Return positions that fit these loaders, whose batch sizes, datasets or workers may have changed since the save.
 
-    The position of a single loader is one among samples. What cannot be continued exactly is told.
+    The position of a single loader is converted by counting samples. A warning names what cannot be continued exactly.
     """
     found = list(positions)
     if len(sources) == len(positions):
         for i, (source, each) in enumerate(zip(sources, positions, strict=True)):
             if source.differs(each):
+                # Several loaders take their batches together: to count samples would move them against each other.
                 found[i] = source.recount(each) if len(sources) == 1 else source.behind_as_many(each, len(sources))
     return found
 
@@ -53,7 +55,7 @@ def _sizes(batch_size: int | None, length: int | None, workers: int | None) -> s
 
 
 def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
-    """Begin the next iteration of each at its position; raise ValueError where there are more, or fewer, than then."""
+    """Begin the next iteration of each loader at its position; raise ValueError if their number has changed."""
     if len(sources) != len(positions):
         raise ValueError(
             f"the checkpoint is of a training with {len(positions)} train dataloaders, and this one has {len(sources)}."
@@ -63,6 +65,7 @@ def begin_at(sources: Sequence[Source], positions: Sequence[Position]) -> None:
 
 
 def _source_of(loader: Any, name: str) -> Source:
+    # A DataLoader that makes its own iterator is treated as any iterable.
     own = isinstance(loader, DataLoader) and type(loader)._get_iterator is not DataLoader._get_iterator
     if isinstance(loader, DataLoader) and not own and not stateful(loader):
         return _OfDataLoader(loader, name)
@@ -70,55 +73,64 @@ def _source_of(loader: Any, name: str) -> Source:
 
 
 class Source:
-    """One loader of a training: any iterable over batches."""
+    """One loader of a training: any iterable over batches.
+
+    Args:
+        loader: The loader.
+        name: Name of the loader, for messages.
+    """
 
     stand_in: Any
-    """Iterated over in place of the loader."""
+    """Object to iterate over in place of the loader."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self.loader = loader
         self.name = name
         self.stand_in = loader
         self.idle = False
-        """An iteration yields nothing: Lightning makes one at the start of fit that nobody reads."""
+        """Whether an iteration yields nothing, because nobody reads it: Lightning makes one at the start of fit."""
         self.ahead = True
         self.told: Callable[[], bool] = lambda: False
-        """Whether this process was told to stop: then workers that SIGTERM has ended are replaced."""
+        """Returns whether this process was told to stop; then workers that SIGTERM has ended are replaced."""
         self._armed: Position | None = None
 
     def generators(self) -> dict[str, Any]:
+        """Return the random generators of the loader, by path."""
         return {}
 
     def position(self, before: bool, ended: bool) -> Position:
-        """Return where the iteration stands, or stood ``before`` the last fetch, whose batch Lightning holds untrained.
+        """Return the present position.
 
-        ``ended`` says that nothing more of this iteration will be read.
+        Args:
+            before: Whether to return the position before the last fetch, because Lightning holds that batch untrained.
+            ended: Whether nothing more of this iteration will be read.
         """
         raise NotImplementedError
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
-        """Return the same, put together when it is asked for, at most one fetch later."""
+        """Return a function that returns `position`, as it is now, if it is called at most one fetch later."""
         position = self.position(before, ended)
         return lambda: position
 
     def begin_at(self, position: Position) -> None:
+        """Begin the next iteration at this position."""
         raise NotImplementedError
 
     def differs(self, position: Position) -> bool:
-        """Return whether the loader has other sizes now, of batches, of its dataset, or of workers of a stream."""
+        """Return whether batch size, length of the dataset, or a stream's number of workers differ from the save."""
         return False
 
     def recount(self, position: Position) -> Position:
-        """Return the position of a loader that differs, in batches of this one's."""
+        """Return the position in this loader's batches, for a loader that `differs`."""
         return position
 
     def behind_as_many(self, position: Position, loaders: int) -> Position:
-        """Tell that a loader that differs, one of so many, goes on behind as many batches; return where that is."""
+        """Warn that a loader that differs, one of several, continues after as many batches; return that position."""
         loader = self.loader
         workers = position.get("num_workers")
         log.warning(
-            "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it goes on behind "
-            "as many batches as then (%d), so that samples of this epoch are skipped or come again.",
+            "%s has %s, and %s when the checkpoint was made: as it is one of %d train dataloaders, it continues after "
+            "as many batches as then (%d), so that samples of this epoch are skipped or repeated.",
             self.name, _sizes(size_of(loader), length_of(loader), workers_of(loader)),
             _sizes(position["batch_size"], position.get("length"), workers), loaders, position["taken"],
         )  # fmt: skip
@@ -129,7 +141,7 @@ class Source:
         return then is not None and workers_of(self.loader) not in (None, then)
 
     def _begun_anew(self, position: Position) -> Position:
-        """Tell that the epoch begins anew, as nobody knows which samples were seen; return where that is."""
+        """Warn that the epoch begins again, because it is unknown which samples were left; return that position."""
         loader = self.loader
         taken = position["taken"]
         size = position["batch_size"]
@@ -137,22 +149,22 @@ class Source:
         if taken:
             log.warning(
                 "%s has num_workers=%d and batch_size=%s, and had num_workers=%d and batch_size=%s when the checkpoint "
-                "was made. Nobody knows which samples it had left, so this epoch begins anew: %d batches (%d samples) "
-                "that were trained on come again. With num_workers=%d and batch_size=%s it could go on.",
+                "was made. It is unknown which samples it had left, so this epoch begins again: %d batches (%d "
+                "samples) that were trained on come again. With num_workers=%d and batch_size=%s it could continue.",
                 self.name, loader.num_workers, size_of(loader), workers, size,
                 taken, taken * (size or 1), workers, size,
             )  # fmt: skip
         return {**_without_states(position, loader), "taken": 0, "made": 0, "drawn": {}, "state": None}
 
     def problems(self) -> list[str]:
-        """Return what keeps the position from being saved, and what to do."""
+        """Return the reasons why the position cannot be saved, each with a remedy."""
         return []
 
     def detach(self) -> None:
-        """Leave the loader as it was."""
+        """Restore the loader as it was."""
 
     def _set_epoch(self, position: Position) -> None:
-        """Tell the dataset its epoch, as a hook at the epoch's start has done, which is not called again within it."""
+        """Tell the dataset its epoch; the hook that usually does this is called at the epoch's start only."""
         tell = getattr(getattr(self.loader, "dataset", None), "set_epoch", None)
         if position.get("epoch") is not None and callable(tell):
             tell(position["epoch"])
@@ -161,28 +173,32 @@ class Source:
         if taken:
             log.warning(
                 "%s cannot save its position: its first %d batches are fetched again to find it. With `state_dict` and "
-                "`load_state_dict` it could go on at once.", self.name, taken
+                "`load_state_dict` it could continue at once.", self.name, taken
             )  # fmt: skip
 
 
 def _without_states(position: Position, loader: Any) -> Position:
-    """Return a position without what workers had, which are others now; batches before it are fetched again."""
+    """Return a position without states of workers, which are others now; batches before it are fetched again."""
     states = {"dataset": None, "random": None, "seed": None, "turn": 0, "workers": {}, "first": {}}
     sizes = {"batch_size": size_of(loader), "length": length_of(loader), "num_workers": workers_of(loader)}
     return {**position, **states, **sizes}
 
 
 class _OfDataLoader(Source):
+    """A source for torch's DataLoader, whose iterator is replaced by one that knows its position."""
+
     def __init__(self, loader: DataLoader[Any], name: str) -> None:
         super().__init__(loader, name)
         self._here: IterationPosition | None = None
         self._resumed: Resumed | None = None
+        # On this object only: other loaders of its class keep torch's iterator.
         vars(loader)["_get_iterator"] = _IteratorsOf(self)
-        loader._iterator = None  # workers that persist from an earlier fit were made without us
+        loader._iterator = None  # persistent workers of an earlier fit would not report their states
 
     def generators(self) -> dict[str, Any]:
         names = ["generator", "sampler", "batch_sampler"]
         if self.loader.num_workers == 0:
+            # With workers, these two are copied into other processes, whose states travel with the batches.
             names += ["dataset", "collate_fn"]
         return generators_in({name: getattr(self.loader, name) for name in names})
 
@@ -203,6 +219,7 @@ class _OfDataLoader(Source):
         dataset: Any = self.loader.dataset
         self._set_epoch(position)
         if position.get("dataset") is not None and resumable(dataset):
+            # A copy, because the dataset may keep and change the object, and another attempt may need it.
             state = copy.deepcopy(position["dataset"])
             if self._is_iterable:
                 self._resumed = Resumed(dataset, ended="taken" not in position or position.get("exhausted", False))
@@ -225,16 +242,16 @@ class _OfDataLoader(Source):
         now = size_of(self.loader)
         if self._is_iterable:
             if self._has_other_workers(position):
-                if max(position["num_workers"], self.loader.num_workers) > 1:  # not one reader of all, then and now
+                if max(position["num_workers"], self.loader.num_workers) > 1:  # samples were, or are, divided
                     return self._begun_anew(position)
                 position = self._of_one_reader(position)
             return self._refetched(position, then, now) if then and now and then != now else position
-        if not position["taken"] and not position["made"]:  # nothing of the epoch is drawn yet
+        if not position["taken"] and not position["made"]:  # the epoch has not begun
             return self._undrawn(position)
         if type(self.loader.batch_sampler) is not BatchSampler or (order := self._order(position)) is None:
             log.warning(
-                "%s has %s, and %s when the checkpoint was made. Nobody knows its samples but by its own batches, so "
-                "it goes on behind as many as then (%d), and samples of this epoch may be skipped or come again.",
+                "%s has %s, and %s when the checkpoint was made. Its samples are only known by its own batches, so "
+                "it continues behind as many as then (%d), and samples of this epoch may be skipped or repeated.",
                 self.name, _sizes(now, length_of(self.loader), None), _sizes(then, position["length"], None),
                 position["taken"],
             )  # fmt: skip
@@ -242,7 +259,7 @@ class _OfDataLoader(Source):
         return self._behind(position, order)
 
     def _undrawn(self, position: Position) -> Position:
-        """Return the position at the beginning of an epoch, or of the rest of one divided among other ranks."""
+        """Return the position at the beginning of an epoch, or of the rest of an epoch divided among other ranks."""
         told = position.get("share") or {}
         then = position["batch_size"]
         now = size_of(self.loader)
@@ -250,8 +267,8 @@ class _OfDataLoader(Source):
             return position
         if then != now:
             log.warning(
-                "%s has batches of %s, and %s when the checkpoint was made. What is left of this epoch was divided "
-                "among another number of ranks, and is trained on in batches of %s, later epochs of %s.",
+                "%s has batches of %s, and %s when the checkpoint was made. The rest of this epoch was divided "
+                "among another number of ranks, and is trained on in batches of %s, later epochs in batches of %s.",
                 self.name, now, then, then, now,
             )  # fmt: skip
         if position["length"] == (length := length_of(self.loader)):
@@ -259,26 +276,27 @@ class _OfDataLoader(Source):
         left = told["indices"].tolist()
         found = self._still_there(position, left, as_many=told.get("left", len(left)) != len(left))
         if told.get("full_batches"):
+            # The division has promised full batches only.
             found = found[: len(found) - len(found) % told["batch_size"]]
         given = {**told, "length": length, "indices": torch.tensor(found, dtype=torch.int64)}
         return {**position, "batch_size": now, "length": length, "share": given}
 
     def _still_there(self, position: Position, left: list[int], as_many: bool = False) -> list[int]:
-        """Return those of these indices that the dataset has, see `kept`; warn where it is another one."""
+        """Return those of these indices that the dataset has, see `kept`; warn if its length has changed."""
         length = len(self.loader.dataset)
         sampler = getattr(self.loader.batch_sampler, "sampler", None)
         if length != position["length"]:
             gone = len(left) - len(kept(left, length, as_many=False))
             log.warning(
-                "The dataset of %s has %d samples, and had %d when the checkpoint was made. This epoch goes on with "
-                "the %d samples that it had left of these%s; an index is taken for the same sample as then.",
+                "The dataset of %s has %d samples, and had %d when the checkpoint was made. This epoch continues with "
+                "the %d samples that it had left%s. An index is taken for the same sample as then.",
                 self.name, length, position["length"], len(left) - gone,
-                f", and without the {gone} that are there no more" if gone else "; new ones come in the next epoch",
+                f", and without the {gone} that are gone" if gone else "; new samples come in the next epoch",
             )  # fmt: skip
         return kept(left, length, as_many=as_many or isinstance(sampler, DistributedSampler))
 
     def _order(self, position: Position) -> list[int] | None:
-        """Return all indices of the epoch that is under way; None where that cannot be told."""
+        """Return all indices of the epoch under way, in order; None if they cannot be known."""
         if position.get("share") is not None:
             return share(position)
         batches = self.loader.batch_sampler
@@ -296,6 +314,7 @@ class _OfDataLoader(Source):
         return order
 
     def _behind(self, position: Position, order: list[int]) -> Position:
+        """Return a position at the first of the indices that are left, in batches of the present size."""
         told = position.get("share") or {}
         size = size_of(self.loader) or 1
         batches: Any = self.loader.batch_sampler
@@ -317,11 +336,12 @@ class _OfDataLoader(Source):
         return {**position, **sizes, "taken": 0, "made": 0, "drawn": {}, "share": given}
 
     def _refetched(self, position: Position, then: int, now: int) -> Position:
-        """Return the position in a dataset without indices: in whole batches of each worker's."""
+        """Return the position in a dataset without indices, in whole batches of each worker."""
         samples = position["taken"] * then
-        if resumable(self.loader.dataset):  # it knows its place itself
+        if resumable(self.loader.dataset):  # the dataset's own state holds its place
             return {**position, "batch_size": now, "taken": samples // now}
         workers = max(1, self.loader.num_workers)
+        # Rounded down for each worker: to repeat samples is better than to skip some.
         taken = position["taken"] // workers * then // now * workers
         if taken * now != samples:
             log.warning(
@@ -332,7 +352,7 @@ class _OfDataLoader(Source):
         return {**position, "batch_size": now, "taken": taken}
 
     def _of_one_reader(self, position: Position) -> Position:
-        """Return the position where this process has read so far, and a worker does now, or the other way round."""
+        """Return the position if the process read the dataset at the save, and one worker does now, or vice versa."""
         workers = position["workers"]
         state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
         moved = _without_states(position, self.loader)
@@ -342,9 +362,9 @@ class _OfDataLoader(Source):
             return {**moved, **into, "batch_size": position["batch_size"]}
         if position["taken"]:
             log.warning(
-                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It goes on behind %d "
-                "batches (%d samples) of this epoch. Where its dataset draws their order from the process, not from "
-                "a seed of its own, these are not those that were trained on; with num_workers=%d they are.",
+                "%s has num_workers=%d, and had num_workers=%d when the checkpoint was made. It continues behind %d "
+                "batches (%d samples) of this epoch. If its dataset draws the order from the process, and not from "
+                "a seed of its own, these are not the ones that were trained on; with num_workers=%d they are.",
                 self.name, loader.num_workers, position["num_workers"], position["taken"],
                 position["taken"] * (position["batch_size"] or 1), position["num_workers"],
             )  # fmt: skip
@@ -377,6 +397,7 @@ class _OfDataLoader(Source):
         return self.loader.persistent_workers and self.loader.num_workers > 0
 
     def _iterator(self) -> Iterator[Any]:
+        # Persistent workers are started even so: they stay for the iterations that follow.
         if self.idle and not self._persists:
             return iter(())
         start = self._armed
@@ -389,7 +410,7 @@ class _OfDataLoader(Source):
 
 
 class _IteratorsOf:
-    """Stands for a loader's `_get_iterator`. Pickles and deep copies of the loader have its own."""
+    """A replacement of a loader's `_get_iterator`; pickles and deep copies of the loader have torch's own again."""
 
     def __init__(self, source: _OfDataLoader) -> None:
         self._loader = source.loader
@@ -403,7 +424,7 @@ class _IteratorsOf:
 
 
 class _OfIterable(Source):
-    """Any other iterable: by its ``state_dict``, or by fetching again."""
+    """A source for any other iterable, which begins by its ``state_dict``, or by fetching batches again."""
 
     def __init__(self, loader: Any, name: str) -> None:
         super().__init__(loader, name)
@@ -429,7 +450,7 @@ class _OfIterable(Source):
         if before or ended:
             return super().keep(before, ended)
         first = []
-        tape = self._tape  # to ask the loader for its state may take long: it is asked before each fetch
+        tape = self._tape  # the state may take long to read, and is read before the next fetch anyway
         self._first = first
 
         def later() -> Position:
@@ -446,13 +467,15 @@ class _OfIterable(Source):
             if not isinstance(loader, DataLoader):
                 self._iterates = Resumed(loader, ended)
             elif loader._dataset_kind == _DatasetKind.Iterable and stateful(loader.dataset):
+                # Kept for `detach`, which restores it.
                 self._dataset = loader.dataset
-                vars(loader)["dataset"] = Resumed(loader.dataset, ended)  # which the loader loads
+                vars(loader)["dataset"] = Resumed(loader.dataset, ended)  # the loader loads its state
             self._iterates.load_state_dict(copy.deepcopy(position["state"]))
             self._loaded = True
             if ended:
+                # The iteration is started only to be over, so it must not draw random numbers.
                 with Generators(self.generators()).kept():
-                    self._begin()  # that iteration is behind
+                    self._begin()  # the ended iteration must be over before the next one
         if "taken" in position:
             self._armed = position
         else:
@@ -479,7 +502,7 @@ class _OfIterable(Source):
         loaded = self._loaded
         self._loaded = False
         if self._loaded_before and getattr(self.loader, "restore", False) is True:
-            # litdata's loader begins at a loaded state until it has come to its end, which nobody waits for.
+            # litdata's loader begins at a loaded state until an iteration has reached its end, as none may do here.
             self.loader.restore = False
         self._loaded_before = loaded
         return iter(self._iterates)
@@ -514,10 +537,11 @@ class _OfIterable(Source):
         first = start.get("random")
         sizes = {}
         if again and isinstance(self.loader, DataLoader):
+            # A loader with a state of its own converts its position itself.
             sizes = {"batch_size": size_of(self.loader), "num_workers": workers_of(self.loader)}
 
         def now(random: Any = None) -> Position:
-            # Before the first fetch the loaded state is it; litdata's loader would write its own of then into it.
+            # Before the first fetch, the loaded state is the present one; litdata's loader would change it if asked.
             loaded = start.get("state") if tape.made <= 1 else None
             state = None if again else copy.deepcopy(loaded or self.loader.state_dict())
             epoch = epoch_of(self.loader)
@@ -537,6 +561,7 @@ class _OfIterable(Source):
                 generators.put(first)
                 first = None
             self._before = now(generators.take())
+            # Kept for a position that was asked for after the last fetch, see `keep`.
             if not self._first:
                 self._first.append(self._before)
             try:
@@ -548,6 +573,8 @@ class _OfIterable(Source):
 
 
 class _Followed:
+    """A replacement of a loader whose iterations keep a position."""
+
     def __init__(self, loader: Any, iterator: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader
         self._make = iterator
@@ -562,4 +589,4 @@ class _Followed:
         return getattr(self._loader, name)
 
     def __reduce__(self) -> Any:
-        return operator.itemgetter(0), ((self._loader,),)  # a copy is one of the loader: what follows this one stays
+        return operator.itemgetter(0), ((self._loader,),)  # a copy is a copy of the loader, and keeps no position

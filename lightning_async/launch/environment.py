@@ -1,6 +1,6 @@
 """The command line and the environment of a rank; the variables are those of ``torchrun``.
 
-Lightning, torch and scripts read these, so that what runs under torchrun runs here as it is.
+Lightning, torch and scripts read these variables, so that a program for torchrun runs here unchanged.
 """
 
 from __future__ import annotations
@@ -15,35 +15,44 @@ from lightning_async.launch.process import ERROR_FILE
 from lightning_async.membership.launcher_channel import REJOIN
 from lightning_async.membership.signing import SECRET, new_secret
 
-ADDRESS = "127.0.0.1"  # where the store listens
+ADDRESS = "127.0.0.1"  # the address at which the store listens
 
 
 @dataclass(frozen=True)
 class LaunchedJob:
     """A program to run, the same on all ranks."""
 
-    program: Sequence[str]  # of Python: a script, or ``-m`` and a module, then arguments
-    ranks: int  # how many there are
-    max_restarts: int  # as the ranks are told
+    program: Sequence[str]  # arguments of Python: a script, or ``-m`` and a module, then its arguments
+    ranks: int  # number of ranks
+    max_restarts: int  # number of restarts, which ranks can read in their environment
     base: Mapping[str, str]  # the environment of all ranks
-    name: str  # of the job, unique on this host
+    name: str  # name of the job, unique on this host
 
     @classmethod
     def of(
         cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int
     ) -> LaunchedJob:
-        """Make a job with the environment of this shell; add what it lacks: a secret, threads of compute."""
+        """Return a job with the environment of this shell, completed by a secret and a number of threads.
+
+        Args:
+            program: Arguments of Python.
+            ranks: Number of ranks.
+            max_restarts: Number of restarts.
+            shell: Environment of this process.
+            cores: Number of cores, which the ranks share.
+        """
         base = {name: value for name, value in shell.items() if name != REJOIN}
         base.setdefault("OMP_NUM_THREADS", str(max(1, cores // ranks)))
         if not base.get(SECRET):
-            base[SECRET] = new_secret()  # all ranks are on this host: nobody else need know it
+            base[SECRET] = new_secret()  # all ranks are on this host, so no other host needs to know it
         return cls(tuple(program), ranks, max_restarts, base, f"launch-{os.getpid()}")
 
     def command(self) -> list[str]:
-        """Return the command line, unbuffered: what a rank writes is seen, and not lost when it is killed."""
+        """Return the command line of a rank, without buffering, so that output is seen at once and survives a kill."""
         return [sys.executable, "-u", *self.program]
 
     def variables(self, rank: int, port: int | str, restarts: int) -> dict[str, str]:
+        """Return the variables of a rank that differ from those of the shell."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -60,17 +69,24 @@ class LaunchedJob:
             "TORCHELASTIC_RUN_ID": self.name,
             "TORCHELASTIC_RESTART_COUNT": str(restarts),
             "TORCHELASTIC_MAX_RESTARTS": str(self.max_restarts),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank is to open a store of its own
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # else rank 0 would open a second store
         }
 
     def environment(self, rank: int, port: int, restarts: int, rejoins: int = 0) -> dict[str, str]:
-        """Return all variables of a rank that was started alone ``rejoins`` times, to join the others."""
+        """Return all variables of a rank.
+
+        Args:
+            rank: The rank.
+            port: Port of the store.
+            restarts: Number of restarts of all ranks so far.
+            rejoins: Number of times that this rank was started alone, to join the others. Default: 0.
+        """
         alone = {REJOIN: str(rejoins)} if rejoins else {}
         return {**self.base, **self.variables(rank, port, restarts), **alone}
 
 
 def shown(job: LaunchedJob, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
-    """Return a shell command for each rank; of the secret it shows only that there is one."""
+    """Return a shell command for each rank, in which the secret is hidden."""
     added = {name: value for name, value in job.base.items() if shell.get(name) != value}
     if SECRET in added:
         added[SECRET] = "..."
@@ -80,7 +96,7 @@ def shown(job: LaunchedJob, shell: Mapping[str, str], standbys: int = 0) -> list
         told = [f"{name}={value}" for name, value in variables.items()]
         lines.append(f"[{rank}] {shlex.join(['env', *told, *job.command()])}")
     if job.max_restarts:
-        lines.append(f"# one that is started again alone, to join the others, has {REJOIN}=1, too, then 2, ...")
+        lines.append(f"# a rank that is started again alone, to join the others, also has {REJOIN}=1, then 2, ...")
     if standbys:
-        lines.append(f"# once all train: {standbys} more, to be the next that is started again, with its imports done")
+        lines.append(f"# once all train: {standbys} more as warm spares, which are ready to replace a rank that dies")
     return lines

@@ -1,6 +1,6 @@
-"""The loop of the launcher: one thread waits for descriptors, times and signals, and calls what each is for.
+"""The loop of the launcher: one thread waits for descriptors, times and signals, and calls a function for each.
 
-Nothing is looked at again and again, and nothing that is called may wait.
+The loop polls nothing, and no function that it calls may wait.
 """
 
 from __future__ import annotations
@@ -18,34 +18,39 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal
 
 
 class EventLoop:
+    """A loop over descriptors, times and signals."""
+
     def __init__(self) -> None:
         self._selector = selectors.PollSelector()
         self._dues: dict[Hashable, tuple[float, Callable[[], object]]] = {}
 
     def watch(self, fd: int, call: Callable[[], object]) -> None:
+        """Call a function whenever the descriptor is readable."""
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def forget(self, fd: int) -> None:
+        """Stop watching the descriptor."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
     def after(self, seconds: float, key: Hashable, call: Callable[[], object]) -> None:
-        """Call this once, so much later, in place of what was to be called for the same key."""
+        """Call a function once, after these seconds, in place of an earlier one for the same key."""
         self._dues[key] = time.monotonic() + seconds, call
 
     def cancel(self, key: Hashable) -> None:
+        """Drop the call for this key, if there is one."""
         self._dues.pop(key, None)
 
     def step(self, outputs: Outputs) -> None:
-        """Wait for the next thing to happen, and do what follows; meanwhile pass on what ranks write."""
+        """Wait for the next event, and call its functions; pass on the output of ranks meanwhile."""
         outputs.watch(self._selector)
         dues = [due for due, _ in self._dues.values()]
         for key, _ in self._selector.select(max(0.0, min(dues) - time.monotonic()) if dues else None):
-            if self._selector.get_map().get(key.fd) == key:  # what came before may have closed it
+            if self._selector.get_map().get(key.fd) == key:  # an earlier call of this step may have closed it
                 key.data()
         for name in [name for name, (due, _) in self._dues.items() if time.monotonic() >= due]:
             due, call = self._dues.get(name, (float("inf"), None))
-            if call is not None and time.monotonic() >= due:  # what came before may have ended the wait
+            if call is not None and time.monotonic() >= due:  # an earlier call may have cancelled it
                 del self._dues[name]
                 call()
 
@@ -54,7 +59,7 @@ class EventLoop:
 
     @contextlib.contextmanager
     def signals(self, hear: Callable[[int], object]) -> Iterator[None]:
-        """Call this with the number of each signal that comes; ignored ones (nohup) stay ignored."""
+        """Call ``hear`` with the number of each signal during the block; ignored signals (nohup) stay ignored."""
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)
@@ -66,6 +71,7 @@ class EventLoop:
             for number in reader.recv(1024):
                 hear(number)
 
+        # Python writes the number of each signal to this socket, so that the loop sees signals as it sees descriptors.
         wakeup = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
             for number in before:

@@ -1,4 +1,4 @@
-"""A watch over the steps that ranks report in the store; for the process that keeps it."""
+"""Hang detection from the steps that ranks report in the store; runs in the process that keeps the store."""
 
 from __future__ import annotations
 
@@ -6,17 +6,23 @@ from collections.abc import Sequence
 
 from lightning_async.membership.status import ENDED, FAILED, StatusRecord
 
+# Longest time between two looks that counts, see `Watched`.
 _LONGEST_LOOK_S = 10.0
 
 
 class Watched:
-    """A clock of the seconds in which somebody looks: a job that is suspended ages by none."""
+    """A clock that only counts time in which its process runs, so that a suspended job does not age.
+
+    Args:
+        since: Present time, in seconds.
+    """
 
     def __init__(self, since: float) -> None:
         self._last = since
         self.now = 0.0
 
     def tick(self, now: float) -> float:
+        """Count the time since the last call, up to a limit; return the clock's time."""
         self.now += min(now - self._last, _LONGEST_LOOK_S)
         self._last = now
         return self.now
@@ -25,8 +31,11 @@ class Watched:
 class ReportedProgress:
     """The steps that all ranks of one start have reported.
 
-    ``limits`` are the seconds without a step, of any rank, that are a hang: before the first step of a training, while
-    programs import, compile and read their data; and after it.
+    Args:
+        limits: Seconds without a step of any rank that count as a hang: before the first step of a training, while
+            programs import, compile and read data; and after it.
+        world_size: Number of ranks.
+        now: Present time, in seconds.
     """
 
     def __init__(self, limits: Sequence[float], world_size: int, now: float) -> None:
@@ -34,13 +43,18 @@ class ReportedProgress:
         self._world_size = world_size
         self._since = now
         self._first: dict[tuple[str, int, int], int] = {}
-        """The step at which each training of each process was first heard of."""
-        self._begun: dict[tuple[str, int], int] = {}  # the newest step of each process that has taken one
+        """Step of each training of each process when it was first seen."""
+        self._begun: dict[tuple[str, int], int] = {}  # newest step of each process that has taken a step
         self._reached: dict[tuple[str, int], tuple[int, bool]] = {}
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self, standings: Sequence[StatusRecord], now: float) -> str | None:
-        """Return where each rank stands, in words, where that is a hang, and count anew from there; else None."""
+        """Return a text with the state of each rank if the job hangs, and begin to count again; else return None.
+
+        Args:
+            standings: Newest records of all ranks.
+            now: Present time, in seconds.
+        """
         reached = {(s.name, s.process): (s.step, s.state in (ENDED, FAILED)) for s in standings}
         for each in standings:
             key = (each.name, each.process)
@@ -52,7 +66,7 @@ class ReportedProgress:
         for each in last.values():
             process = each.name, each.process
             key = *process, each.run
-            if key not in self._first:  # a run that goes on where the last one was, as ranks join, has begun
+            if key not in self._first:  # a run that continues at the last one's step, because ranks join, has begun
                 goes_on = process in self._begun and each.step >= self._begun[process]
                 self._first[key] = each.step - goes_on
             if each.step > self._first[key]:
@@ -60,7 +74,7 @@ class ReportedProgress:
                 begun |= each.run == newest[0]
         members = {name for s in last.values() if (s.run, s.generation) == newest for name in s.members}
         done = bool(members) and all(reached[s.name, s.process][1] for s in last.values() if s.name in members)
-        if reached != self._reached or done:  # what a script does after training is its own business
+        if reached != self._reached or done:  # after training, a script may take as long as it likes
             self._reached = reached
             self._since = now
         silent_s = now - self._since
@@ -76,7 +90,7 @@ class ReportedProgress:
 
     def _where(self, standing: StatusRecord | None, now: float) -> str:
         if standing is None:
-            return "has told of no step yet"
+            return "has reported no step yet"
         silent = now - self._heard[standing.name, standing.process][1]
         quiet = f"; nothing was heard of it for {silent:.0f} s" if silent >= 5.0 else ""
         return f"(process {standing.process}) {standing.state}, at step {standing.step}{quiet}"

@@ -1,10 +1,10 @@
-r"""The output of ranks: whole lines with the rank before them, to the terminal and to a file for each rank.
+r"""The output of ranks: whole lines with the rank as a prefix, to the terminal and to one file for each rank.
 
-    a rank's pipe ---> Stream: whole lines ---> Sink: what the terminal takes without making anybody wait
+    a rank's pipe ---> Stream: whole lines ---> Sink: the terminal, as fast as it accepts output
                                            \--> the rank's file, without prefixes
 
-A rank keeps its two pipes over all its starts. Nothing here blocks: where the terminal takes no more, ranks are not
-read any more, and wait themselves, as they would without a launcher.
+A rank keeps its two pipes through all its starts. Nothing here blocks. When the terminal accepts no more output, ranks
+are not read any more and wait themselves, as they would without a launcher.
 """
 
 from __future__ import annotations
@@ -19,15 +19,26 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-_PIECE = 4096  # a descriptor that is ready takes so much at once (PIPE_BUF)
+_PIECE = 4096  # bytes that a ready descriptor accepts at once (PIPE_BUF)
+# Number of waiting bytes from which ranks are not read any more.
 _FULL = 1 << 20
+# A line without end is cut after this number of bytes.
 _LONGEST_LINE = 1 << 18
+# Number of last lines that are kept for the report of a death.
 _TAIL = 15
+# Seconds between two lines of a progress bar that does not go to a terminal.
 _PROGRESS_S = 10.0
 _CURSOR = re.compile(rb"\x1b\[\d*(?:;\d*)?[A-HJKSTf]")
 
 
 class Sink:
+    """A terminal, or another descriptor, that output goes to.
+
+    Args:
+        fd: The descriptor.
+        now: Clock, in seconds. Default: `time.monotonic`.
+    """
+
     def __init__(self, fd: int, now: Callable[[], float] = time.monotonic) -> None:
         self.fd = fd
         self._now = now
@@ -39,14 +50,21 @@ class Sink:
 
     @property
     def waits(self) -> bool:
+        """Whether there is output that the descriptor has not accepted yet."""
         return bool(self._pending)
 
     @property
     def full(self) -> bool:
+        """Whether so much output waits that ranks must not be read."""
         return len(self._pending) >= _FULL
 
     def lines(self, text: bytes, drawn: bool = False) -> None:
-        """Add whole lines; ``drawn``: the first of them is what `progress` has shown."""
+        """Add whole lines.
+
+        Args:
+            text: The lines.
+            drawn: Whether `progress` has shown the first of them already. Default: False.
+        """
         if self._gone:
             return
         if self._progress:
@@ -66,20 +84,23 @@ class Sink:
             self._pending += text + b"\n"
 
     def settle(self) -> None:
+        """End the line of a progress bar."""
         if self._progress:
             self._pending += b"\n"
             self._progress = b""
 
     def write(self) -> None:
+        """Write what the descriptor accepts at once."""
         try:
             del self._pending[: os.write(self.fd, self._pending[:_PIECE])]
         except BlockingIOError:
             pass
-        except OSError:  # the terminal is closed, or who has read a pipe has ended: the ranks go on
+        except OSError:  # the terminal, or the reader of a pipe, is gone: the ranks continue without it
             self._gone = True
             self._pending.clear()
 
     def flush(self, timeout: float) -> None:
+        """Write all output that waits, for ``timeout`` seconds at most."""
         poll = select.poll()
         until = self._now() + timeout
         poll.register(self.fd, select.POLLOUT)
@@ -95,20 +116,27 @@ class Sink:
 
 
 class Stream:
-    """One of a rank's two output pipes; ``log`` is a file for its lines without the prefix."""
+    """One of a rank's two output pipes.
+
+    Args:
+        fd: Descriptor of the pipe's end for reading.
+        prefix: Text before each line.
+        sink: Sink that the lines go to.
+        log: Descriptor of a file for the lines without the prefix. Default: None.
+    """
 
     def __init__(self, fd: int, prefix: bytes, sink: Sink, log: int | None = None) -> None:
         os.set_blocking(fd, False)
         self.fd = fd
         self.sink = sink
         self.tail: deque[bytes] = deque(maxlen=_TAIL)  # the last lines
-        self.open = True  # whether anybody may still write to it
+        self.open = True  # whether a process may still write to the pipe
         self._prefix = prefix
         self._log = log
         self._rest = b""
 
     def read(self) -> int:
-        """Take what is there, at most a pipe full; return how much that was."""
+        """Read what is there, at most one pipe's size; return the number of bytes."""
         try:
             data = os.read(self.fd, 1 << 16)
         except BlockingIOError:
@@ -118,8 +146,8 @@ class Stream:
         return len(data)
 
     def drain(self) -> None:
-        """Take all that is there, for a rank that has ended; what has no end of line gets one."""
-        for _ in range(64):  # something that it has left behind may write without end
+        """Read all that is there, after the rank has ended; a last line without end gets one."""
+        for _ in range(64):  # a process that the rank has left behind may write without end
             if not self.read():
                 break
         if self._rest.strip(b"\r"):
@@ -127,6 +155,7 @@ class Stream:
         self._rest = b""
 
     def note(self, text: str) -> None:
+        """Write a line to the rank's file only."""
         self._write_log(f"{text}\n".encode())
 
     def _feed(self, data: bytes) -> None:
@@ -160,26 +189,29 @@ class Stream:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """Return what is seen of a line that was drawn over itself."""
+    """Return the visible part of a line that was drawn over itself."""
     drawn = [part for part in line.split(b"\r") if part]
     return _CURSOR.sub(b"", drawn[-1]) if drawn else b""
 
 
 class Outputs:
-    """The pipes of all ranks, and where what they write goes.
+    """The pipes of all ranks, and the destinations of their output.
 
-    ``readers`` are two descriptors for each rank, of its stdout and stderr; ``logs`` a directory for a file for each
-    rank.
+    Args:
+        readers: Two descriptors for each rank, of its stdout and stderr.
+        logs: Directory for one file for each rank. Default: None, there are no files.
+        stdout: Descriptor for the ranks' stdout. Default: 1.
+        stderr: Descriptor for the ranks' stderr. Default: 2.
     """
 
     def __init__(self, readers: Sequence[int], logs: Path | None = None, *, stdout: int = 1, stderr: int = 2) -> None:
         ranks = len(readers) // 2
         out = Sink(stdout)
-        # Lines on their way to one terminal must not be cut by each other.
+        # One sink for one terminal: two could cut each other's lines.
         err = out if os.path.sameopenfile(stdout, stderr) else Sink(stderr)
         self.sinks = (out, err)
         width = len(str(max(0, ranks - 1)))
-        self.streams: list[tuple[Stream, Stream]] = []  # of each rank, stdout and stderr
+        self.streams: list[tuple[Stream, Stream]] = []  # stdout and stderr of each rank
         self._logs: list[int] = []
         for rank in range(ranks):
             log = None
@@ -192,14 +224,16 @@ class Outputs:
             self.streams.append(pair)
 
     def say(self, text: str) -> None:
+        """Write lines of the launcher itself."""
         self.sinks[1].lines("".join(f"[launch] {line}\n" for line in text.splitlines()).encode())
 
     @property
     def descriptors(self) -> set[int]:
+        """All descriptors of streams and sinks."""
         return {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Have the selector look at what can be read and written now; its keys hold what is then to be called."""
+        """Register the descriptors that can be read or written now; each key's data is the function to call."""
         wanted: dict[int, tuple[int, Callable[[], object]]] = {}
         for stream in (stream for pair in self.streams for stream in pair):
             if stream.open and not stream.sink.full:
@@ -215,7 +249,7 @@ class Outputs:
                 selector.register(fd, *wanted[fd])
 
     def flush(self, timeout: float = 5.0) -> None:
-        """Write what waits, at the end, unless nobody takes it."""
+        """Write all output that waits, at the end, for ``timeout`` seconds at most."""
         for sink in dict.fromkeys(self.sinks):
             sink.settle()
             sink.flush(timeout)

@@ -1,9 +1,9 @@
-"""One process of a rank: started in a session of its own, and ended together with what it has started.
+"""The process of one rank: started in a session of its own, and ended together with all that it has started.
 
-Signals go to the rank alone: its DataLoader workers would die of a SIGTERM, and the rank of that, before it has
-saved. When it has ended, what is left in its process group is killed. What shall outlive it needs a session of its
-own, as the process that writes checkpoints has. `ErrorFiles` are where ranks write what they have died of, as
-torch.distributed.elastic has it, and `report` says in words who has died of what.
+Signals go to the rank's process alone: a SIGTERM would end its DataLoader workers, and thereby the rank, before it has
+saved. When the rank has ended, the rest of its process group is killed. A process that must outlive the rank needs a
+session of its own, as the process that writes checkpoints has. `ErrorFiles` are files in which ranks write the error
+that ended them, as in torch.distributed.elastic, and `report` says in words how ranks have ended.
 """
 
 from __future__ import annotations
@@ -27,30 +27,42 @@ from typing import Any
 from lightning_async.launch.state_machine import TRY_AGAIN
 from lightning_async.membership.launcher_channel import LONGEST, Death, named, news
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the environment variable of a rank that names its file
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # environment variable that names a rank's file
+# Largest number of characters of an error in a report.
 _LONGEST = 300
+# Largest number of bytes of an error file that are read.
 _MOST_BYTES = 1 << 22
 _PR_SET_PDEATHSIG = 1
-_MESSAGES = 512  # more than a socket keeps
+_MESSAGES = 512  # largest number of messages that are read at once; more than a socket holds
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 HUNG = 70  # the exit code of `HangWatchdog`
 
 
 class Process:
-    """A running process; `OSError` where the system does not let it start."""
+    """A running process of a rank.
+
+    Args:
+        command: Command line.
+        environment: Environment variables.
+        stdout: Descriptor for its stdout.
+        stderr: Descriptor for its stderr.
+
+    Raises:
+        OSError: The system does not let it start.
+    """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> None:
         launcher = os.getpid()
 
         def die_with_the_launcher() -> None:
-            # SIGTERM, so that it can save. The order excludes that the launcher dies in between.
+            # SIGTERM, so that the rank can save. The check comes second: the launcher may have died just before.
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)  # pyright: ignore[reportOptionalCall]
             if os.getppid() != launcher:
                 os._exit(128 + signal.SIGTERM)
 
         self.started = time.monotonic()
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
-        """What it tells is there to read. It is never at its end: others may have inherited the other one."""
+        """Socket with the rank's messages. Its end is never seen, as other processes may inherit the other side."""
         self.channel.setblocking(False)
         self._unread: list[bytes] = []
         with theirs:
@@ -61,10 +73,16 @@ class Process:
                 start_new_session=True, preexec_fn=die_with_the_launcher,
             )  # fmt: skip
         self.pid = self._popen.pid
-        self.pidfd = watched(self._popen)  # becomes readable when it ends
+        self.pidfd = watched(self._popen)  # becomes readable when the process ends
 
     def become(self, environment: Mapping[str, str], stdout: int, stderr: int) -> bool:
-        """Make a process that stands by a rank; return False where it has died. See `warm_spare`."""
+        """Turn a warm spare into a rank, see `warm_spare`; return False if the spare has died.
+
+        Args:
+            environment: Environment variables of the rank.
+            stdout: Descriptor for its stdout.
+            stderr: Descriptor for its stderr.
+        """
         self.started = time.monotonic()
         try:
             socket.send_fds(self.channel, [json.dumps({**environment, **self._name}).encode()], [stdout, stderr])
@@ -73,6 +91,7 @@ class Process:
         return not self.wait(0.0)
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process; SIGKILL goes to its whole group."""
         with contextlib.suppress(ProcessLookupError):
             if number == signal.SIGKILL:
                 os.killpg(self.pid, number)
@@ -80,31 +99,35 @@ class Process:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def messages(self) -> list[bytes]:
-        """Return what it has told, or others by its channel; see `heard`."""
+        """Return the messages of the process, or of others that use its channel; see `heard`."""
         self._unread, unread = [], [*self._unread, *self._read()]
         return unread
 
     def _read(self) -> Iterator[bytes]:
-        for _ in range(_MESSAGES):  # others may write without end
+        for _ in range(_MESSAGES):  # another process may write without end
             try:
                 yield self.channel.recv(LONGEST)
             except OSError:
                 return
 
     def tell(self, death: Death) -> None:
-        """Tell it that another rank has died, without waiting: who has read nothing for long notices the silence.
+        """Tell the process that another rank has died, without waiting.
 
-        What is sent to a process that is gone takes its unread messages along: they are read before, for `messages`.
+        If the process does not read its messages, it notices the death later, by the silence. The system drops the
+        unread messages of a process that is gone when something is sent to it, so these messages are read first and
+        kept for `messages`.
         """
         self._unread += self._read()
         with contextlib.suppress(OSError):
             self.channel.send(news(death, self.pid))
 
     def wait(self, timeout: float) -> bool:
+        """Wait until the process has ended; return whether it has, within ``timeout`` seconds."""
         return bool(select.select([self.pidfd], [], [], timeout)[0])
 
     def end(self) -> int:
-        self.signal(signal.SIGKILL)  # before anybody asks for its status: until then its number is nobody else's
+        """Kill the rest of the process group, and return the exit status."""
+        self.signal(signal.SIGKILL)  # before `wait`, after which another process may get the same id
         status = self._popen.wait()
         os.close(self.pidfd)
         self.channel.close()
@@ -112,7 +135,7 @@ class Process:
 
 
 def watched(popen: subprocess.Popen[bytes]) -> int:
-    """Return a descriptor that becomes readable when a process ends; kill the process where there is none left."""
+    """Return a descriptor that becomes readable when a process ends; kill the process if no descriptor is left."""
     try:
         return os.pidfd_open(popen.pid)
     except OSError:
@@ -122,20 +145,24 @@ def watched(popen: subprocess.Popen[bytes]) -> int:
 
 
 class ErrorFiles:
-    """A file for each rank, which is there once the rank has failed: in ``logs``, or where the launcher removes it."""
+    """One error file for each rank, written by the rank when it fails.
+
+    Args:
+        logs: Directory of the files. None: a temporary one, which `close` deletes.
+    """
 
     def __init__(self, logs: Path | None) -> None:
         self._logs = logs
         self._own: str | None = None
 
     def begin(self, rank: int) -> dict[str, str]:
-        """Delete what an earlier start of a rank has left; return the variable that names its file."""
+        """Delete the file of an earlier start of a rank; return the variable that names its file."""
         path = self._path(rank)
         path.unlink(missing_ok=True)
         return {ERROR_FILE: str(path)}
 
     def read(self, rank: int) -> str:
-        """Return what a rank that has ended has written, in one line; "" where that is nothing."""
+        """Return the error of a rank that has ended, in one line; empty if there is none."""
         try:
             with self._path(rank).open("rb") as file:
                 said = json.loads(file.read(_MOST_BYTES))
@@ -158,7 +185,7 @@ class ErrorFiles:
 
 
 def _message(said: Any) -> str:
-    """Read either form: {"message": {"message": ...}}, {"message": ...}."""
+    """Return the text of either form: {"message": {"message": ...}} and {"message": ...}."""
     for _ in range(2):
         with contextlib.suppress(TypeError, KeyError):
             said = said["message"]
@@ -170,15 +197,16 @@ class Ending:
     """The end of one rank."""
 
     rank: int
-    pid: int  # 0 for a process that was never there
-    status: int  # its exit status, or minus the signal that has killed it
-    seconds: float  # that it lived
-    told: int | None = None  # the signal by which the launcher has told it to end; None where it has not
-    tail: Sequence[bytes] = ()  # the last lines of its stderr
-    error: str = ""  # the exception that it has written down, see `ErrorFiles`
+    pid: int  # process id; 0 if there never was a process
+    status: int  # exit status, or minus the signal that has killed it
+    seconds: float  # seconds that it lived
+    told: int | None = None  # signal by which the launcher has told it to end, if any
+    tail: Sequence[bytes] = ()  # last lines of its stderr
+    error: str = ""  # exception that it has written to its file, see `ErrorFiles`
 
 
 def signal_name(number: int) -> str:
+    """Return the name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -186,6 +214,7 @@ def signal_name(number: int) -> str:
 
 
 def how(ending: Ending) -> str:
+    """Return in words how a rank has ended."""
     if ending.status == 0:
         text = "ended in order"
     elif ending.status == TRY_AGAIN:
@@ -207,10 +236,13 @@ def how(ending: Ending) -> str:
 
 
 def report(endings: Sequence[Ending], first: int | None, code: int | None, lost: Collection[int] = frozenset()) -> str:
-    """List all ranks in the order of their ends, and the last lines of those that died by themselves.
+    """Return a list of all ranks in the order of their ends, with the last lines of those that died by themselves.
 
-    ``first`` is the rank that died first, of those that are not ``lost``, without which training went on; ``code`` the
-    launcher's exit code, None where the ranks are started again.
+    Args:
+        endings: Ends of the ranks.
+        first: Rank that died first, of those that are not ``lost``, if any.
+        code: Exit code of the launcher; None if the ranks are started again.
+        lost: Ranks without which training has continued. Default: none.
     """
     last = {ending.rank: ending for ending in endings}
     lines = []

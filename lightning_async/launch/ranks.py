@@ -1,6 +1,7 @@
-"""The ranks: started, told and ended as the supervisor decides, which is told of what happens to them.
+"""The ranks of a job: started, signalled and ended as the supervisor decides.
 
-A rank's end shows on a descriptor of its process, its messages on a socket, and its output on its pipes.
+The end of a rank shows on a descriptor of its process, its messages on a socket, and its output on its pipes. `Ranks`
+reports these events to the supervisor.
 """
 
 from __future__ import annotations
@@ -26,11 +27,23 @@ if TYPE_CHECKING:
     from lightning_async.launch.supervisor import Supervisor
 
 
+# Longest wait for a process to end after SIGKILL.
 _KILLED_S = 1.0
+# A store process that ends within these seconds could not work here.
 _SOON_S = 1.0
 
 
 class Ranks:
+    """The ranks of a job, with their pipes, their store and their warm spares.
+
+    Args:
+        job: The program.
+        policy: Settings of the launcher.
+        logs: Directory for one file for each rank, or None.
+        loop: Loop of the launcher.
+        supervisor: Receiver of events.
+    """
+
     def __init__(
         self, job: LaunchedJob, policy: Policy, logs: Path | None, loop: EventLoop, supervisor: Supervisor
     ) -> None:
@@ -53,10 +66,18 @@ class Ranks:
         self._standbys = WarmSpares(job, policy.standbys, self.outputs.say)
 
     def open_store(self) -> int:
+        """Open a new store; return its port."""
         return self._kept().open()
 
     def start(self, rank: int, port: int, attempt: int, rejoins: int = 0) -> None:
-        """Start one rank, with the store at this port; see `LaunchedJob.environment`."""
+        """Start one rank.
+
+        Args:
+            rank: The rank.
+            port: Port of the store.
+            attempt: Number of restarts of all ranks so far.
+            rejoins: Number of times that this rank was started alone. Default: 0.
+        """
         keeper = self._kept()
         streams = self.outputs.streams[rank]
         pipes = self._pipes[2 * rank : 2 * rank + 2]
@@ -75,19 +96,23 @@ class Ranks:
         self._supervisor.started(rank, process.pid)
 
     def send(self, number: int, ranks: Collection[int]) -> None:
+        """Send a signal to the live ones of these ranks."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].signal(number)
 
     def tell(self, death: Death, ranks: Collection[int]) -> None:
+        """Report to the live ones of these ranks that another rank has died."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].tell(death)
-            # What was read meanwhile is told, but not from within what tells of a death.
+            # Messages that were read meanwhile are handled later: a death is being handled now.
             self._loop.after(0.0, (self, "unread", rank), lambda rank=rank: self._listen(rank))
 
     def prepare(self, wanted: int) -> None:
+        """Start warm spares, at most ``wanted``."""
         self._standbys.prepare(wanted)
 
     def leave(self) -> None:
+        """End all that still lives, and write the rest of the output."""
         self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
@@ -111,12 +136,12 @@ class Ranks:
         return self._keeper
 
     def _lose(self, keeper: LaunchStore) -> None:
-        """Start another store process at once: should the launcher be killed, these ranks are to save and to end."""
+        """Start another store process at once: it must be there if the launcher is killed and the ranks save."""
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
         self._keeper = None
         how = keeper.died()
-        if time.monotonic() - keeper.began > _SOON_S:  # else it could not work here, and there would be no end of them
+        if time.monotonic() - keeper.began > _SOON_S:  # else the next one would end at once, too, and so on
             with contextlib.suppress(OSError):
                 self._kept()
         self._supervisor.unkept(how)
@@ -125,9 +150,10 @@ class Ranks:
         if words := keeper.words():
             self._supervisor.hung(words)
         else:
-            self._loop.forget(keeper.channel)  # it has ended, which its other descriptor tells
+            self._loop.forget(keeper.channel)  # the process has ended, as its other descriptor will show
 
     def _end(self, rank: int) -> None:
+        # Messages first: the rank may have reported a generation just before it ended.
         self._listen(rank)
         process = self._processes.pop(rank)
         self._loop.forget(process.pidfd)
@@ -155,7 +181,7 @@ class Ranks:
                 self._supervisor.told(rank, *told)
 
     def close(self) -> None:
-        """Close the pipes, last. Without `leave` before it, the ranks and their store live on for a while."""
+        """Close the pipes, at the very end. Without `leave` before, the ranks and their store live on for a while."""
         for fd in (fd for pipe in self._pipes for fd in pipe):
             os.close(fd)
         self._pipes.clear()

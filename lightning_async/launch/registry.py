@@ -1,7 +1,7 @@
-"""A registry of this user's jobs on this host, so that ``lightning-async status`` finds their stores.
+"""A registry of this user's jobs on this host, in which ``lightning-async status`` finds their stores.
 
-A launcher keeps one file, which only its user can read: it holds the job's secret, as the ranks' environments do. The
-folder is in ``XDG_RUNTIME_DIR``, or, where there is none, beside other temporary files.
+Each launcher keeps one file, which only its user can read, because it holds the job's secret, as the environments of
+ranks do. The folder is in ``XDG_RUNTIME_DIR``, or beside other temporary files if there is no such directory.
 """
 
 from __future__ import annotations
@@ -16,17 +16,22 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """A job that runs."""
+    """A running job."""
 
-    launcher: int  # the process number of its launcher
-    started: int  # when that began, in ticks of the system: another process may get its number
-    port: int  # of the store, which listens on loopback
-    secret: str  # of the job
-    program: tuple[str, ...]  # what it runs
+    launcher: int  # process id of its launcher
+    started: int  # start time of that process, in ticks: another process may get the same id later
+    port: int  # port of the store, which listens on loopback
+    secret: str  # secret of the job
+    program: tuple[str, ...]  # command line, without Python
 
 
 class Registry:
-    """The entry of this launcher; where the system does not let it be written there is none, and nothing is lost."""
+    """The entry of this launcher. If the system does not let it be written, there is none, and nothing else changes.
+
+    Args:
+        secret: Secret of the job.
+        program: Command line, without Python.
+    """
 
     def __init__(self, secret: str, program: tuple[str, ...]) -> None:
         self._secret = secret
@@ -34,6 +39,7 @@ class Registry:
         self._path = _folder() / f"{os.getpid()}.json"
 
     def write(self, port: int) -> None:
+        """Write the entry, with the port of the store."""
         entry = JobEntry(
             launcher=os.getpid(), started=_started(os.getpid()) or 0, port=port, secret=self._secret,
             program=self._program,
@@ -42,6 +48,7 @@ class Registry:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
             if not _is_ours(self._path.parent):
                 return
+            # Renamed when it is whole, so that a reader never sees half an entry.
             part = self._path.with_suffix(".part")
             part.unlink(missing_ok=True)
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -50,12 +57,13 @@ class Registry:
             part.rename(self._path)
 
     def remove(self) -> None:
+        """Delete the entry."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
 
 def running() -> list[JobEntry]:
-    """List the jobs of this user on this host, oldest first; delete what dead launchers have left."""
+    """Return the jobs of this user on this host, the oldest first; delete the entries of dead launchers."""
     found = []
     folder = _folder()
     if not _is_ours(folder):
@@ -82,7 +90,7 @@ def _folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether nobody else can write into it: others may make folders beside temporary files."""
+    """Return whether no other user can write into the folder, which may lie beside other users' temporary files."""
     try:
         found = folder.lstat()
     except OSError:
@@ -91,7 +99,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _started(process: int) -> int | None:
-    """Return when a process began, in ticks since the system did; None where it is gone."""
+    """Return the start time of a process, in ticks since the system's start; None if the process is gone."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,16 +1,17 @@
-"""Decisions of the launcher: pure functions from a state and an event to a state and what to do.
+"""Decisions of the launcher: pure functions from a state and an event to a new state and actions.
 
-    RUNNING ----- a rank dies ------------------------------> REGROUPING
-    REGROUPING -- all who live tell that they go on --------> RUNNING, the rank is lost, and started again after a pause
-    RUNNING ----- they tell that it is with them again -----> RUNNING, the rank is lost no more
-    REGROUPING -- they do not, in time ---------------------> STOPPING
-    both -------- the store dies, a signal -----------------> STOPPING
-    STOPPING ---- the last has ended -----------------------> BACKING_OFF, or FINISHED
-    BACKING_OFF - the pause is over ------------------------> RUNNING
+    RUNNING ----- a rank dies --------------------------------> REGROUPING
+    REGROUPING -- all live ranks report that they continue ---> RUNNING; the rank is lost, and started again later
+    RUNNING ----- they report that it is with them again -----> RUNNING; the rank is not lost any more
+    REGROUPING -- they do not report this in time ------------> STOPPING
+    both -------- the store dies, or a signal comes ----------> STOPPING
+    STOPPING ---- the last rank has ended --------------------> BACKING_OFF, or FINISHED
+    BACKING_OFF - the pause is over --------------------------> RUNNING
 
-A death before anybody has told a generation ends the others at once. What becomes of a rank that is lost and started
-again changes nothing for those who train, until it has joined them; where they have ended, it is told to end. So is a
-rank that is left behind: the others went on without it, and its process lives (it is stopped, or cut off).
+If a rank dies before any rank has reported a generation, all others are ended at once. A rank that is lost and started
+again changes nothing for the ranks that train, until it has joined them; when they have ended, it is told to end. The
+same holds for a rank that is left behind: the others have continued without it, but its process lives (it is stopped,
+or its network is cut off).
 """
 
 from __future__ import annotations
@@ -22,28 +23,33 @@ from enum import Enum
 
 from lightning_async._checks import check_int, check_real
 
-TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a rank that was told to go has saved, and can be started again
-STORE_LOST = 69  # EX_UNAVAILABLE: the store, in which ranks meet, has died
-CANNOT_START = 71  # EX_OSERR: the system did not let a rank or the store start, or a file be written
+TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h: a rank that was told to end has saved, and can be started again
+STORE_LOST = 69  # EX_UNAVAILABLE: the store, through which ranks meet, has died
+CANNOT_START = 71  # EX_OSERR: the system refused to start a rank or the store, or to write a file
 
 _LONGEST_PAUSE_S = 60.0
 _LONGEST_START_S = 1800.0
-"""Until a first step: imports, downloads and compilation have taken half an hour at most, unless somebody says more."""
+"""Longest time until the first step, unless the user says more: imports, downloads and compilation may take long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of the launcher; one that is out of range raises TypeError or ValueError."""
+    """The settings of the launcher.
+
+    Raises:
+        TypeError: A setting has the wrong type.
+        ValueError: A setting is out of range.
+    """
 
     ranks: int
-    max_restarts: int = 0  # of all ranks, or of one rank where the others go on
-    grace_s: float = 30.0  # that ranks have to save and to end when the job is told to end
-    patience_s: float = 5.0  # that they have when one of them has died, to go on without it, and then to end
-    first_pause_s: float = 1.0  # before the first restart of all ranks; it doubles each time, up to a minute
-    standbys: int = 0  # processes that have imported what the program does, and are the next ranks to be started again
-    # Without a step of any rank for so long all are killed, as if each had died. None: never.
+    max_restarts: int = 0  # restarts of all ranks, and of single ranks while the others continue
+    grace_s: float = 30.0  # seconds in which ranks save and end when the job is told to end
+    patience_s: float = 5.0  # seconds to continue without a dead rank, and then to end
+    first_pause_s: float = 1.0  # pause before the first restart of all ranks; doubles each time, up to a minute
+    standbys: int = 0  # number of warm spares
+    # Seconds without a step of any rank after which all are killed, as if each had died. None: never.
     hang_after_s: float | None = None
-    # The same, before the first step of a training. None: half an hour, or `hang_after_s` where that is longer.
+    # The same before the first step of a training. None: half an hour, or `hang_after_s` if that is longer.
     hang_after_start_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -64,25 +70,28 @@ class Policy:
 
     @property
     def all(self) -> frozenset[int]:
+        """All ranks."""
         return frozenset(range(self.ranks))
 
     @property
     def hang_limits(self) -> tuple[float, float] | None:
-        """Seconds without a step that are a hang: before the first one of a training, and then; None for no limit."""
+        """Seconds without a step that count as a hang, before the first step of a training and after it, or None."""
         if self.hang_after_s is None:
             return None
         return self.hang_after_start_s or max(_LONGEST_START_S, self.hang_after_s), self.hang_after_s
 
     def pause_s(self, before: int) -> float:
-        """Return the pause before all ranks are started again, when they have been so often before."""
+        """Return the pause before all ranks are started again, after this number of earlier restarts."""
         return min(self.first_pause_s * 2.0 ** min(before, 60), _LONGEST_PAUSE_S)
 
     def pause_alone_s(self, in_vain: int) -> float:
-        """Return the pause before a rank starts again alone, by its starts since it last trained with others."""
+        """Return the pause before a rank starts again alone, by its number of starts since it trained with others."""
         return self.pause_s(in_vain - 1) if in_vain else self.first_pause_s / 10.0
 
 
 class Phase(Enum):
+    """The phase of a job, see the module's first lines."""
+
     RUNNING = "running"
     REGROUPING = "regrouping"
     STOPPING = "stopping"
@@ -92,7 +101,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Ended:
-    """A rank has ended: its exit status, or minus the number of the signal that has killed it."""
+    """An event: a rank has ended, with an exit status, or with minus the signal that has killed it."""
 
     rank: int
     status: int
@@ -100,8 +109,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class LaunchGeneration:
-    """Ranks that train together: the first, of all, is 0; later ones are without those that have died, and with those
-    that have joined again."""
+    """Ranks that train together.
+
+    Generation 0 holds all ranks. Later ones lack ranks that have died, and hold ranks that have joined again.
+    """
 
     number: int
     members: frozenset[int]
@@ -109,7 +120,7 @@ class LaunchGeneration:
 
 @dataclass(frozen=True)
 class RankReported:
-    """A rank has told that it is in this generation."""
+    """An event: a rank has reported that it is in this generation."""
 
     rank: int
     generation: LaunchGeneration
@@ -117,12 +128,12 @@ class RankReported:
 
 @dataclass(frozen=True)
 class StoreEnded:
-    """The process that holds the store has ended."""
+    """An event: the process that holds the store has ended."""
 
 
 @dataclass(frozen=True)
 class Signalled:
-    """The launcher was sent a signal, at that many monotonic seconds."""
+    """An event: the launcher got a signal, at this monotonic time in seconds."""
 
     number: int
     at: float
@@ -130,7 +141,7 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Due:
-    """The last `Wait` is over, and what it waited for has not happened; of a rank: its pause is over."""
+    """An event: the last `Wait` is over. With a rank: the pause of that rank is over."""
 
     rank: int | None = None
 
@@ -140,14 +151,14 @@ Event = Ended | RankReported | StoreEnded | Signalled | Due
 
 @dataclass(frozen=True)
 class StartRanks:
-    """Start these ranks, with a store of their own."""
+    """An action: start these ranks, with a new store."""
 
     ranks: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Start this rank alone, for the so manyeth time, that it may join those who train."""
+    """An action: start this rank alone, so that it joins the ranks that train; ``count`` numbers these starts."""
 
     rank: int
     count: int
@@ -155,7 +166,7 @@ class Rejoin:
 
 @dataclass(frozen=True)
 class Send:
-    """Send these ranks a signal."""
+    """An action: send a signal to these ranks."""
 
     number: int
     ranks: frozenset[int]
@@ -163,7 +174,7 @@ class Send:
 
 @dataclass(frozen=True)
 class Announce:
-    """Tell these ranks that one has died."""
+    """An action: tell these ranks that another rank has died."""
 
     dead: int
     ranks: frozenset[int]
@@ -171,7 +182,7 @@ class Announce:
 
 @dataclass(frozen=True)
 class Wait:
-    """Be `Due` after so many seconds, in place of what was waited for before, by all or for this rank alone."""
+    """An action: report `Due` after these seconds, in place of an earlier wait, for the job or for one rank."""
 
     seconds: float
     rank: int | None = None
@@ -179,7 +190,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Finish:
-    """End with this exit code."""
+    """An action: end with this exit code."""
 
     code: int
 
@@ -189,49 +200,50 @@ Action = StartRanks | Rejoin | Send | Announce | Wait | Finish
 
 @dataclass(frozen=True)
 class LaunchState:
-    """The launcher's knowledge."""
+    """The state of a job, as the launcher knows it."""
 
-    phase: Phase = Phase.RUNNING  # where the job stands
+    phase: Phase = Phase.RUNNING
     living: frozenset[int] = frozenset()  # ranks whose processes live
-    # Of the ranks of this start that have ended, in this order.
+    # Exit statuses of the ranks of this start that have ended, in the order of their ends.
     statuses: Mapping[int, int] = field(default_factory=dict)
-    # The last generation that each rank has told, in its present life.
+    # The last generation that each rank has reported, since its own last start.
     told: Mapping[int, LaunchGeneration] = field(default_factory=dict)
-    # Ranks that have died, and without which training goes on. Those of them that live have been started again, and
-    # have not joined yet; or they were left behind by others, who have ended or are told to end.
+    # Ranks that have died, and without which training continues. Those of them that live were started again and have
+    # not joined yet; or they were left behind by the others, which have ended or are told to end.
     lost: frozenset[int] = frozenset()
-    # How often each rank was to be started again alone, in this start.
+    # Number of times that each rank was to be started again alone, since the last start of all ranks.
     rejoins: Mapping[int, int] = field(default_factory=dict)
-    in_vain: Mapping[int, int] = field(default_factory=dict)  # the same, since it last trained with the others
-    pausing: frozenset[int] = frozenset()  # ranks that will be
-    store_lost: bool = False  # the store has died first
-    asked: int | None = None  # the signal by which the job was told to end, if it was
-    asked_at: float = 0.0  # when that was
-    killed: bool = False  # those that live have been sent SIGKILL
-    restarts: int = 0  # so far, of all ranks and of single ones
-    anew: int = 0  # those of all ranks
+    in_vain: Mapping[int, int] = field(default_factory=dict)  # the same, since the rank last trained with the others
+    pausing: frozenset[int] = frozenset()  # ranks that will be started again alone after a pause
+    store_lost: bool = False  # whether the store has died first
+    asked: int | None = None  # signal by which the job was told to end, if any
+    asked_at: float = 0.0  # time of that signal
+    killed: bool = False  # whether SIGKILL was sent to the ranks that live
+    restarts: int = 0  # restarts so far, of all ranks and of single ranks
+    anew: int = 0  # restarts of all ranks
 
     @property
     def trains(self) -> bool:
+        """Whether training is under way."""
         return self.phase in (Phase.RUNNING, Phase.REGROUPING)
 
     @property
     def settled(self) -> bool:
-        """Whether all who live train together, and nobody is to be started again."""
+        """Whether all live ranks train together, and none is to be started again."""
         return self.phase is Phase.RUNNING and self.agreed is not None and not self.pausing | self.lost & self.living
 
     @property
     def first(self) -> int | None:
-        """The rank that died first in this start, of those that are not lost; None where none has."""
+        """The rank that died first in this start, of those that are not lost; None if none has."""
         if self.store_lost:
             return None
         return next((rank for rank, status in self.statuses.items() if status != 0 and rank not in self.lost), None)
 
     @property
     def agreed(self) -> LaunchGeneration | None:
-        """The newest generation, if all of its members that live are in it.
+        """The newest generation, if all of its live members are in it; else None.
 
-        What the dead have told is void, and who is to join does not say with whom the others train.
+        Reports of dead ranks do not count, nor do those of ranks that have not joined yet.
         """
         told = {
             rank: generation
@@ -248,7 +260,7 @@ class LaunchState:
 
     @property
     def left_behind(self) -> frozenset[int]:
-        """Ranks that trained with the others and live, and without which the others have told that they went on."""
+        """Live ranks that trained with the others, and that the others have reported to continue without."""
         agreed = self.agreed
         if agreed is None:
             return frozenset()
@@ -256,19 +268,21 @@ class LaunchState:
 
 
 _SAME_S = 0.2
-"""Launchers send a signal to a process and to its group: what comes so soon after the first is no second one."""
-_KILLED_S = 10.0  # what lives so long after SIGKILL is left alone
+"""Seconds within which a second signal counts as the first: launchers send one to a process and to its group."""
+_KILLED_S = 10.0  # a process that lives this long after SIGKILL is left alone
 _STOPS = {signal.SIGINT: signal.SIGINT, signal.SIGTERM: signal.SIGTERM, signal.SIGHUP: signal.SIGTERM}
-"""Signals that end the job, and what the ranks get of them."""
+"""Signals that end the job, each with the signal that ranks get."""
 
 Decision = tuple[LaunchState, list[Action]]
 
 
 def begin(policy: Policy) -> Decision:
+    """Return the first state, and the actions that start the job."""
     return LaunchState(living=policy.all), [StartRanks(policy.all)]
 
 
 def decide(policy: Policy, state: LaunchState, event: Event) -> Decision:
+    """Return the state after an event, and the actions that follow."""
     if state.phase is Phase.FINISHED:
         return state, []
     if isinstance(event, Ended):
@@ -286,11 +300,11 @@ def _due(policy: Policy, state: LaunchState) -> Decision:
     if state.phase is Phase.BACKING_OFF:
         again = LaunchState(living=policy.all, restarts=state.restarts + 1, anew=state.anew + 1)
         return again, [StartRanks(policy.all)]
-    if state.phase is Phase.RUNNING:  # the others have gone on since
+    if state.phase is Phase.RUNNING:  # the other ranks have continued since
         return state, []
     if state.phase is Phase.REGROUPING:
         return _stop(policy, state)
-    if state.killed:  # it waits for a disk or a device that does not answer: the system keeps it until then
+    if state.killed:  # the process waits for a disk or device that does not answer, and cannot end before
         return replace(state, phase=Phase.FINISHED), [Finish(_exit_code(state))]
     return _kill(state)
 
@@ -304,7 +318,7 @@ def _kill(state: LaunchState) -> Decision:
 
 
 def _told(policy: Policy, state: LaunchState, event: RankReported) -> Decision:
-    if event.rank in state.living & state.lost and not event.generation.members:  # it serves those who train, again
+    if event.rank in state.living & state.lost and not event.generation.members:  # a server that serves again
         in_vain = {rank: times for rank, times in state.in_vain.items() if rank != event.rank}
         return replace(state, lost=state.lost - {event.rank}, in_vain=in_vain), []
     if event.rank not in state.living or event.rank not in event.generation.members:
@@ -314,7 +328,7 @@ def _told(policy: Policy, state: LaunchState, event: RankReported) -> Decision:
 
 
 def _without_the_lost(state: LaunchState) -> LaunchState:
-    """Count the dead as lost once the others go on; too late when they were told to end because of it."""
+    """Count dead ranks as lost once the others have continued, unless these were told to end because of the death."""
     agreed = state.agreed if state.trains or state.asked is not None else None
     if agreed is None:
         return state
@@ -330,7 +344,7 @@ def _without_the_lost(state: LaunchState) -> LaunchState:
 def _bring_back(policy: Policy, state: LaunchState) -> Decision:
     actions: list[Action] = []
     for rank in sorted(state.lost - state.living - state.pausing):
-        ended = state.statuses[rank] in (0, TRY_AGAIN)  # it had nothing to join, or was told to go
+        ended = state.statuses[rank] in (0, TRY_AGAIN)  # it found nothing to join, or was told to end
         used_up = state.restarts + len(state.pausing) >= policy.max_restarts
         if ended or used_up or state.phase is not Phase.RUNNING:
             continue
@@ -355,7 +369,7 @@ def _pause_is_over(state: LaunchState, rank: int) -> Decision:
 
 
 def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
-    left_behind = state.left_behind - {event.rank}  # as all have told who lived until now
+    left_behind = state.left_behind - {event.rank}  # computed before the rank's end changes the state
     statuses = {**state.statuses, event.rank: event.status}
     state = _without_the_lost(replace(state, living=state.living - {event.rank}, statuses=statuses))
     if not state.living:
@@ -364,7 +378,7 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
         return state, []
     if event.status == 0 and state.living <= state.lost | left_behind:
         state = replace(state, lost=state.lost | left_behind)
-    if state.living <= state.lost:  # nobody trains any more whom these could join
+    if state.living <= state.lost:  # no rank trains any more that these could join
         return replace(state, phase=Phase.STOPPING), [Send(signal.SIGTERM, state.living), Wait(policy.grace_s)]
     if event.status == 0:
         return state, []
@@ -373,7 +387,7 @@ def _ended(policy: Policy, state: LaunchState, event: Ended) -> Decision:
         state, actions = _bring_back(policy, state)
         return state, [*told, *actions]
     if event.status == TRY_AGAIN:
-        # All ranks save together. A second SIGTERM would end those that are still at it.
+        # All ranks save together, and a second SIGTERM would end those that still save.
         state = replace(state, lost=state.lost | left_behind)
         joining = [Send(signal.SIGTERM, state.living & state.lost)] if state.living & state.lost else []
         return replace(state, phase=Phase.STOPPING), [*joining, Wait(policy.grace_s)]
@@ -397,7 +411,7 @@ def _exit_code(state: LaunchState) -> int:
     if TRY_AGAIN in statuses and statuses <= {0, TRY_AGAIN}:
         return TRY_AGAIN
     if state.asked is not None:
-        return 128 + state.asked  # also where all ended with 0: it is not known whether they had come to their end
+        return 128 + state.asked  # even if all ended with 0: they may not have finished training
     if state.first is None:
         return 0
     status = state.statuses[state.first]
@@ -410,9 +424,10 @@ def _signalled(policy: Policy, state: LaunchState, event: Signalled) -> Decision
     if state.asked is not None:
         if event.at - state.asked_at < _SAME_S or not state.living:
             return state, []
-        # The second Ctrl-C kills. A second SIGTERM goes on to the ranks, which end at once.
+        # The second Ctrl-C kills. A second SIGTERM is passed on to the ranks, which then end at once.
         return _kill(state) if event.number == signal.SIGINT else (state, [Send(signal.SIGTERM, state.living)])
-    lost = state.lost | (state.left_behind if state.trains else frozenset())  # the others' saves count without them
+    # Saves of the others count without the ranks that were left behind.
+    lost = state.lost | (state.left_behind if state.trains else frozenset())
     state = replace(state, asked=event.number, asked_at=event.at, lost=lost)
     if not state.living:  # between two starts
         return replace(state, phase=Phase.FINISHED), [Finish(128 + event.number)]

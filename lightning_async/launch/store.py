@@ -1,6 +1,6 @@
-"""The launcher's side of the store: the process that keeps it, and how that is told.
+"""The launcher's side of the store: the process that keeps it, and messages to that process.
 
-A store of torch is in a process of its own: torch takes seconds to import, and hundreds of megabytes; and where the
+torch's store is in a process of its own, because torch takes seconds and hundreds of megabytes to import. And if the
 launcher is killed, the store has to outlive it until the ranks have saved.
 """
 
@@ -23,7 +23,14 @@ _LONGEST_WORDS = 1 << 16
 
 
 class LaunchStore:
-    """The process that keeps the store; see `store_main.main` for the arguments."""
+    """The process that keeps the store.
+
+    Args:
+        readers: Descriptors of the ranks' pipes, see `store_main.main`.
+        logs: Directory of the ranks' files, or None.
+        grace_s: Seconds in which ranks must end once the launcher was killed.
+        limits: Limits of hang detection, see `ReportedProgress`. Default: None, there is none.
+    """
 
     def __init__(
         self, readers: Sequence[int], logs: Path | None, grace_s: float, limits: Sequence[float] | None = None
@@ -32,20 +39,20 @@ class LaunchStore:
         self._process = HelperProcess(
             "lightning_async.launch.store_main", [list(readers), folder, grace_s, limits],
             f"keeps the store of launcher {os.getpid()}", descriptors=readers, kind=socket.SOCK_SEQPACKET, stdout=None,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},  # of the user's, meant for ranks, libgomp may complain
+            env={**os.environ, "OMP_NUM_THREADS": "1"},  # the user's value is meant for ranks
         )  # fmt: skip
         self._channel = self._process.channel
         self.began = time.monotonic()
         self._port = 0
-        self.pidfd = watched(self._process.popen)  # becomes readable when it ends
+        self.pidfd = watched(self._process.popen)  # becomes readable when the process ends
 
     @property
     def channel(self) -> int:
-        """A descriptor where there is something to read once it has something to say."""
+        """Descriptor that is readable when the process has a message."""
         return self._channel.fileno()
 
     def words(self) -> str:
-        """Return what it says of ranks that hang; "" where it is gone, or speaks of those of the store before."""
+        """Return a message about ranks that hang; empty if the process is gone, or if it is about an earlier store."""
         try:
             said = self._channel.recv(_LONGEST_WORDS, socket.MSG_DONTWAIT).decode(errors="replace")
         except OSError:
@@ -54,29 +61,32 @@ class LaunchStore:
         return words if port == str(self._port) else ""
 
     def open(self) -> int:
-        """Open a store in place of the one before; return its port, where ranks can connect at once."""
+        """Open a store in place of the one before; return its port, to which ranks can connect at once."""
+        # The launcher listens itself: ranks can connect while the other process still imports torch.
         with socket.create_server((ADDRESS, 0), backlog=_BACKLOG) as server:
             self._port = server.getsockname()[1]
             self._tell({"what": "store", "host": ADDRESS, "port": self._port}, [server.fileno()])
         return self._port
 
     def started(self, process: Process) -> None:
+        """Tell the process that a rank has started, so that it can wait for its end."""
         self._tell({"what": "started", "pid": process.pid}, [process.pidfd])
 
     def ended(self, process: Process) -> None:
+        """Tell the process that a rank has ended."""
         self._tell({"what": "ended", "pid": process.pid}, [])
 
     def died(self) -> str:
-        """Return how it has ended, after its descriptor became readable."""
+        """Return in words how the process has ended; called once its descriptor is readable."""
         status = self._process.popen.wait()
         self._channel.close()
         os.close(self.pidfd)
         return in_words(status)
 
     def close(self) -> None:
-        self._process.popen.kill()  # first: the end of the channel is what it hears when the launcher was killed
+        self._process.popen.kill()  # first: the process takes the channel's end for a killed launcher
         self.died()
 
     def _tell(self, said: Mapping[str, object], descriptors: Sequence[int]) -> None:
-        with contextlib.suppress(OSError):  # it has ended: its descriptor tells
+        with contextlib.suppress(OSError):  # the process has ended, as its descriptor will show
             socket.send_fds(self._channel, [json.dumps(said).encode()], descriptors)

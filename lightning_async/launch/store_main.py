@@ -1,14 +1,14 @@
-"""The process beside the launcher that keeps the store, and what happens when the launcher is killed.
+"""The process beside the launcher that keeps the store, also while ranks save after the launcher was killed.
 
-It lives in a session of its own, and is started without this package's ``__init__``. Torch is imported for the first
-store, while the ranks still import theirs; they can connect at once: the launcher listens, and hands the socket over.
+It runs in a session of its own, and starts without this package's ``__init__``. It imports torch for the first store,
+while the ranks still import theirs. They can connect at once, because the launcher listens and hands the socket over.
 
-    launcher --- a message with a descriptor ---> keeper: a store on this socket; a rank has started, or ended
-             <-- words ------------------------- keeper: no rank takes steps, where that is asked for
-             --- the end of the channel --------> the launcher was killed; where all is in order, it kills the keeper
+    launcher --- a message with a descriptor ---> keeper: open a store on this socket; a rank has started or ended
+             <-- text -------------------------- keeper: no rank takes steps, if hang detection is on
+             --- the end of the channel --------> keeper: the launcher was killed (else it kills the keeper first)
 
-When the launcher is killed, its ranks get a SIGTERM from the system, and save. For that they need the store, and
-somebody who reads what they write; whoever has not ended after the grace is killed.
+When the launcher is killed, the system sends its ranks a SIGTERM, and they save. For that they need the store, and a
+process that reads their output. Ranks that have not ended after the grace time are killed.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ from typing import Any
 from lightning_async.launch.output import Outputs
 
 _LONGEST_MESSAGE = 1 << 10
+# Seconds between two looks at the ranks' progress.
 _LOOKS_S = 0.5
-_stores: list[Any] = []  # one for each start of the ranks; those of earlier ones have nobody left to answer
+_stores: list[Any] = []  # one for each start of the ranks; nobody uses the earlier ones
 
 
 def main(
     channel: int, readers: Sequence[int], logs: str | None, grace_s: float, limits: Sequence[float] | None = None
 ) -> None:
-    """Keep the store until the launcher has ended, and its ranks.
+    """Keep the store until the launcher and its ranks have ended.
 
     Args:
-        channel: a socket to the launcher.
-        readers: of the ranks' pipes, see `Outputs`; they are read here when the launcher was killed.
-        logs: the directory of the ranks' files.
-        grace_s: that ranks have to end, when the launcher was killed.
-        limits: the launcher is told where no rank takes a step for so long, see `ReportedProgress`; None: never.
+        channel: Descriptor of a socket to the launcher.
+        readers: Descriptors of the ranks' pipes, see `Outputs`; read here once the launcher was killed.
+        logs: Directory of the ranks' files, or None.
+        grace_s: Seconds in which ranks must end once the launcher was killed.
+        limits: Limits of hang detection, see `ReportedProgress`. Default: None, the launcher is told of no hang.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which tells the ranks
@@ -52,7 +53,7 @@ def main(
         while (message := _next(launcher)) is not None:
             said, descriptors = message
             if said["what"] == "store":
-                # On a thread: meanwhile the launcher can be killed, and imports take seconds.
+                # On a thread, because imports take seconds, in which the launcher may be killed.
                 threading.Thread(
                     target=_open, args=(said["host"], said["port"], *descriptors, launcher, len(readers) // 2, limits),
                     daemon=True,
@@ -62,7 +63,7 @@ def main(
             else:
                 os.close(ranks.pop(said["pid"]))
     _see_to_the_end(ranks, Outputs(readers, Path(logs) if logs else None), grace_s)
-    os._exit(0)  # torch has threads, and the store nothing to say any more
+    os._exit(0)  # without waiting for torch's threads
 
 
 def _next(launcher: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -88,8 +89,9 @@ def _open(
 def _look_for_progress(
     store: Any, launcher: socket.socket, port: int, world_size: int, limits: Sequence[float]
 ) -> None:
-    """Report hangs until the ranks start again, with another store; repeatedly, as the launcher ignores one
-    while it deals with a death.
+    """Report hangs until the ranks start again, with another store.
+
+    Reports are repeated, because the launcher ignores them while it handles a death.
     """
     from lightning_async.launch.hang_detection import ReportedProgress, Watched
     from lightning_async.membership.status import read_standings
@@ -99,13 +101,13 @@ def _look_for_progress(
     while _stores[-1] is store:
         standings = read_standings(store, None)
         if (words := progress.look(standings, clock.tick(time.monotonic()))) is not None:
-            with contextlib.suppress(OSError):  # it was killed
+            with contextlib.suppress(OSError):  # the launcher was killed
                 launcher.send(f"{port} {words}".encode())
         time.sleep(_LOOKS_S)
 
 
 def _see_to_the_end(living: dict[int, int], outputs: Outputs, grace_s: float) -> None:
-    """Read what the ranks of a killed launcher write until they have ended, or are killed after the grace."""
+    """Read the output of a killed launcher's ranks until they have ended, or are killed after the grace time."""
     outputs.say(f"The launcher was killed. Its ranks have {grace_s:g} s to save and to end.")
     until = time.monotonic() + grace_s
     selector = selectors.PollSelector()
@@ -113,7 +115,7 @@ def _see_to_the_end(living: dict[int, int], outputs: Outputs, grace_s: float) ->
     def ended(pid: int) -> None:
         selector.unregister(living.pop(pid))
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what it leaves behind
+            os.killpg(pid, signal.SIGKILL)  # processes that the rank has left behind
 
     for pid, pidfd in living.items():
         selector.register(pidfd, selectors.EVENT_READ, lambda pid=pid: ended(pid))

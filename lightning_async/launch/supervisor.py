@@ -1,4 +1,4 @@
-"""The launcher's decisions: what happens to ranks goes to `decide`, and what follows is done."""
+"""The supervisor of a job: it hands events to `state_machine.decide`, and performs the actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,13 @@ _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
 
 
 class Supervisor:
-    """Starts the ranks of a job, and sees to their end; ``logs`` is a directory for a file for each rank."""
+    """A supervisor that starts the ranks of a job, and ends them.
+
+    Args:
+        job: The program.
+        policy: Settings of the launcher.
+        logs: Directory for one file for each rank. Default: None.
+    """
 
     def __init__(self, job: LaunchedJob, policy: Policy, logs: Path | None = None) -> None:
         self._job = job
@@ -30,7 +36,7 @@ class Supervisor:
         self._state = LaunchState()
         self._loop = EventLoop()
         self._told: dict[int, int] = {}
-        self._living: dict[int, tuple[int, float]] = {}  # of ranks that have been started, the process, and when
+        self._living: dict[int, tuple[int, float]] = {}  # process id and start time of each rank that lives
         self._endings: list[Ending] = []
         self._waits: set[int | None] = set()
         self._port = self._attempt = 0
@@ -39,6 +45,7 @@ class Supervisor:
         self._registry = Registry(job.base.get(SECRET, ""), tuple(job.program))
 
     def run(self) -> int:
+        """Run the job, and return the exit code."""
         self._ranks = ranks = Ranks(self._job, self._policy, self._logs, self._loop, self)
         try:
             with self._loop.signals(self._signalled):
@@ -50,7 +57,7 @@ class Supervisor:
                 except OSError as error:
                     self._say(f"{error}: all ranks end")
                     self._code = state_machine.CANNOT_START
-                ranks.leave()  # not after other errors: then all is as if the launcher were killed, and ranks save
+                ranks.leave()  # not after other errors: ranks then save, as if the launcher had been killed
             return self._code
         finally:
             self._registry.remove()
@@ -58,25 +65,29 @@ class Supervisor:
             self._loop.close()
 
     def started(self, rank: int, pid: int) -> None:
+        """Note that a rank was started."""
         self._living[rank] = pid, time.monotonic()
 
     def told(self, rank: int, number: int, members: tuple[str, ...]) -> None:
+        """Handle a rank's report that it is in a generation with these members."""
         numbers = {str(number): number for number in self._policy.all}
         if numbers.keys() >= set(members):
             generation = state_machine.LaunchGeneration(number, frozenset(numbers[name] for name in members))
             self._follow(state_machine.RankReported(rank, generation))
 
     def ended(self, ending: Ending) -> None:
+        """Handle the end of a rank."""
         self._living.pop(ending.rank, None)
         self._endings.append(replace(ending, told=self._told.get(ending.rank)))
         self._follow(state_machine.Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
 
     def unkept(self, how: str) -> None:
+        """Handle the end of the process that keeps the store."""
         self._say(f"The process that keeps the store has ended ({how}).")
         self._follow(state_machine.StoreEnded())
 
     def hung(self, words: str) -> None:
-        """End all, as if each had died: no rank takes steps any more."""
+        """Kill all ranks, as if each had died, because no rank takes steps any more."""
         if self._state.phase is Phase.RUNNING and self._state.asked is None:
             self._say(f"{words}\nAll are killed.")
             self._hung = self._state.living
@@ -139,7 +150,7 @@ class Supervisor:
             self._start_rank(rank)
 
     def _start_again(self, action: state_machine.Rejoin) -> None:
-        """Start one rank, beside those who train; what goes wrong with it ends none of them."""
+        """Start one rank beside those that train; an error ends none of them."""
         try:
             self._start_rank(action.rank, action.count)
         except OSError as error:

@@ -1,6 +1,7 @@
-"""Processes that stand by to be a rank that has died: they have imported what takes seconds, see `warm_spare_main`.
+"""Warm spares: processes that have done slow imports, and become the next rank that is started again.
 
-They are no ranks: they hold no port, no store and no file, nobody waits for them, and they end with the launcher.
+Until then a warm spare is no rank: it holds no port, store or file, no process waits for it, and it ends with the
+launcher. `warm_spare_main` is its program.
 """
 
 from __future__ import annotations
@@ -19,20 +20,27 @@ from lightning_async.launch.process import Process
 from lightning_async.membership.launcher_channel import CHANNEL, Program, problem_of
 
 _CAP_SYS_NICE = 23
+# Longest wait for a process to end after SIGKILL.
 _KILLED_S = 1.0
 _NICER = 5
-"""A thread that trains has three times the share of a core; where all cores are busy, imports take half a minute."""
+"""Niceness of warm spares, with which a thread that trains gets three times the share of a core."""
 _WARM_SPARE_MAIN = str(Path(__file__).with_name("warm_spare_main.py"))
 
 
 def can_stand_by(job: LaunchedJob) -> bool:
-    """Return whether the program is a module or the text of a script: a process cannot become what else there is."""
+    """Return whether the program is a module or the text of a script; a warm spare cannot run anything else."""
     path = job.program[0]
     return path == "-m" or not (path.endswith((".pyc", ".pyz", ".zip")) or Path(path).is_dir())
 
 
 class WarmSpares:
-    """Processes that stand by, ``count`` or fewer."""
+    """The warm spares of a job.
+
+    Args:
+        job: The program.
+        count: Largest number of warm spares.
+        say: Writes a line of the launcher.
+    """
 
     def __init__(self, job: LaunchedJob, count: int, say: Callable[[str], None]) -> None:
         self._job = job
@@ -42,14 +50,16 @@ class WarmSpares:
         self._waiting: list[Process] = []
 
     def learn(self, program: Program) -> None:
+        """Note which modules the ranks' program has imported."""
         if program.sets:
             self._stop(f"the program sets {', '.join(program.sets)} itself, which is read at imports")
             self.close()
         self._program = program
 
     def prepare(self, wanted: int) -> None:
+        """Start warm spares, until there are ``wanted``, or as many as allowed."""
         if self._program is None or not self._program.imports:
-            return  # there is nothing to gain
+            return  # without slow imports, a spare would save no time
         self._waiting = [process for process in self._waiting if self._lives(process)]
         while len(self._waiting) < min(self._count, wanted):
             imports = ",".join(self._program.imports)
@@ -64,7 +74,7 @@ class WarmSpares:
                 os.close(nowhere)
 
     def take(self, environment: Mapping[str, str], stdout: int, stderr: int) -> Process | None:
-        """Return a process that is a rank from now on, maybe one that still imports; None where there is none."""
+        """Turn a warm spare into a rank and return it, even if it still imports; return None if there is none."""
         added = {name: value for name, value in environment.items() if self._job.base.get(name) != value}
         while self._waiting:
             process = self._waiting.pop(0)
@@ -76,13 +86,14 @@ class WarmSpares:
         return None
 
     def close(self) -> None:
+        """Kill all warm spares."""
         for process in self._waiting:
             process.signal(signal.SIGKILL)
         while self._waiting:
             self._leave(self._waiting.pop())
 
     def _leave(self, process: Process) -> None:
-        """Kill one that is of no use; leave it alone where the system cannot end it, as it waits for a file."""
+        """Kill a spare that is of no use; if it does not end, because it waits for a file, leave it alone."""
         process.signal(signal.SIGKILL)
         if process.wait(_KILLED_S):
             process.end()
@@ -96,18 +107,19 @@ class WarmSpares:
         return False
 
     def hear(self, message: bytes, process: int) -> None:
+        """Handle a message, which may say that a spare cannot do its imports."""
         if problem := problem_of(message, process):
             self._stop(problem)
 
     def _stop(self, why: str) -> None:
         if self._count:
-            self._say(f"No process stands by any more to be a rank that dies: {why}. Ranks are started anew.")
+            self._say(f"There is no warm spare any more: {why}. Ranks that are started again have to import first.")
         self._count = 0
 
 
 @functools.cache
 def _may_come_back() -> bool:
-    """Return whether a process that was made nicer may be made as any other again."""
+    """Return whether this process may raise the priority of a process again after it has lowered it."""
     capable = 0
     with contextlib.suppress(OSError, StopIteration), open("/proc/self/status") as status:
         capable = next(int(line.split()[1], 16) >> _CAP_SYS_NICE & 1 for line in status if line.startswith("CapEff:"))
@@ -116,7 +128,7 @@ def _may_come_back() -> bool:
 
 
 def _be_nice(process: Process, nicer: int) -> None:
-    """Renice all of its threads: those that libraries have started are as the one that has imported them."""
+    """Set the niceness of all threads of a process: threads of libraries have that of the thread that started them."""
     if not _may_come_back():
         return
     niceness = os.getpriority(os.PRIO_PROCESS, 0) + nicer
@@ -124,5 +136,5 @@ def _be_nice(process: Process, nicer: int) -> None:
     with contextlib.suppress(OSError):
         threads = sorted(map(int, os.listdir(f"/proc/{process.pid}/task")))
     for thread in threads:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
             os.setpriority(os.PRIO_PROCESS, thread, niceness)

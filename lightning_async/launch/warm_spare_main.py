@@ -1,9 +1,9 @@
-"""A process that stands by: it imports what takes long, waits, and is then the rank that the launcher makes it.
+"""The program of a warm spare: it does slow imports, waits, and then becomes the rank that the launcher names.
 
-It is started as a script, by its path, with the environment that all ranks share, and imports only the standard
-library itself. What it is told on its channel is what a rank would have been started with: variables, and two
-descriptors. No server forks ranks here: numpy's threads are there once it is imported, and what other threads hold
-at a fork is held in the child for ever.
+It is started as a script, by its path, with the environment that all ranks share, and imports only the standard library
+itself. On its channel it gets what a rank is started with: environment variables, and two descriptors. There is no
+server that forks ranks: numpy starts threads when it is imported, and a lock that such a thread holds at a fork stays
+locked in the child forever.
 
     python -u warm_spare_main.py VARIABLE-OF-THE-CHANNEL torch,lightning.pytorch train.py ARGUMENTS...
 """
@@ -25,18 +25,19 @@ _LONGEST = 1 << 16
 
 
 def main() -> None:
+    """Import, wait for the launcher, and run the program as a rank."""
     channel, imports, *program = sys.argv[1:]
     _be_started_as(program)
     problem = _import(imports.split(","))
     _wait_for_the_launcher(os.environ[channel], problem)
-    if problem:  # what was half imported is gone with this program; process, channel and output are kept
+    if problem:  # start over as a plain rank: half-done imports go away, process, channel and output stay
         os.execv(sys.executable, sys.orig_argv)
     _take_rank()
     _run(program)
 
 
 def _be_started_as(program: Sequence[str]) -> None:
-    """Set arguments and the path of modules to those of ``python -u PROGRAM``."""
+    """Set arguments and module path as ``python -u PROGRAM`` does."""
     sys.orig_argv[:] = [sys.executable, "-u", *program]
     sys.argv[:] = program
     if not getattr(sys.flags, "safe_path", False):
@@ -44,6 +45,7 @@ def _be_started_as(program: Sequence[str]) -> None:
 
 
 def _import(names: Sequence[str]) -> str:
+    """Import these modules; return the first problem, or an empty text."""
     for name in names:
         try:
             import_module(name)
@@ -53,7 +55,10 @@ def _import(names: Sequence[str]) -> str:
 
 
 def _wait_for_the_launcher(channel: str, problem: str) -> None:
-    """Say that all is ready, or not; then take variables and output of a rank. End with the launcher."""
+    """Report that the imports are done, or a problem; then take over variables and output of a rank.
+
+    If the launcher ends meanwhile, the system ends this process, too.
+    """
     with socket.socket(fileno=os.dup(int(channel.partition(":")[0]))) as launcher:
         launcher.send(json.dumps({"process": os.getpid(), "standby": problem[:1000]}).encode())
         told, descriptors, *_ = socket.recv_fds(launcher, _LONGEST, 2)
@@ -64,12 +69,13 @@ def _wait_for_the_launcher(channel: str, problem: str) -> None:
 
 
 def _take_rank() -> None:
-    """Tell Lightning the rank's number: it has asked for it at its import, for what only the first one is to say."""
+    """Tell Lightning the rank's number, which it has read at its import to let only rank 0 write messages."""
     if (module := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
         module.rank_zero_only.rank = int(os.environ["RANK"])
 
 
 def _run(program: Sequence[str]) -> None:
+    """Run the program as `python` does."""
     before = sys.modules["__main__"]
     path = program[0]
     main = sys.modules["__main__"] = ModuleType("__main__")

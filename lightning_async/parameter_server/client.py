@@ -1,10 +1,10 @@
-"""A worker's connections to its servers: pushes, pulls, and what happens when a server dies.
+"""A worker's connections to its servers: pushes, pulls, and recovery when a server dies.
 
-    push n: fill `gradients`, send to all servers, wait for all answers
-    a server dies: connect again, send hello with the same life, repeat the request; it knows whether n was applied
+    push n: fill `gradients`, send them to all servers, wait for all answers
+    a server dies: connect again, say hello with the same life, repeat the request; the server knows if it applied n
 
-What was pushed stays in this process's memory, unchanged, until it is answered. `Client` sends to all servers at once,
-by one `ShardConnection` for each. `PushResiduals` and `Arrived` are the two ends of a compressed push.
+A push stays in this process's memory, unchanged, until it is answered. `Client` sends each request to all servers at
+once, through one `ShardConnection` for each. `PushResiduals` and `Arrived` are the two ends of a compressed push.
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ from lightning_async.parameter_server import consistency
 from lightning_async.parameter_server.consistency import stated_staleness
 
 _log = logging.getLogger(__name__)
+# Seconds between two attempts to connect to a server that does not answer.
 _PAUSE_S = 0.02
+# Longest single attempt to connect.
 _DIAL_S = 5.0
+# Longest wait until a server has received a part of a push.
 _PART_S = 60.0
 _REFUSALS: dict[str, type[AsyncTrainingError]] = {
     "evicted": Evicted, "settings": SettingsMismatch, "missing": PeerLost, "uninitialised": PeerLost,
@@ -42,15 +45,16 @@ class ServerAnswer:
     """The servers' answer to a push or a pull.
 
     Args:
-        versions: of each server's shard.
-        lags: for each server, updates since the weights that the push was computed at.
-        resent: number of servers that were asked again.
-        dropped: for each server, whether the push was dropped as too late.
-        durable: version of each server's newest snapshot, which survives the loss of its host; -1: there is none.
-        lost: acknowledged pushes of this worker that were lost with a server's host.
-        in_step: the next version is made of a push of each worker.
-        restored: grows whenever a server has begun with a snapshot: versions go back with it.
-        called: in sync mode, whether a worker has called all with this round; all get it with the same one.
+        versions: Version of each server's shard.
+        lags: For each server, updates since the weights at which the push was computed.
+        resent: Number of times that the request was sent on a new connection to a server.
+        dropped: For each server, whether the push was dropped as too late.
+        durable: Version of each server's newest snapshot, which survives the loss of its host; -1: there is none.
+        lost: Number of this worker's pushes that were acknowledged, and then lost with a server's host.
+        in_step: Whether the next version is made of a push of each worker.
+        called: In the mode ``"sync"``, whether a worker has called all workers with this round. All workers get the
+            call with the same round.
+        restored: Number that grows whenever a server begins with a snapshot, because versions go back then.
     """
 
     versions: tuple[int, ...]
@@ -65,19 +69,19 @@ class ServerAnswer:
 
 
 class Client:
-    """One worker's client of all servers; used by one thread at a time. After an error only `close` may be called.
+    """One worker's client of all servers. Used by one thread at a time; after an error only `close` may be called.
 
     Args:
-        worker: its name.
-        dials: one for each server, in the plan's order; closed by the client.
-        fingerprint: of the plan: servers take part in one only.
-        timeout_s: for each request, over all servers; longer than their ``dead_after_s``, so that they first evict a
-            worker that all wait for.
-        absent_s: seconds after which a server that cannot be reached is lost.
-        compression: of pushes. Default: none, they are fp32.
-        consistent: whether a pull is of one version of all servers, see `consistency`.
-        table: number of the servers' table.
-        overlap: see `ShardConnection`.
+        worker: Name of the worker.
+        dials: One dial for each server, in the plan's order; the client closes them.
+        fingerprint: Fingerprint of the plan of shards; a server takes part in one plan only.
+        timeout_s: Seconds for each request, over all servers. Must exceed the servers' ``dead_after_s``, so that
+            servers first evict a worker that everyone waits for.
+        absent_s: Seconds after which a server that cannot be reached is lost.
+        compression: Compression of pushes. Default: None, pushes are fp32.
+        consistent: Whether a pull takes one version of all servers, see `consistency`.
+        table: Number of the servers' table.
+        overlap: Whether gradients may be of weights before the last pull, see `ShardConnection`.
     """
 
     def __init__(
@@ -106,16 +110,16 @@ class Client:
 
     @property
     def gradients(self) -> list[Tensor]:
-        """fp32 memory for the next push, one for each server; not to be touched during a push."""
+        """fp32 memory for the next push, one tensor for each server; must not be touched during a push."""
         return [each.source for each in self.feedback] or [_floats(line.dial.outgoing) for line in self._lines]
 
     @property
     def weights(self) -> list[Tensor]:
-        """fp32 weights that were pulled last, one for each server; valid until the next request."""
+        """fp32 weights of the last pull, one tensor for each server; valid until the next request."""
         return [_floats(line.dial.incoming) for line in self._lines]
 
     def bring(self, field: str) -> None:
-        """Send what is in `gradients` as a field of the optimizer's state, for `start`."""
+        """Send the contents of `gradients` as a field of the optimizer's state, for `start`."""
         self._ask_with_all({"do": "bring", "field": field})
 
     def start(
@@ -131,15 +135,18 @@ class Client:
         """Join, and pull; servers without weights take those that are in `gradients`.
 
         Args:
-            optimizer, arguments: see `make_optimizer`. Default: what is pushed is added.
-            fields, scalars: of the optimizer's state; `bring` has sent the fields. Default: it is new.
-            staleness: what the servers' `WorkerRules` must have. Default: any.
-            anew: servers that have weights take these in their place; other workers are evicted.
-            warmup_steps: of these weights, in place of the servers'.
+            optimizer: Name of the optimizer, see `make_optimizer`. Default: ``"delta"``, pushes are added to the
+                weights.
+            arguments: Arguments of the optimizer. Default: none.
+            fields: Names of the fields of the optimizer's state that `bring` has sent. Default: none, the state is new.
+            scalars: Scalars of the optimizer's state. Default: none.
+            staleness: Policy that the servers' `WorkerRules` must have. Default: None, any policy.
+            anew: Whether servers that have weights replace them by these, and evict all other workers. Default: False.
+            warmup_steps: Number of warm-up steps of these weights. Default: None, the servers' own.
 
         Raises:
-            PeerLost: a server is not there in time.
-            SettingsMismatch: a server has another optimizer, policy of staleness or plan, or cannot have this one.
+            PeerLost: A server does not answer in time.
+            SettingsMismatch: A server has another optimizer, policy of staleness or plan, or cannot have this one.
         """
         header = {
             "do": "initialise", "optimizer": optimizer, "arguments": dict(arguments or {}),
@@ -152,11 +159,11 @@ class Client:
         return self.pull()
 
     def pull(self, field: str | None = None) -> ServerAnswer:
-        """Pull the newest weights into `weights`, or a ``field`` of the servers' state of the same version.
+        """Pull the newest weights into `weights`, or, in their place, a ``field`` of the servers' state.
 
         Raises:
-            PeerLost: a server has not answered in time, or has lost its weights.
-            Evicted: the others have gone on without this worker.
+            PeerLost: A server has not answered in time, or has lost its weights.
+            Evicted: The other workers have continued without this one.
         """
         if self._at_a_cut:
             return self._answer(consistency.pull(self._ask_all, field, self._timeout_s, self.worker))
@@ -172,22 +179,26 @@ class Client:
         call: bool = False,
         bases: Sequence[int] | None = None,
     ) -> ServerAnswer:
-        """Push what is in `gradients`, which is applied once, and pull. Servers' deaths cannot lose it afterwards.
+        """Push the contents of `gradients` once, whichever server dies, and pull.
 
         Args:
-            lr: in place of the optimizer's own.
-            weight: samples that it is the mean of, for sync mode. 0: the push is empty, and the residual stays here.
-            pull: whether to pull the weights, too.
-            sync_point: number of sync points that this worker has passed, see `rest`.
-            call: in sync mode, whether to call all workers with this round, see `ServerAnswer.called`.
-            bases: versions of each server that it was computed at. Default: those that were pulled last.
+            lr: Learning rate in place of the optimizer's own. Default: None, the optimizer's own.
+            weight: Number of samples in the mean that is pushed, for the mode ``"sync"``. With 0 the push is empty, and
+                the residual stays here.
+            pull: Whether to pull the weights, too.
+            sync_point: Number of sync points that this worker has passed, see `rest`.
+            call: In the mode ``"sync"``, whether to call all workers with this round, see `ServerAnswer.called`.
+            bases: Version of each server's weights at which the push was computed. Default: the versions of the last
+                pull.
 
         Raises:
             ValueError: ``weight`` is below 0.
-            PeerLost, Evicted: as of `pull`.
+            PeerLost: A server has not answered in time, or has lost its weights.
+            Evicted: The other workers have continued without this one.
         """
         if not weight >= 0:
             raise ValueError(f"`push(weight={weight!r})` must be >= 0.")
+        # The weights that come with the answers to a push are of a different cut on each server.
         apart = pull and self._at_a_cut
         header = {
             "do": "push", "compression": described(self._compression), "lr": lr, "weight": weight,
@@ -195,6 +206,7 @@ class Client:
         }  # fmt: skip
         requests = []
         for server, line in enumerate(self._lines):
+            # A server that went back to a snapshot is at an earlier version than the gradient's.
             base = line.base if bases is None else min(line.base, bases[server])
             outgoing = line.dial.outgoing
             size = 0
@@ -209,15 +221,16 @@ class Client:
         return replace(pulled, **how, resent=answer.resent + pulled.resent)
 
     def begin_parts(self) -> None:
-        """Note that `gradients` are filled anew, from the end on."""
+        """Note that `gradients` are filled again, from the end to the beginning."""
         for line in self._lines:
             line.begin_part()
 
     def leave(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Send a part of the next push ahead of it to servers that share no memory; not with compression.
+        """Send a part of the next push ahead of it, to servers that share no memory. Does nothing with compression.
 
         Args:
-            parts: range of each server's `gradients`: the tail, the part before those that were sent, or one again.
+            parts: Range of each server's `gradients`: the tail, the part before those that were sent, or a part that
+                has changed since it was sent.
         """
         itemsize = torch.float32.itemsize
         for line, (start, end) in zip(self._lines, parts, strict=True):
@@ -225,7 +238,7 @@ class Client:
                 line.leave(start * itemsize, (end - start) * itemsize)
 
     def snapshot(self) -> ServerAnswer:
-        """Have all servers take a snapshot, and wait until it is durable; AsyncTrainingError where one cannot."""
+        """Take a snapshot on all servers and wait until it is durable; raise AsyncTrainingError if one cannot."""
         return self._answer(self._ask_all({"do": "snapshot"}), pulled=False)
 
     def read(self, field: str) -> tuple[dict[str, Any], ...]:
@@ -233,11 +246,11 @@ class Client:
         return tuple(self._ask_all({"do": "read", "field": field}))
 
     def rest(self, sync_point: int) -> None:
-        """Have no worker wait for this one until a push comes from beyond that sync point, by number."""
+        """Let no worker wait for this one until a push comes from beyond the sync point of this number."""
         self._ask_all({"do": "rest", "sync_point": sync_point})
 
     def give_up(self) -> None:
-        """Fail the request that is under way, and make no other one; callable from any thread."""
+        """Fail the request under way and all later ones. Any thread may call this."""
         for line in self._lines:
             line.give_up()
 
@@ -247,13 +260,18 @@ class Client:
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in lags)
 
     def close(self, leave: bool = True) -> None:
-        """Leave, so that no worker waits for this one, and free the memory; idempotent."""
+        """Close all connections; idempotent.
+
+        Args:
+            leave: Whether to tell the servers first that no worker is to wait for this one.
+        """
         for line in self._lines:
             line.close(leave)
 
     def _ask_with_all(self, header: Mapping[str, Any]) -> None:
-        """Send a request to all servers, with what is in `gradients`, uncompressed."""
+        """Send a request to all servers, with the contents of `gradients`, uncompressed."""
         for server, each in enumerate(self.feedback):
+            # With compression, `gradients` is other memory than the channel's.
             _floats(self._lines[server].dial.outgoing).copy_(each.source)
         self._ask([(header, line.dial.outgoing.numel()) for line in self._lines])
 
@@ -280,21 +298,22 @@ class Client:
     def _ask(self, requests: Sequence[tuple[Mapping[str, Any], int]]) -> list[dict[str, Any]]:
         until = time.monotonic() + self._timeout_s
         for line, (header, size) in zip(self._lines, requests, strict=True):
+            # All servers get the request before the first answer is awaited, so that they work at the same time.
             line.ask(header, size)
         return [line.reply(until) for line in self._lines]
 
 
 class ShardConnection:
-    """A worker's connection to one server, whichever process that is; used by one thread, but for `give_up`.
+    """A worker's connection to one server, which may be several processes in turn.
 
-    A request without an answer is repeated.
+    Used by one thread at a time, except for `give_up`. A request without an answer is repeated.
 
     Args:
-        server: its number, for messages.
-        dial: closed by the connection.
-        hello: the first message: the ``worker``, and what else identifies it.
-        absent_s: seconds after which a server that cannot be reached is lost.
-        overlap: gradients may be of weights before the last pull: the server keeps two places for those.
+        server: Number of the server, for messages.
+        dial: Dial of the server; the connection closes it.
+        hello: First message on each new channel: the ``worker``, and other facts that identify it.
+        absent_s: Seconds after which a server that cannot be reached is lost.
+        overlap: Whether gradients may be of weights before the last pull. The server then keeps two places for pulls.
     """
 
     def __init__(
@@ -303,13 +322,13 @@ class ShardConnection:
         self.dial = dial
         self.base = 0
         self.began = False
-        """The server had weights: one without has lost them."""
+        """Whether the server had weights. If it comes back without weights, it has lost them."""
         self._overlap = overlap
         self._spare = False
-        self._pushed_then = 0  # where the last pull is, and when that was
+        self._pushed_then = 0  # number of the last push before the last pull
         self.resent = self.pushed = 0
         self._missing: list[tuple[int, int]] = []
-        """Ranges of pushes that were answered, and lost since: first excluded, last included."""
+        """Ranges of pushes that were answered, and lost since; the first number is excluded, the last included."""
         self._server = server
         self._worker = hello["worker"]
         self._hello = hello
@@ -322,24 +341,26 @@ class ShardConnection:
         self._given_up = False
         self._absent_s = absent_s
         self._left: int | None = None
-        """Offset from which on the server has the next push already; None: it has nothing of it."""
+        """Offset from which the server has the rest of the next push already; None: it has nothing of that push."""
         self._away_since: float | None = None
-        """When the server was last reached; None while there is a channel."""
+        """Time since which there is no channel; None while there is one."""
 
     def ask(self, header: Mapping[str, Any], size: int) -> None:
-        """Send a request, if there is a channel; `reply` connects and repeats it otherwise."""
+        """Send a request if there is a channel; otherwise `reply` connects and sends it."""
         pushes = header["do"] == "push"
         before = header.get("base", self.base) < self.base
-        flips = pushes or self.pushed > self._pushed_then  # a pull after a pull is in its place: nothing is of that one
+        # A pull right after a pull may overwrite it: no gradient is computed at the first one.
+        flips = pushes or self.pushed > self._pushed_then
         places = {"of": self._spare ^ (self._overlap and before), "to": self._spare ^ (self._overlap and flips)}
         self._request = ({**header, **places}, size)
         self._asked_at = time.monotonic()
         self.resent = 0
         if self._channel is not None:
+            # A failure here drops the channel, and `reply` connects again.
             self._try(self._channel)
 
     def pulled(self, version: int) -> None:
-        """Note the version of weights that the last request has brought."""
+        """Note the version of the weights that the last request has pulled."""
         self.base = version
         self._spare = self._request[0]["to"]
         self._pushed_then = self.pushed
@@ -353,7 +374,7 @@ class ShardConnection:
         self._left = None
 
     def leave(self, at: int, size: int) -> None:
-        """Send a part of the next push ahead of it; where that fails, it goes with the push."""
+        """Send a part of the next push ahead of it; if that fails, the part is sent with the push."""
         channel = self._channel
         if channel is None or channel.shares_memory:
             return
@@ -366,14 +387,16 @@ class ShardConnection:
             self._left = at if self._left is None else min(self._left, at)
 
     def reply(self, until: float) -> dict[str, Any]:
-        """Return the answer, by whichever process gives it."""
+        """Return the answer to the last request; connect again and repeat the request if the server has died."""
         while True:
             now = time.monotonic()
             left = until - now
+            # Checked in every turn, because `give_up` comes from another thread.
             if self._given_up:
                 raise PeerLost(f"worker {self._worker!r} has given up on server {self._server}.")
             if self._channel is None:
                 self._away_since = self._away_since or now
+                # Two limits: that of the whole request, and that of the server's absence.
                 left = min(left, self._away_since + self._absent_s - now)
                 if left > 0 and not self._dial(left):
                     time.sleep(min(_PAUSE_S, left))
@@ -391,7 +414,7 @@ class ShardConnection:
                 self._drop(error)
             else:
                 if self._request[0].get("do") == "push":
-                    self._left = None  # nothing of the next one is there
+                    self._left = None  # the server has nothing of the next push yet
                 self._accept(reply)
                 return reply
 
@@ -406,7 +429,7 @@ class ShardConnection:
                 self._channel.send({"do": "leave"}, 0, 1.0)
                 self._channel.receive(1.0)
             except PeerLost:
-                pass  # it is gone, or busy: it sees the connection's end
+                pass  # the server is gone, or busy: it will see the end of the connection
         if self._channel is not None:
             self._channel.close()
         self._channel = None
@@ -422,6 +445,7 @@ class ShardConnection:
         except PeerLost as error:
             self._drop(error)
             return False
+        # Kept before `_accept` replaces it: the comparison below shows whether the server has lost its memory.
         known = self._incarnation
         self._accept(reply)
         self._life = reply["life"]
@@ -432,19 +456,21 @@ class ShardConnection:
             )
         if None not in (known, reply["version"]) and reply["incarnation"] != known:
             self._go_back(reply)
+        # The request may have been lost with the last connection: the server answers a push twice, but applies it once.
         self.resent += 1
         self._away_since = None
         self._try(channel)
         return self._channel is not None
 
     def _go_back(self, reply: Mapping[str, Any]) -> None:
-        """Go back to the snapshot of a server that has lost its memory, with fewer pushes than were answered."""
+        """Go back to the snapshot of a server that has lost its memory, and with it the pushes after that snapshot."""
         kept = reply["push"]
         known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
         self._missing = [*known, (kept, max(kept, self.pushed))]
         header, size = self._request
         self.base = min(self.base, reply["version"])
         if "base" in header:
+            # The version of the request's base does not exist on the server any more.
             header = {**header, "base": self.base}
         self._request = header, size
         _log.warning(
@@ -455,6 +481,7 @@ class ShardConnection:
     def _try(self, channel: PeerChannel) -> None:
         header, size = self._request
         try:
+            # The server has the rest of this push already, see `leave`.
             if self._left is not None and header["do"] == "push":
                 channel.send({**header, "size": size}, min(self._left, size))
             else:
@@ -482,12 +509,12 @@ class PushResiduals:
 
     .. math:: v_n = g_n + r_{n-1}, \qquad q_n = \mathrm{C}(v_n), \qquad r_n = v_n - q_n
 
-    So :math:`\sum_n q_n + r_n = \sum_n g_n`, whatever the compression. A message is made once: sent again, it is the
-    same to the bit. Takes the memory of two fp32 copies of the shard.
+    So :math:`\sum_n q_n + r_n = \sum_n g_n` for every compression. Each message is encoded once; a repeated message is
+    equal to the bit. The residuals need the memory of two fp32 copies of the shard.
 
     Args:
-        compression: C.
-        numel: of the shard.
+        compression: Compression C of the pushes.
+        numel: Number of elements of the shard.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """
@@ -498,7 +525,7 @@ class PushResiduals:
         self.residual = torch.zeros(numel)
 
     def encode_(self, memory: Tensor) -> int:
-        """Encode `source` to the beginning of ``memory``, uint8; return the message's bytes."""
+        """Encode `source` into the beginning of ``memory``, uint8; return the number of the message's bytes."""
         size = self.message_bytes
         self._compression.encode_(memory[:size], self.source, self.residual)
         return size
@@ -510,12 +537,15 @@ class PushResiduals:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A push as a server got it, in memory that the worker does not touch before the answer.
+    """A push as a server has received it, in memory that the worker does not touch before the answer.
 
     Args:
-        message: uint8.
-        compression: of the message; None: it is fp32.
-        numel: of the shard; ValueError where the message has another size.
+        message: Bytes of the push, uint8.
+        compression: Compression of the message. None: the message is fp32.
+        numel: Number of elements of the shard.
+
+    Raises:
+        ValueError: The message has another size.
     """
 
     message: Tensor
@@ -532,7 +562,7 @@ class Arrived:
 
     @classmethod
     def of(cls, message: Tensor, header: Mapping[str, Any], numel: int) -> Arrived:
-        """Return what came with a header; raise TypeError or ValueError where the two do not fit."""
+        """Return the message that came with a header; raise TypeError or ValueError if the two do not fit."""
         return cls(message, from_description(header["compression"]), numel)
 
     def floats(self, room: Tensor) -> Tensor:
@@ -548,12 +578,13 @@ class Arrived:
 
 
 def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
-    """Tell a server that these workers are lost; raise PeerLost where it does not answer in time."""
+    """Tell a server that these workers are lost; raise PeerLost if the server does not answer in time."""
     _tell(dial, {"do": "forget", "workers": list(workers)}, timeout_s)
 
 
 def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
-    """Tell a server that training is over: it ends when nobody is connected; without an answer it ends anyway."""
+    """Tell a server that training is over, so that it ends when nobody is connected. An answer is not necessary."""
+    # A server that does not hear this ends later, once the workers' processes are gone.
     with contextlib.suppress(PeerLost), contextlib.closing(dial):
         _tell(dial, {"do": "over"}, timeout_s)
 

@@ -1,12 +1,15 @@
-"""Rules for which worker waits for which, and pulls of one version of all servers.
+"""Rules that say which worker waits for which, and pulls of one version of all servers.
 
 `WorkerRules` say how a server treats its workers; the pure functions `live`, `round_due` and `awaited` follow them.
 
-In a consistent `pull`, a worker first has all servers hold: they apply no push, and each answers with the last push of
-each worker that it has applied. The latest of all answers is the cut. Then it pulls at the cut: a server applies the
-waiting pushes that are in the cut, sends the weights once all are there, and ends the hold. A push that one server has
-applied is on its way to the others, or its worker is gone: then nothing more of it will come, and what has come counts.
-A hold ends with its time or its connection; where that was too short, the worker asks again.
+A consistent `pull` has two requests. First the worker asks all servers to hold: they apply no more pushes, and each
+answers with the number of the last push of each worker that it has applied. The highest numbers of all answers are the
+cut. Then the worker pulls at the cut: a server applies waiting pushes that belong to the cut, sends the weights once
+all of these are applied, and ends the hold.
+
+A push that one server has applied is on its way to the others, unless its worker is gone. Then no more of the push will
+come, and servers count the parts that have come. A hold ends after a limit, or with the worker's connection; if the
+limit was too short, the worker asks again.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ Workers = Mapping[str, Mapping[str, Any]]
 """Workers' entries in a store's record, by name, see `store.Record`."""
 NOT_YET_JOINED = "workers that have not joined yet"
 Cut = Mapping[tuple[str, str], int]
-"""Number of each worker's last push, by its name and its client's id."""
+"""Number of each worker's last push, by the worker's name and its client's id."""
+# First limit of a hold; each further attempt of the same pull doubles it.
 _HOLD_S = 1.0
 _LONGEST_HOLD_S = 30.0
 
@@ -35,18 +39,19 @@ class WorkerRules:
     """Rules by which a server treats its workers.
 
     Args:
-        mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: one of each worker at a time, as
-            their mean, weighted by samples. ``"ssp"``: as they come, but a worker that is more than ``max_staleness``
-            pushes ahead of the slowest waits.
-        num_workers: that are waited for before the first round of ``"sync"``. Default: 1.
-        max_staleness: pushes. Default: 3.
-        warmup_steps: first versions that are made as in ``"sync"``, in the other modes. Default: 0.
-        dead_after_s: seconds after which a silent worker, or one that does not come back, is evicted. Default: 60.
-        staleness: policy for late pushes, its short name, or ``"auto"``, see `algorithms.staleness`; not for
+        mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: one push of each worker is applied at
+            a time, as their mean, weighted by samples. ``"ssp"``: pushes are applied as they come, but a worker that is
+            more than ``max_staleness`` pushes ahead of the slowest one waits.
+        num_workers: Number of workers that must join before the first round of ``"sync"``. Default: 1.
+        max_staleness: Number of pushes that a worker may be ahead in ``"ssp"``. Default: 3.
+        warmup_steps: Number of first versions that are made as in ``"sync"``, whatever the mode. Default: 0.
+        dead_after_s: Seconds after which a worker is evicted that is silent, or does not come back. Default: 60.
+        staleness: Policy for late pushes, its short name, or ``"auto"``, see `algorithms.staleness`; not for
             ``"sync"``. Default: ``"none"``.
 
     Raises:
-        TypeError, ValueError: an argument is out of range.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
 
     Source: Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013.
     """
@@ -71,7 +76,11 @@ class WorkerRules:
             )
 
     def in_step(self, version: int, warmup_steps: int | None = None) -> bool:
-        """Return whether the next version is made of a push of each worker; ``warmup_steps``: in place of the rules'.
+        """Return whether the next version is made of a push of each worker.
+
+        Args:
+            version: The present version.
+            warmup_steps: Number of warm-up steps in place of the rules' own. Default: None.
 
         >>> rules = WorkerRules(warmup_steps=2)
         >>> rules.in_step(1), rules.in_step(2), rules.in_step(1, 1)
@@ -80,9 +89,11 @@ class WorkerRules:
         return self.mode == "sync" or version < (self.warmup_steps if warmup_steps is None else warmup_steps)
 
     def policy(self, optimizer: str, arguments: Mapping[str, Any]) -> StalenessPolicy:
+        """Return the policy of staleness for pushes to this optimizer."""
         return NoCorrection() if self.mode == "sync" else make_policy(self.staleness, optimizer, arguments)
 
     def plain(self) -> dict[str, Any]:
+        """Return the rules in JSON's terms."""
         return {**vars(self), "staleness": stated_staleness(self.staleness)}
 
 
@@ -98,7 +109,7 @@ def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None
 
 
 def live(workers: Workers, sync_point: int = 0) -> set[str]:
-    """Return the workers that others wait for who have passed this many sync points.
+    """Return the workers that others wait for at this number of passed sync points.
 
     >>> workers = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
     >>> live(workers, 2), sorted(live(workers, 3))
@@ -110,7 +121,7 @@ def live(workers: Workers, sync_point: int = 0) -> set[str]:
 def round_due(
     worker_rules: WorkerRules, version: int, workers: Workers, waiting: Collection[str], sync_point: int = 0
 ) -> bool:
-    """Return whether the waiting pushes are to be applied: they are of all live workers, and enough have come once.
+    """Return whether to apply the waiting pushes: all live workers have pushed, and enough workers have ever come.
 
     >>> entry = {"live": True, "rests": -1}
     >>> two = WorkerRules(mode="sync", num_workers=2)
@@ -126,7 +137,7 @@ def round_due(
 def awaited(
     worker_rules: WorkerRules, workers: Workers, waiting: Collection[str], worker: str, number: int, sync_point: int = 0
 ) -> set[str]:
-    """Return the workers that this one waits for after its push; none, where it may go on.
+    """Return the workers that a worker has to wait for after its push; empty if it may continue.
 
     >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
     >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}
@@ -135,7 +146,7 @@ def awaited(
     >>> awaited(WorkerRules(mode="ssp", max_staleness=4), {"a": fast, "b": slow}, [], "a", 5)
     set()
     """
-    if workers[worker]["push"] < number:  # it waits in a round
+    if workers[worker]["push"] < number:  # the push waits in a round
         return (live(workers, sync_point) - set(waiting)) or {NOT_YET_JOINED}
     if worker_rules.mode == "ssp":
         least = workers[worker]["clock"] - worker_rules.max_staleness
@@ -144,7 +155,7 @@ def awaited(
 
 
 def applied_by(workers: Workers) -> Cut:
-    """Return the pushes that a server has applied.
+    """Return the number of each worker's last push that a server has applied.
 
     >>> applied_by({"a": {"client": "3f", "push": 4}, "b": {"client": "9c", "push": 1, "said": 2}})
     {('a', '3f'): 4, ('b', '9c'): 2}
@@ -168,18 +179,19 @@ class _Hold:
 
 
 class ConsistentReads:
-    """Holds of one server by its workers; used under its lock."""
+    """The holds that workers have on one server. Used under the server's lock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._holds: dict[str, _Hold] = {}
 
     def hold(self, worker: str, limit_s: float) -> None:
-        """Apply no push until this worker has pulled, for ``limit_s`` at most."""
+        """Apply no push until this worker has pulled, or ``limit_s`` seconds have passed."""
         self._holds[worker] = _Hold(self._now() + limit_s)
 
     def wants(self, worker: str, cut: Cut) -> None:
         """Note the pushes that a worker's pull must contain."""
+        # The hold may have ended before the worker's second request came.
         if (hold := self._holds.get(worker)) is not None:
             hold.cut = cut
 
@@ -187,13 +199,21 @@ class ConsistentReads:
         self._holds.pop(worker, None)
 
     def holds(self, worker: str) -> bool:
+        """Return whether the worker's hold still lasts."""
         hold = self._holds.get(worker)
         return hold is not None and self._now() < hold.until
 
     def allow(self, pushes: Mapping[str, int], workers: Workers, connected: Collection[str]) -> bool:
-        """Return whether these pushes, by their workers' names, may be applied now."""
+        """Return whether pushes with these numbers, by worker, may be applied now.
+
+        Args:
+            pushes: Number of each worker's push.
+            workers: Entries of the workers.
+            connected: Names of connected workers; a hold of any other worker ends.
+        """
         if not self._holds:
             return True
+        # A worker that is gone would otherwise keep pushes back for as long as its hold lasts.
         for holder in [name for name in self._holds if name not in connected or not self.holds(name)]:
             self.release(holder)
         wanted = [hold.cut for hold in self._holds.values()]
@@ -206,7 +226,7 @@ class ConsistentReads:
 
 
 def missing(cut: Cut, workers: Workers) -> bool:
-    """Return whether a push of the cut is not applied yet; those of forgotten workers do not count.
+    """Return whether a push of the cut is not applied yet; pushes of forgotten workers do not count.
 
     >>> workers = {"a": {"client": "3f", "push": 4}}
     >>> missing({("a", "3f"): 5}, workers), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, workers)
@@ -219,19 +239,30 @@ def missing(cut: Cut, workers: Workers) -> bool:
 def pull(
     ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]], field: str | None, timeout_s: float, worker: str
 ) -> list[dict[str, Any]]:
-    """Pull all servers' weights at one cut, or a ``field`` in their place; return the servers' replies to ``ask``.
+    """Pull all servers' weights at one cut.
+
+    Args:
+        ask: Sends a request to all servers, and returns their replies.
+        field: Field of the servers' state to pull in place of weights. Default: None, the weights.
+        timeout_s: Seconds within which all servers must come to one version.
+        worker: Name of the worker, for messages.
+
+    Returns:
+        The reply of each server.
 
     Raises:
-        ChannelTimeout: a push has come to some servers only, and its worker is not known to be gone.
+        ChannelTimeout: Only some servers have a push, and its worker is not known to be gone.
     """
     limit_s = _HOLD_S
     until = time.monotonic() + timeout_s
     while True:
         began = time.monotonic()
+        # All servers hold before the first one is asked to pull: the cut needs the answers of all.
         held = ask({"do": "hold", "limit_s": limit_s})
         latest: dict[tuple[str, str], int] = {}
         for reply in held:
             for pusher, number in from_plain(reply["cut"]).items():
+                # The highest number: a push that one server has applied can only be waited for, not taken back.
                 latest[pusher] = max(number, latest.get(pusher, 0))
         replies = ask({"do": "pull", "field": field, "cut": plain(latest)})
         if not any(reply["again"] for reply in replies):
@@ -242,5 +273,7 @@ def pull(
                 f"worker {worker!r}: its {len(replies)} servers have not come to one version for {timeout_s:.1f} s: a "
                 "push has come to some of them only. See the other workers' logs."
             )
+        # The hold was too short for a push that is on its way.
         limit_s = min(2 * limit_s, _LONGEST_HOLD_S)
-        time.sleep(min(now - began, until - now))  # for as long as others have had to wait
+        # Others had to wait during the hold: give them as much time before the next one.
+        time.sleep(min(now - began, until - now))

@@ -1,14 +1,14 @@
-"""How workers and servers that are ranks find each other, and which workers are there.
+"""Discovery: workers and servers that are ranks find each other, and servers know which workers are there.
 
-the first worker                          each server, from start to end
-call: training 3 wants servers  ------->  starts its own
-                                <-------  answer: training 3, server 0: they are here
-all workers dial, and train
-call: training 3 is over        ------->  ends them, once nobody is connected any more
-(the workers' processes end)              receives no worker's heartbeat any more: ends
+    the first worker                          each server, from start to end
+    call: training 3 wants servers  ------->  starts its own
+                                    <-------  answer: training 3, addresses of server 0
+    all workers connect, and train
+    call: training 3 is over        ------->  ends them, once no worker is connected any more
+    (the workers' processes end)              receives no worker's heartbeat any more: ends
 
-`JobBoard` holds these notes in the store, `DedicatedServer` follows them on a rank that serves, and `Attendance` knows
-when its workers have ended. `Agreement` is the workers' component at sync points.
+`JobBoard` holds these notes in the store, `DedicatedServer` follows them on a rank that serves, and `Attendance` finds
+out when the workers have ended. `Agreement` is the workers' component at sync points.
 """
 
 from __future__ import annotations
@@ -31,19 +31,29 @@ from lightning_async.parameter_server.consistency import WorkerRules
 from lightning_async.parameter_server.process import ServerProcess, ServerStart, Shelving
 
 ROOM = "lightning_async/attendance"
-"""Name of the heartbeats of workers and servers, see `Membership`."""
+"""Name of the group of heartbeats of workers and servers, see `Membership`."""
 _WORKER = "worker"
+# Seconds between two readings of the notes.
 _LOOK_S = 0.1
+# Longest time for which workers of a training that is over may stay connected.
 _DRAIN_S = 30.0
 
 
 class JobBoard:
-    """The notes of one job in its store."""
+    """The notes of one job in its store: the workers' call for servers, and the servers' answers."""
 
     def __init__(self, store: JoinBoard) -> None:
         self._store = store
 
     def call(self, run: int, num_servers: int, worker_rules: WorkerRules, shelving: Shelving | None = None) -> None:
+        """Write the workers' call for servers.
+
+        Args:
+            run: Number of the training.
+            num_servers: Number of servers that the training wants.
+            worker_rules: Rules by which servers treat workers.
+            shelving: Folder of snapshots. Default: None, servers take no snapshots.
+        """
         call = {
             "run": run, "servers": num_servers, "terms": worker_rules.plain(),
             "snapshots": (shelving or Shelving())._asdict(), "over": False,
@@ -51,14 +61,20 @@ class JobBoard:
         self._store.write("call", call)
 
     def dismiss(self, run: int) -> None:
+        """Write that the training of this number is over."""
         self._store.write("call", {"run": run, "over": True})
 
     def answers(self, run: int, num_servers: int, patience: WaitWithLog) -> list[dict[str, Any]]:
-        """Wait for the addresses of all servers.
+        """Wait for the addresses of all servers, and return them.
+
+        Args:
+            run: Number of the training.
+            num_servers: Number of servers.
+            patience: Wait with a limit, and with a log line for each server that has not answered.
 
         Raises:
-            AsyncTrainingError: one of them cannot serve; names it, and says why.
-            CollectiveTimeout: one of them has not answered in time.
+            AsyncTrainingError: A server cannot serve; the message names it, and says why.
+            CollectiveTimeout: A server has not answered in time.
         """
         notes: dict[int, dict[str, Any]] = {}
         while missing := [server for server in range(num_servers) if server not in notes]:
@@ -70,29 +86,34 @@ class JobBoard:
         return [address for server in range(num_servers) for address in notes[server]["addresses"]]
 
     def check(self, run: int, server: int) -> dict[str, Any]:
-        """Return a server's answer, empty where there is none; raise AsyncTrainingError where it cannot serve."""
+        """Return a server's answer, empty if there is none; raise AsyncTrainingError if the server cannot serve."""
         note = self.answered(run, server)
         if "error" in note:
             raise AsyncTrainingError(f"server {server} cannot go on: {note['error']}")
         return note
 
     def called(self) -> dict[str, Any]:
-        """Return the last call; empty where there was none."""
+        """Return the last call; empty if there was none."""
         return self._store.read("call")
 
     def answer(self, run: int, server: int, note: Mapping[str, Any]) -> None:
-        """Write a server's ``addresses``, or an ``error``."""
+        """Write a server's answer: its ``addresses``, or an ``error``."""
         self._store.write(f"answer/{run}/{server}", note)
 
     def answered(self, run: int, server: int) -> dict[str, Any]:
-        """Return a server's answer; empty where there is none."""
+        """Return a server's answer; empty if there is none."""
         return self._store.read(f"answer/{run}/{server}")
 
 
 class DedicatedServer:
-    """A rank that serves: a server for each training of the workers, from start to end.
+    """A rank that serves: it starts one server for each training of the workers, and ends it afterwards.
 
-    Its servers are processes beside it, which outlive it: where it is started again, workers go on with them.
+    The servers are processes beside the rank, and outlive it. If the rank is started again, workers continue with them.
+
+    Args:
+        board: Notes of the job.
+        number: Number of the server.
+        host: Address of this host for workers on other hosts. Default: None, the server serves this host only.
     """
 
     def __init__(self, board: JobBoard, number: int, host: str | None = None) -> None:
@@ -100,9 +121,9 @@ class DedicatedServer:
         self.number = number
         self._host = host
         self._own: dict[int, ServerProcess] = {}
-        """Servers by the descriptor of the supervisor's process, readable at its end."""
+        """Servers by a descriptor of the supervisor's process, which is readable once that process has ended."""
         self._adopted: list[dict[str, Any]] = []
-        """Addresses of servers that a process before this one has started."""
+        """Addresses of servers that an earlier process of this rank has started."""
         self._run: int | None = None
         self._how = ServerStart(WorkerRules())
 
@@ -112,8 +133,9 @@ class DedicatedServer:
         return self._run is not None
 
     def follow(self) -> None:
-        """Follow the last call; raise AsyncTrainingError where the system does not let a server start."""
+        """Follow the last call; raise AsyncTrainingError if the system does not let a server start."""
         call = self._board.called()
+        # Nothing has changed: there is no call, an unknown training is over, or this one is being served.
         if not call or (call["over"] and call["run"] != self._run) or (not call["over"] and call["run"] == self._run):
             return
         self.end()
@@ -121,12 +143,18 @@ class DedicatedServer:
             self._begin(call)
 
     def wait(self, woken: int) -> None:
-        """Wait for a moment, or until the descriptor ``woken`` is readable; start servers again that have ended."""
+        """Wait for a moment, or until descriptor ``woken`` is readable; replace servers whose supervisor has ended."""
         for descriptor in self._own.keys() & connection.wait([woken, *self._own], _LOOK_S):
             self._restart(descriptor)
 
     def drain(self, is_enough: Callable[[], bool], woken: int) -> None:
-        """Serve until no worker is connected, or it ``is_enough``; begin nothing new."""
+        """Serve until no worker is connected; start no server again.
+
+        Args:
+            is_enough: Returns whether to stop earlier.
+            woken: Descriptor that ends a wait when it becomes readable.
+        """
+        # Copies, because `_let_go` closes the originals.
         waited = {os.dup(descriptor) for descriptor in self._own}
         try:
             self._let_go(lambda server: server.leave(0.0))
@@ -141,11 +169,12 @@ class DedicatedServer:
     def end(self) -> None:
         """End the servers of a training that is over, once no worker is connected."""
         while self._adopted:
+            # An adopted server is no child of this process, so it is told by a message.
             tell_over(dial(self._adopted.pop(), 0, 0))
         self._let_go(lambda server: server.close(_DRAIN_S))
 
     def fail(self, why: str) -> None:
-        """Give up. Workers go on with its servers as long as they last, and then get this text."""
+        """Give up, for a reason that workers get once they cannot use its servers any more."""
         if self._run is not None:
             self._board.answer(self._run, self.number, {"error": why})
         self._let_go(lambda server: server.leave())
@@ -160,9 +189,10 @@ class DedicatedServer:
     def _begin(self, call: dict[str, Any]) -> None:
         self._run = int(call["run"])
         self._how = ServerStart(WorkerRules(**call["terms"]), self._host, Shelving(**call.get("snapshots", {})))
+        # An answer that is there already was written by an earlier process of this rank.
         before = self._board.answered(self._run, self.number).get("addresses", [None])
         try:
-            # Of one that was here before this process: its supervisor sees to it.
+            # A server that answers was started by an earlier process of this rank, and has its own supervisor.
             self._adopted = [at for at in before if at and answers(at)]
             addresses = [at if at in self._adopted else self._start(at) for at in before]
         except (AsyncTrainingError, OSError) as error:
@@ -173,7 +203,9 @@ class DedicatedServer:
     def _start(self, before: dict[str, Any] | None) -> dict[str, Any]:
         """Start a server and return its address.
 
-        One in the place of a server that is gone has its newest snapshot, or tells workers that the weights are lost.
+        Args:
+            before: Address of a server that is gone. The new server has its newest snapshot, or tells workers that the
+                weights are lost. None: this is the first server.
         """
         server = self._how.begin(self.number) if before is None else self._how.again(self.number, before)
         self._own[os.pidfd_open(server.supervisor)] = server
@@ -187,11 +219,13 @@ class DedicatedServer:
 
 
 class Attendance:
-    """Heartbeats of the workers of a server, which say whether all have ended.
+    """The heartbeats of a server's workers, which say whether all workers have ended.
 
     Args:
-        num_workers: that are to come.
-        dead_after_s: seconds of silence after which a worker is dead.
+        beats: Heartbeats of workers and servers.
+        num_workers: Number of workers that are to come.
+        dead_after_s: Seconds of silence after which a worker is dead.
+        now: Clock, in seconds. Default: `time.monotonic`.
     """
 
     def __init__(
@@ -212,35 +246,42 @@ class Attendance:
 
     @property
     def came(self) -> int:
-        """Number of workers that have ever been there."""
+        """Number of workers that have ever been seen."""
         return len(self._seen_at)
 
     def over(self) -> bool:
-        """Return whether all have come and ended since, or all that have come are silent."""
+        """Return whether all workers have come and ended since, or all that have come are silent."""
         now = self._now()
         left = {name for name in self._beats.left() if name.startswith(_WORKER)}
         self._seen_at |= {name: self._seen_at.get(name, now) for name in left}
         self._seen_at |= {name: now for name in self._beats.visitors() if name.startswith(_WORKER)}
+        # Workers may take long to start.
         if not self.came:
             return False
         if self.silent_s > self._dead_after_s:
             return True
+        # Workers that have not come yet may still come, so all of them are counted below.
         gone = left | {name for name, at in self._seen_at.items() if now - at > self._dead_after_s}
         return self.came >= self._num_workers and gone >= self._seen_at.keys()
 
 
 class WorkerVersion(NamedTuple):
-    """A worker's part of headers, compared in this order: `ServerAnswer.restored`, and the sum of servers' versions."""
+    """A worker's part of headers, compared in the order of the fields.
+
+    Args:
+        restored: `ServerAnswer.restored` of the worker's weights. Default: 0.
+        version: Sum of the servers' versions of these weights. Default: 0.
+    """
 
     restored: float = 0.0
     version: float = 0.0
 
 
 class Agreement(EngineComponent):
-    """The component by which a sync point opens once all workers have the weights that the last push has made.
+    """The engine component that opens a sync point once all workers have the weights of the last push.
 
-    A worker at a sync point has no push under way, and pulls after its last one. So the last one to come has what all
-    pushes have made, on every server; it has the highest version, and equal versions are equal bits.
+    A worker at a sync point has no push under way, and pulls after its last push. The worker that comes last therefore
+    pulls weights that contain all pushes, on every server, and has the highest version. Equal versions mean equal bits.
     """
 
     blank = WorkerVersion()
@@ -251,13 +292,13 @@ class Agreement(EngineComponent):
         control.register(self)
 
     def pulled(self, versions: Sequence[int], restored: int = 0) -> None:
-        """Note the versions that this worker has; on the training thread."""
+        """Note the versions of this worker's weights. Runs on the training thread."""
         with self._shared_state.changed:
             self._mine = WorkerVersion(float(restored), float(sum(versions)))
 
     @property
     def behind(self) -> bool:
-        """Whether another worker has newer weights; on the training thread."""
+        """Whether another worker has newer weights. Used on the training thread."""
         with self._shared_state.changed:
             return self._newest > self._mine
 

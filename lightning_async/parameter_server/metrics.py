@@ -1,4 +1,4 @@
-"""Totals of one worker's requests to servers, and the progress of schedules that follow the servers' version."""
+"""Totals of one worker's requests to servers, and the progress of learning-rate schedules that follow the servers."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ T = TypeVar("T")
 
 @dataclass
 class PushTotals:
-    """Totals of one worker's requests.
+    """Totals of one worker's requests to servers.
 
     Args:
-        pushes, pulls: their numbers.
-        version: steps of the optimizers in the weights that were pulled last.
-        earlier: of these, steps in the weights that servers have begun with.
-        lag: of the last push.
-        lag_sum, timed_pushes: of all pushes that were not empty, and their number.
-        sent_bytes, pulled_bytes: of pushes, as they travel, and of weights.
-        asked_s: seconds of requests.
-        waited_s: seconds for which the training thread has waited for them.
-        lags: summary of the servers' histograms of lag, when training ends.
+        pushes: Number of pushes.
+        pulls: Number of pulls.
+        version: Number of optimizer steps in the weights that were pulled last.
+        earlier: Number of these steps that are older than the servers' weights.
+        lag: Lag of the last push.
+        lag_sum: Sum of the lags of all pushes that were not empty.
+        timed_pushes: Number of pushes that were not empty.
+        sent_bytes: Bytes of pushes, as they travel.
+        pulled_bytes: Bytes of pulled weights.
+        asked_s: Seconds that requests took.
+        waited_s: Seconds for which the training thread has waited for requests.
+        lags: Summary of the servers' histograms of lag, at the end of training.
     """
 
     pushes: int = 0
@@ -45,6 +48,7 @@ class PushTotals:
     shown: ClassVar[tuple[str, ...]] = ("version", "lag")
 
     def timed(self, ask: Callable[[], T]) -> T:
+        """Make a request, and add its seconds to the totals."""
         began = time.monotonic()
         try:
             return ask()
@@ -53,19 +57,21 @@ class PushTotals:
 
     def begin(self) -> None:
         """Count versions from here: servers have begun with this worker's weights."""
+        # Servers count from zero again, while this worker's total continues.
         self.earlier = self.version
 
     def pulled(self, version: int) -> None:
-        """Count a pull of weights that have this many steps since servers have begun."""
+        """Count a pull of weights with this number of steps since servers have begun."""
         self.pulls += 1
         self.version = self.earlier + version
 
     def moved(self, sent: int, pulled: int) -> None:
+        """Count the bytes of a push and a pull."""
         self.sent_bytes += sent
         self.pulled_bytes += pulled
 
     def late(self, lag: int) -> None:
-        """Count a push that was applied this many updates after the weights that it was computed at."""
+        """Count a push, applied this number of updates after the weights at which it was computed."""
         self.lag = lag
         self.lag_sum += lag
         self.timed_pushes += 1
@@ -99,19 +105,20 @@ class PushTotals:
 
 
 class WorkerSteps:
-    r"""Mean number of steps of the workers: the progress of a learning-rate schedule that they share.
+    r"""The mean number of steps of the workers: the progress of a learning-rate schedule that they share.
 
-    It follows the servers' version, so that slow and fast workers with the same weights are at the same place.
+    The mean follows the servers' version, so that slow and fast workers with the same weights are at the same place of
+    the schedule.
 
     .. math:: p = p_0 + w + \frac{K\, (v - w)}{N}
 
     with the version :math:`v`, of which the first :math:`w` are made of a push of each worker, :math:`K` pushes in each
-    of the others, and :math:`N` workers, as many as there are when a version comes.
+    of the others, and :math:`N` workers, counted when a version comes.
 
     Args:
-        steps: of each worker, when training begins.
-        in_step: :math:`w`.
-        pushes: :math:`K`.
+        steps: Number of steps of each worker when training begins.
+        in_step: Number of versions :math:`w` that are made of a push of each worker.
+        pushes: Number of pushes :math:`K` in each of the other versions.
 
     >>> progress = WorkerSteps([10, 14], in_step=2)
     >>> progress.see(2, num_workers=2), progress.see(7, num_workers=2), progress.see(9, num_workers=1)
@@ -129,8 +136,9 @@ class WorkerSteps:
         self._version = version
 
     def see(self, version: int, num_workers: int) -> int:
-        """Note a version that was pulled, and the number of workers; return the steps."""
+        """Note a version that was pulled, and the number of workers; return the mean number of steps."""
         if (new := version - self._version) > 0:
+            # Versions in step hold one push of each worker, and move the mean by a whole step.
             together = max(0, min(version, self._in_step) - self._version)
             self._mean += together + Fraction((new - together) * self._pushes, num_workers)
             self._version = version
@@ -138,14 +146,15 @@ class WorkerSteps:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The steps at first, and now."""
+        """The mean number of steps at first, and now."""
         return int(self.first), int(self._mean)
 
     def plain(self) -> dict[str, Any]:
-        """Return what a joining rank is to `take`."""
+        """Return the state that a joining rank loads with `take`."""
         return {"mean": self._mean.as_integer_ratio(), "version": self._version, "rest": [self._in_step, self._pushes]}
 
     def take(self, state: dict[str, Any]) -> None:
+        """Load the state of another worker."""
         self.first = self._mean = Fraction(*state["mean"])
         self._version = state["version"]
         self._in_step, self._pushes = state["rest"]

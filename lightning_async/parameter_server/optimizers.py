@@ -1,8 +1,8 @@
-"""The optimizers of servers, by name and JSON's arguments; see `ServerOptimizer` and `make_optimizer`.
+"""The optimizers of servers, made by name and arguments in JSON's terms; see `ServerOptimizer` and `make_optimizer`.
 
-A step goes from one bank of memory, which stays as it is, to another one, piece by piece, in any order. Fused ops read
-and write a piece once, with the reply to the worker. Other optimizers are torch's own; one whose step for an element
-depends on other elements is refused.
+A step reads one bank of memory, which stays as it is, and fills another one, piece by piece, in any order. Fused ops
+read and write each piece once, together with the reply to the worker. All other optimizers are torch's own classes. An
+optimizer is refused if its step for one element depends on other elements.
 """
 
 from __future__ import annotations
@@ -22,39 +22,45 @@ from lightning_async import ops
 from lightning_async.ops.flat_ops import eager
 
 Bank = Mapping[str, Tensor]
-"""``params`` and the optimizer's fields: flat, fp32, of one size."""
+"""Arrays of a shard: ``params`` and the optimizer's fields, flat, fp32, of one size."""
 Scalars = dict[str, float]
-"""An optimizer's state besides the fields, such as ``step``; empty before the first one."""
+"""An optimizer's state apart from its fields, such as ``step``; empty before the first step."""
 
 _add_: Callable[..., None] = eager(ops.server_add_)
 _sgd_: Callable[..., None] = eager(ops.server_sgd_)
 _dana_: Callable[..., None] = eager(ops.server_dana_)
 _adam_: Callable[..., None] = eager(ops.server_adam_)
-_BEGUN = "begun"  # the optimizer has taken a step
-_TOGETHER = "together"  # the momentum is of workers together
+_BEGUN = "begun"  # scalar that says that the optimizer has taken a step
+_TOGETHER = "together"  # scalar that says that the momentum comes from steps of all workers together
 
 
 class ServerRates(NamedTuple):
-    """The rates of one step: ``lr`` in place of the optimizer's own, a factor of the rate, a scale of the gradient."""
+    """The rates of one step.
+
+    Args:
+        lr: Learning rate in place of the optimizer's own. Default: None, the optimizer's own.
+        factor: Factor of the learning rate. Default: 1.
+        scale: Scale of the gradient. Default: 1.
+    """
 
     lr: float | None = None
     factor: float = 1.0
     scale: float = 1.0
 
     def of(self, own: float) -> float:
-        """Return the rate, for an optimizer with its ``own``."""
+        """Return the learning rate of the step for an optimizer whose ``own`` rate is this."""
         return (own if self.lr is None else self.lr) * self.factor
 
 
 class ShardSpan(NamedTuple):
-    """A piece of a shard in a step.
+    """A piece of a shard in one step.
 
     Args:
-        old: read.
-        new: overwritten, all of it.
-        gradient: fp32, bf16 or fp16.
-        reply: overwritten with what workers pull: the new weights, or what is ahead of them.
-        whole: number of elements of the shard.
+        old: Arrays before the step; only read.
+        new: Arrays after the step; overwritten completely.
+        gradient: Gradient in fp32, bf16 or fp16.
+        reply: Memory for the weights that workers pull, new or predicted ones; overwritten. None: no reply is wanted.
+        whole: Number of elements of the whole shard.
     """
 
     old: Bank
@@ -64,21 +70,23 @@ class ShardSpan(NamedTuple):
     whole: int
 
     def before(self, *names: str) -> list[Tensor]:
+        """Return these arrays as they are before the step."""
         return [self.old[name] for name in names]
 
     def after(self, *names: str) -> list[Tensor]:
+        """Return these arrays as the step fills them."""
         return [self.new[name] for name in names]
 
 
 class ServerOptimizer(ABC):
-    """An optimizer on pieces of a shard; used by several threads at once."""
+    """An optimizer that steps on pieces of a shard; several threads may use it at once."""
 
     fields: tuple[str, ...] = ()
-    """Names of state tensors, as large as the parameters; zeros before the first step."""
+    """Names of state tensors, each as large as the parameters, and zero before the first step."""
 
     @abstractmethod
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        """Fill the span's ``new``; return the new scalars, the same for every piece."""
+        """Fill the span's ``new`` arrays; return the new scalars, which are the same for every piece."""
 
 
 class Delta(ServerOptimizer):
@@ -119,9 +127,15 @@ class Sgd(ServerOptimizer):
 class DanaStep(ServerOptimizer):
     """SGD with a momentum for each worker, by `ops.server_dana_`; see `algorithms.staleness.Dana`.
 
-    The field ``momentum_buffer`` is the sum of all momenta; workers pull ``ahead``. For a step, banks also hold the
-    worker's own ``momentum``. The momentum of a step that workers take together has no owner, and is dropped with the
-    first step of one worker. Arguments are as of torch's SGD.
+    The field ``momentum_buffer`` is the sum of all workers' momenta, and workers pull the field ``ahead``. For a step
+    of one worker, the banks also hold that worker's ``momentum``. The momentum of a step that workers take together
+    belongs to no worker, and the first step of a single worker drops it.
+
+    Args:
+        lr: Learning rate, as in torch's SGD.
+        momentum: Momentum, as in torch's SGD.
+        weight_decay: Weight decay, as in torch's SGD.
+        maximize: Whether to maximize, as in torch's SGD.
     """
 
     lr: float
@@ -131,13 +145,14 @@ class DanaStep(ServerOptimizer):
     fields = ("momentum_buffer", "ahead")
 
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        rate = rates._replace(factor=1.0).of(self.lr)  # or what is ahead would be nearer after a late push
+        rate = rates._replace(factor=1.0).of(self.lr)  # else a late push would shorten the look ahead
         names = ("params", "momentum", "momentum_buffer")
         gradient = span.gradient
         mu = self.momentum
         if self.weight_decay or self.maximize:
             sign = -1.0 if self.maximize else 1.0
             gradient = torch.add(gradient.float() * sign, span.old["params"], alpha=self.weight_decay)
+        # A step that workers take together: no worker's momentum is in the banks.
         if "momentum" not in span.new:
             both = "params", "momentum_buffer"
             how = rate, mu, False, rates.scale, 0.0, span.whole
@@ -154,7 +169,15 @@ class DanaStep(ServerOptimizer):
         return {"reach": rate * mu}
 
     def without(self, old: Bank, new: Bank, momenta: Sequence[Tensor], scalars: Scalars) -> None:
-        """Fill ``new`` with ``old`` less these workers' momenta."""
+        """Fill ``new`` with ``old`` minus the momenta of workers that are gone.
+
+        Args:
+            old: The valid bank.
+            new: The bank to fill.
+            momenta: Momenta of the workers that are gone.
+            scalars: Scalars of the optimizer.
+        """
+        # `ahead` follows from the other arrays, and is computed last.
         for name in old.keys() - {"ahead"}:
             new[name].copy_(old[name])
         for momentum in momenta:
@@ -194,14 +217,15 @@ def make_optimizer(
     """Return an optimizer by name.
 
     Args:
-        name: of a class of torch.optim, or ``"delta"``: what workers push is added to the weights.
-        arguments: of its constructor, but for the parameters.
-        known: they were taken before. To ask torch's class takes it a second; one with a fused op is then not asked.
-        momentum_by_worker: each worker is to have its own. Default: no.
+        name: Name of a class of torch.optim, or ``"delta"``: pushes are added to the weights.
+        arguments: Arguments of the class's constructor, without the parameters.
+        known: Whether these arguments were accepted before. An optimizer with a fused op then skips the check by
+            torch's class, which takes a second. Default: False.
+        momentum_by_worker: Whether each worker has its own momentum. Default: False.
 
     Raises:
-        ValueError: there is none of this name, or it cannot be sharded, or has no momentum that workers could have.
-        TypeError, ValueError: it does not take these arguments.
+        ValueError: No optimizer has this name, or it cannot be sharded, or it has no momentum for each worker.
+        TypeError: The optimizer does not take these arguments.
 
     >>> make_optimizer("Adam", {"lr": 0.001}).fields
     ('exp_avg', 'exp_avg_sq')
@@ -238,7 +262,8 @@ def _dana(options: Mapping[str, Any]) -> DanaStep:
 
 
 def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
-    """Return the fused optimizer that is equal to torch's class with these options, if there is one."""
+    """Return the fused optimizer that equals torch's class with these options, or None."""
+    # The fused ops lack these options, and tensors as arguments.
     plain = not any(options.get(each) for each in ("amsgrad", "dampening"))
     if not plain or any(isinstance(value, Tensor) for value in options.values()):
         return None
@@ -252,12 +277,16 @@ def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
 
 
 def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
-    """Return the scalars of an optimizer that begins with this state: one with fields has taken a step."""
+    """Return the scalars of an optimizer that begins with this state; with fields, it has taken a step."""
     return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
 
 
 class _Torch(ServerOptimizer):
-    """A class of torch.optim; its state is found by trying it. ValueError: it cannot be sharded."""
+    """An optimizer of torch.optim, whose state is found by trying the optimizer on three numbers.
+
+    Raises:
+        ValueError: The optimizer cannot be sharded.
+    """
 
     def __init__(self, name: str, kind: type[Optimizer], arguments: Mapping[str, Any]) -> None:
         self._make: Callable[[Parameter], Optimizer] = lambda parameter: kind([parameter], **arguments)  # pyright: ignore
@@ -265,6 +294,7 @@ class _Torch(ServerOptimizer):
         self.defaults = dict(self._make(Parameter(start.clone())).defaults)
         try:
             state, together = self._try(start)
+            # An optimizer can be sharded if each element steps alone as it does beside the others.
             alone = torch.cat([self._try(start[i : i + 1])[1] for i in range(len(start))])
         except (RuntimeError, TypeError, ValueError) as error:
             raise ValueError(f"`optimizer={name!r}` cannot be sharded: {str(error).splitlines()[0]}") from error
@@ -283,17 +313,19 @@ class _Torch(ServerOptimizer):
     def _try(self, start: Tensor) -> tuple[dict[str, Any], Tensor]:
         parameter = Parameter(start.clone())
         optimizer = self._make(parameter)
+        # Three steps of different gradients, so that momenta and second moments take part in the comparison.
         for scale in (0.5, -2.0, 1.0):
             parameter.grad = start * scale
             optimizer.step()
         return optimizer.state[parameter], parameter.detach()
 
-    @torch.no_grad()  # of the thread that calls it
+    @torch.no_grad()  # torch's mode belongs to a thread, and pieces are stepped on several threads
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
         new = span.new
         for name, tensor in span.old.items():
+            # torch steps in place, and the old bank must stay as it is.
             new[name].copy_(tensor)
-        parameter = Parameter(new["params"])  # shares its memory
+        parameter = Parameter(new["params"])  # shares the memory, so that the step fills the bank
         parameter.grad = span.gradient.float() if rates.scale == 1 else span.gradient.float() * rates.scale
         optimizer = self._make(parameter)
         if rates.lr is not None or rates.factor != 1:
@@ -306,6 +338,7 @@ class _Torch(ServerOptimizer):
         optimizer.step()
         state = optimizer.state[parameter]
         for field in self.fields:
+            # Some classes replace their state tensors, while others write to them.
             if state[field] is not new[field]:
                 new[field].copy_(state[field])
         if span.reply is not None:

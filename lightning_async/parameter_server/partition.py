@@ -4,7 +4,7 @@
     server 0:  weight[0:3]                  bias[0:2]
     server 1:  weight[3:6]                             scale[0:1]
 
-It follows from shapes alone, so that all workers make the same plan.
+The partition depends on shapes alone, so that all workers make the same plan.
 """
 
 from __future__ import annotations
@@ -23,13 +23,20 @@ from torch import Tensor
 from lightning_async._checks import check_int
 
 TABLES = 8
-"""Most tables of a server: groups of parameters with settings of their own, each with a plan."""
-_BYTES = 4  # of an element on a server: fp32
+"""Largest number of tables of a server; each holds one group of parameters with settings of its own."""
+_BYTES = 4  # bytes of an element on a server: fp32
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of a key, by its number, and the offset of the first one in a server's shard."""
+    """Consecutive elements of a key in a server's shard.
+
+    Args:
+        key: Number of the key.
+        start: First element.
+        stop: Element after the last one.
+        offset: Place of the first element in the shard.
+    """
 
     key: int
     start: int
@@ -41,23 +48,25 @@ class Piece:
 class ServerPartition:
     r"""A division of keys among servers.
 
-    Keys of ``bigarray_bound`` elements or more are split evenly; the others go, the largest first, each to the server
-    that has the fewest elements. With :math:`l_s` elements on server :math:`s`, and the largest key that is whole of
-    :math:`k`,
+    Keys of ``bigarray_bound`` elements or more are split evenly among all servers. Each other key goes to the server
+    that has the fewest elements, the largest key first. With :math:`l_s` elements on server :math:`s`, and :math:`k`
+    elements in the largest key that is not split,
 
     .. math:: \max_s l_s - \min_s l_s \le \max(1, k)
 
     Args:
-        names: of the keys, in order.
-        shapes: of the keys.
-        num_servers: at least 1. Default: 1.
-        bigarray_bound: elements. Default: 1,000,000, as MXNet's ``MXNET_KVSTORE_BIGARRAY_BOUND``.
+        names: Names of the keys, in order.
+        shapes: Shapes of the keys.
+        num_servers: Number of servers, at least 1. Default: 1.
+        bigarray_bound: Number of elements from which a key is split. Default: 1,000,000, as MXNet's
+            ``MXNET_KVSTORE_BIGARRAY_BOUND``.
 
     Raises:
-        TypeError, ValueError: an argument is out of range.
+        TypeError: An argument has the wrong type.
+        ValueError: An argument is out of range.
 
     Source: the key-value store of MXNet, https://github.com/apache/mxnet (src/kvstore/kvstore_dist.h); Graham, "Bounds
-    on Multiprocessing Timing Anomalies", 1969, for the largest first.
+    on Multiprocessing Timing Anomalies", 1969, for the order of keys.
 
     >>> plan = ServerPartition(("weight", "bias", "scale"), ((2, 3), (2,), (1,)), num_servers=2, bigarray_bound=6)
     >>> plan.sizes
@@ -77,6 +86,7 @@ class ServerPartition:
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor], num_servers: int = 1, bigarray_bound: int = 1_000_000) -> ServerPartition:
+        """Return the partition of these tensors, by name."""
         shapes = tuple(tuple(tensor.shape) for tensor in named.values())
         return cls(tuple(named), shapes, num_servers, bigarray_bound)
 
@@ -84,6 +94,7 @@ class ServerPartition:
     def pieces(self) -> tuple[tuple[Piece, ...], ...]:
         """Pieces of each server, in the order of its shard."""
         servers = range(self.num_servers)
+        # Elements of each server so far, which the loops below keep balanced.
         load = [0] * self.num_servers
         found: list[list[tuple[int, int, int]]] = [[] for _ in servers]
         sizes = [math.prod(shape) for shape in self.shapes]
@@ -98,6 +109,7 @@ class ServerPartition:
                 for server, (start, stop) in enumerate(pairwise(ends)):
                     found[server].append((key, start, stop))
                     load[server] += stop - start
+        # The largest first, which bounds the imbalance; the number breaks ties, so that all workers agree.
         for key in sorted(range(len(sizes)), key=lambda key: (-sizes[key], key)):
             if 0 < sizes[key] < self.bigarray_bound:
                 server = min(servers, key=lambda server: (load[server], server))
@@ -116,11 +128,11 @@ class ServerPartition:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Elements of each server's shard."""
+        """Number of elements of each server's shard."""
         return tuple(sum(piece.stop - piece.start for piece in pieces) for pieces in self.pieces)
 
     def fingerprint(self) -> str:
-        """Return a text that is equal on all who have the same plan."""
+        """Return a text that is equal for all workers with the same plan."""
         return hashlib.sha256(json.dumps(self.plain()).encode()).hexdigest()[:16]
 
     def plain(self) -> dict[str, Any]:

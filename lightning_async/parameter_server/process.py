@@ -1,7 +1,8 @@
-"""Server processes, as their starter sees them.
+"""Server processes: starting them, ending them, and replacing one whose supervisor was killed.
 
-`ServerProcess` is one of them, `ServerStart` says how those of one training are started, and `Guard` replaces one whose
-supervisor was killed, and with it the memory: the next one listens under the same name, with the newest snapshot.
+`ServerProcess` is one server under its supervisor, and `ServerStart` holds the settings that the servers of one
+training share. `Guard` replaces a server whose supervisor was killed, and with it the server's memory. The new server
+listens under the same name, and begins with the newest snapshot.
 """
 
 from __future__ import annotations
@@ -28,31 +29,34 @@ from lightning_async.parameter_server.supervisor import DRAIN, END, STOP
 
 _log = logging.getLogger(__name__)
 _LOOK_S = 0.1
+# Longest wait until a server that ends has given its address back.
 _REPLACING_ENDS_S = 20.0
+# Longest wait until a server has ended, or has written its last snapshot.
 _ENDS_S = 10.0
+# Number of calls that wait while there is no server.
 _BACKLOG = 128
 
 
 class ServerProcess:
-    """A server on this host, under a supervisor that starts it again when it is killed, with all that it had.
+    """A server on this host, under a supervisor that starts the server again, with its memory, when it is killed.
 
-    It outlives its starter, as other workers still need it. It ends by `close` or `leave`, or once its starter is gone
-    and nobody has been connected for a while.
+    The server outlives the process that starts it, because other workers still need it. It ends by `close` or `leave`;
+    or once its starter is gone and no worker has been connected for a while.
 
     Args:
-        worker_rules: how it treats workers. Default: asynchronous.
-        linger_s: seconds that it waits for workers, once its starter is gone. Default: 30.
-        host: an address of this host for workers on others. Default: it serves this host only.
-        port: at that address. Default: a free one.
-        server: its number among the servers, for its snapshots. Default: 0.
-        name: by which this host's workers find it. Default: a secret one.
-        snapshots: folder of all servers' snapshots, a path or what fsspec knows; it begins with its newest one, and
-            ends with a last one. Default: none are taken.
-        snapshot_every: seconds between two. Default: 60.
+        worker_rules: Rules by which the server treats workers. Default: None, asynchronous.
+        linger_s: Seconds for which the server waits for workers once its starter is gone. Default: 30.
+        host: Address of this host for workers on other hosts. Default: None, the server serves this host only.
+        port: Port at that address. Default: 0, a free one.
+        server: Number of the server among the servers, for its snapshots. Default: 0.
+        name: Name by which workers of this host find the server. Default: None, a secret one.
+        snapshots: Folder of all servers' snapshots, as a path or as a URL of fsspec. The server begins with its newest
+            snapshot, and takes a last one when it ends. Default: None, the server takes no snapshots.
+        snapshot_every: Seconds between two snapshots. Default: 60.
 
     Raises:
         ValueError: ``snapshot_every`` is not above 0.
-        AsyncTrainingError: the system does not let it start, or the folder cannot be written to.
+        AsyncTrainingError: The system does not let the server start, or the folder cannot be written to.
     """
 
     def __init__(
@@ -67,9 +71,9 @@ class ServerProcess:
         }  # fmt: skip
         self._process: HelperProcess | None = None
         self.name = ""
-        """Argument of `ShmDial`."""
+        """Name of the server, for `ShmDial` on this host."""
         self.address: dict[str, Any] = {}
-        """Argument of `p2p_gloo.dial`, on any host; in JSON's terms."""
+        """Address of the server in JSON's terms, for `p2p_gloo.dial` on any host."""
         try:
             with contextlib.ExitStack() as opened:
                 self._start(opened, name, host, port)
@@ -78,7 +82,8 @@ class ServerProcess:
 
     def _start(self, opened: contextlib.ExitStack, name: str | None, host: str | None, port: int) -> None:
         if (folder := self._settings["snapshots"]) is not None:
-            Shelf(folder, self._settings["server"]).close()  # raises here where it cannot be written to
+            Shelf(folder, self._settings["server"]).close()  # raises here if the folder cannot be written to
+        # This process closes its copies below: supervisor and server keep the memory alive.
         memories = [os.memfd_create("lightning_async-server") for _ in range(TABLES)]
         for memory in memories:
             opened.callback(os.close, memory)
@@ -87,6 +92,7 @@ class ServerProcess:
         self.address = address_of(self.name)
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            # The starter binds the port, so that a port that is taken raises here, and not in another process.
             listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
             listeners.append(opened.enter_context(listener))
             self.address = address_of(self.name, host, listener.getsockname()[1])
@@ -98,13 +104,13 @@ class ServerProcess:
 
     @property
     def supervisor(self) -> int:
-        """The supervisor's process id."""
+        """Process id of the supervisor."""
         assert self._process is not None
         return self._process.popen.pid
 
     @property
     def pid(self) -> int | None:
-        """The server's process id; None while there is none."""
+        """Process id of the server; None while no server runs."""
         with contextlib.suppress(OSError):
             with open(f"/proc/{self.supervisor}/task/{self.supervisor}/children") as file:
                 children = file.read().split()
@@ -113,22 +119,22 @@ class ServerProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether the supervisor has been killed: all memory is gone with it."""
+        """Whether the supervisor has been killed; the server's memory is gone with it."""
         return self._process is not None and (self._process.popen.poll() or 0) < 0
 
     def tell_to_end(self) -> None:
-        """Tell the server to end, with a last snapshot where any are taken; `close` waits for it."""
+        """Tell the server to end, after a last snapshot if it takes snapshots; `close` waits for the end."""
         self._order(END if self._settings["snapshots"] else STOP)
 
     def close(self, drain_s: float = 0.0, snapshot_s: float = _ENDS_S) -> int:
         """End the server, and free its memory; idempotent.
 
         Args:
-            drain_s: seconds for which others may still be connected.
-            snapshot_s: seconds that it has for a last snapshot, where any are taken.
+            drain_s: Seconds for which other workers may still be connected.
+            snapshot_s: Seconds for a last snapshot, if the server takes snapshots.
 
         Returns:
-            0; 1 where it could not take its last snapshot, or has ended before, as it could not serve.
+            0; or 1 if the server could not take its last snapshot, or has failed before.
         """
         if (process := self._process) is None:
             return 0
@@ -142,17 +148,22 @@ class ServerProcess:
             status = 1
             self._order(STOP)
             if process.wait(_ENDS_S) is None:
-                process.popen.kill()  # the server sees that, and ends
+                process.popen.kill()  # the server notices this, and ends
                 process.wait()
         process.channel.close()
         self._process = None
         return int(status != 0)
 
     def leave(self, within_s: float = 1.0) -> None:
-        """Leave the server to others: it ends when nobody is connected; wait for that for ``within_s`` at most."""
+        """Leave the server to other processes: it ends when no worker is connected.
+
+        Args:
+            within_s: Longest wait for that end, in seconds.
+        """
         if (process := self._process) is None:
             return
         self._order(DRAIN)
+        # Still needed: from here on it ends by itself.
         if process.wait(within_s) is None:
             process.leave()
         process.channel.close()
@@ -165,20 +176,32 @@ class ServerProcess:
 
 
 class Shelving(NamedTuple):
-    """The folder of one training's snapshots, None where none are taken, and the seconds between two."""
+    """The folder of one training's snapshots.
+
+    Args:
+        folder: The folder. Default: None, servers take no snapshots.
+        every_s: Seconds between two snapshots. Default: 60.
+    """
 
     folder: str | None = None
     every_s: float = 60.0
 
 
 class ServerStart(NamedTuple):
-    """The arguments of `ServerProcess` that the servers of one training share."""
+    """The arguments of `ServerProcess` that the servers of one training share.
+
+    Args:
+        worker_rules: Rules by which servers treat workers.
+        host: Address of this host for workers on other hosts. Default: None, servers serve this host only.
+        shelving: Folder of snapshots. Default: servers take no snapshots.
+    """
 
     worker_rules: WorkerRules
     host: str | None = None
     shelving: Shelving = Shelving()
 
     def begin(self, server: int, port: int = 0, name: str | None = None) -> ServerProcess:
+        """Start the server of this number."""
         folder, every_s = self.shelving
         return ServerProcess(
             self.worker_rules, host=self.host, port=port, server=server, name=name, snapshots=folder,
@@ -191,16 +214,19 @@ class ServerStart(NamedTuple):
         """Start a server at the address of one that is gone, or about to end.
 
         Args:
-            is_over: whether no server is needed any more.
+            server: Number of the server.
+            address: Address of the server that is gone.
+            is_over: Returns whether no server is needed any more. Default: one is always needed.
 
         Raises:
-            AsyncTrainingError: the system does not let it start.
+            AsyncTrainingError: The system does not let the server start.
         """
         until = time.monotonic() + _REPLACING_ENDS_S
         while True:
             try:
                 return self.begin(server, address["port"] or 0, address["name"])
             except AsyncTrainingError as error:
+                # A server that is about to end may still hold the address: only then does another attempt help.
                 taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
                 if not taken or is_over() or time.monotonic() > until:
                     raise
@@ -208,16 +234,19 @@ class ServerStart(NamedTuple):
 
 
 class Guard:
-    """A thread that replaces each server of this rank whose supervisor is killed; not one that has ended by itself.
+    """A thread that replaces each server of this rank whose supervisor is killed.
+
+    The guard does not replace a server that has ended by itself.
 
     Args:
-        start: how servers are started.
-        own: servers by number; the guard changes it until it is closed.
+        start: Settings with which servers are started.
+        own: Servers by number; the guard changes this mapping until it is closed.
     """
 
     def __init__(self, start: ServerStart, own: dict[int, ServerProcess]) -> None:
         self._start = start
         self._own = own
+        # Closing one end wakes the thread, which waits for the other.
         self._woken, self._wakes = os.pipe()
         self._watched = {os.pidfd_open(process.supervisor): number for number, process in own.items()}
         self._closed = threading.Event()
@@ -225,7 +254,7 @@ class Guard:
         self._thread.start()
 
     def close(self) -> None:
-        """Start no more servers; idempotent."""
+        """Stop replacing servers; idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -244,10 +273,11 @@ class Guard:
         number = self._watched.pop(descriptor)
         os.close(descriptor)
         before = self._own[number]
+        # A server that ended by itself was told to, or could not serve.
         if not before.killed:
             return
         _log.warning(
-            "Server %d is lost with its memory: its supervisor was killed. Another one takes its place, with its "
+            "Server %d is lost with its memory: its supervisor was killed. Another server replaces it, with its "
             "newest snapshot that is whole. Snapshots are in %s.", number, self._start.shelving.folder,
         )  # fmt: skip
         before.close()

@@ -1,14 +1,22 @@
-"""A server: its answers to workers, with one thread for each worker, and one lock around the store.
+"""A server of one shard: it answers workers, with one thread for each worker and one lock around the store.
 
-    hello       who I am -> which life this is, what was applied of mine        initialise  the first weights
-    push        a gradient -> the version that it is in                         read        weights, or optimizer state
-    pull        -> weights of one version                                       leave       do not wait for me any more
-    rest        do not wait for me until others are beyond this sync point      forget      ... for these; from anybody
-    snapshot    write a snapshot now                                            hold        apply no push until I pull
+A worker may send these requests:
 
-A worker has a life: from its first hello on, over any number of connections, until another process comes under its
-name, or the others have stopped waiting for it. Pushes of one life are numbered from 1, without gaps, and applied in
-order; one that is repeated, as its answer was lost, is answered and not applied. So each is applied once, whoever dies.
+    hello       my name and my life -> my life, and my last push that was applied
+    initialise  the first weights; `bring` sends fields of the optimizer's state before
+    push        a gradient -> the version that contains it
+    pull        -> weights of one version
+    read        -> weights, or a field of the optimizer's state
+    rest        do not wait for me until a push comes from beyond this sync point
+    leave       do not wait for me any more
+    forget      do not wait for these workers any more; any process may send this
+    snapshot    write a snapshot now
+    hold        apply no push until I pull
+
+A life is the id of one process of a worker. It begins with the worker's first hello, and may use several connections.
+It ends when another process takes the worker's name, or when the server forgets the worker. Pushes of one life are
+numbered from 1, without gaps, and are applied in order. A worker repeats a push whose answer was lost; the server then
+answers, and does not apply the push again. Each push is therefore applied once, whichever process dies.
 """
 
 from __future__ import annotations
@@ -41,20 +49,24 @@ from lightning_async.parameter_server.consistency import (
 from lightning_async.parameter_server.snapshots import GONE, RequestError, Shelf, Snapshots, memory_for
 from lightning_async.parameter_server.store import Store, said
 
+# Seconds within which a new connection must send its first message.
 HELLO_S = 10.0
+# Longest wait between two checks for workers that are too late.
 _LOOK_S = 0.25
+# Wait between two checks while a hold keeps pushes back; a hold ends by time, which notifies nobody.
 _HELD_S = 0.02
 _OF_A_PUSH = ("lag", "dropped", "called")
-_IDLE = 0.1  # of `dead_after_s`: by how much a clock advances at most between two pushes, or two sweeps
+_IDLE = 0.1  # share of `dead_after_s` by which a clock advances at most between two pushes, or two sweeps
 
 
 class Server:
     """A server of one shard.
 
     Args:
-        store: its shard.
-        worker_rules: whom it waits for, and which pushes it takes.
-        shelf, every_s: see `Snapshots`. Default: none are taken.
+        store: Store that holds the shard.
+        worker_rules: Rules by which the server treats its workers.
+        shelf: Folder of the server's snapshots. Default: None, the server takes no snapshots.
+        every_s: Seconds between two snapshots. Default: infinity, a snapshot is taken when a worker asks.
     """
 
     def __init__(
@@ -72,10 +84,16 @@ class Server:
 
     @property
     def connected(self) -> int:
+        """Number of workers that have a connection."""
         return len(self._sessions.channels)
 
     def serve(self, channel: PeerChannel, first: tuple[dict[str, Any], int] | None = None) -> None:
-        """Answer one worker until it is gone; on a thread of its own. A ``first`` message was received already."""
+        """Answer one worker until its connection ends. Runs on a thread of its own.
+
+        Args:
+            channel: Connection to the worker; closed at the end.
+            first: Header and size of a first message that the caller has received already. Default: None.
+        """
         worker = None
         try:
             while True:
@@ -94,22 +112,23 @@ class Server:
                     reply = {"refused": refused.kind, "why": str(refused)}
                 channel.send(reply, length)
         except PeerLost:
-            pass  # its others go on; it comes back, or does not
+            pass  # the other workers continue; this one may connect again
         finally:
             channel.close()
             self._gone(worker, channel)
 
     def close(self) -> None:
+        """Break off all connections."""
         with self._changed:
             for channel in self._sessions.channels.values():
                 channel.break_off()
 
     def forget(self, names: Sequence[str]) -> None:
-        """Stop waiting for these workers: others know that they are lost."""
+        """Stop waiting for these workers, because other processes have found them dead."""
         with self._changed:
             self._evict(set(names) & self._store.known.keys())
 
-    # All below are called by the workers' threads
+    # The methods below run on the workers' threads.
 
     def _hello(self, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         if header.get("do") != "hello":
@@ -119,12 +138,14 @@ class Server:
         with self._changed:
             self._initialization.check_plan(worker, header["fingerprint"])
             try:
+                # The plan is checked first: a worker with another plan must not replace one that trains.
                 known = self._sessions.hello(worker, channel, header)
             except ValueError as error:
                 raise RequestError("full", str(error)) from error
             if known is None:
                 raise RequestError("evicted", f"worker {worker!r} {GONE}")
             self._cuts.release(worker)
+            # A new life: pushes that its predecessor has left in a round would count twice.
             if known["life"] != life:
                 self._rounds.drop(worker)
             self._changed.notify_all()
@@ -137,11 +158,13 @@ class Server:
             if self.snapshots is None:
                 raise RequestError("request", "the server takes no snapshots: it was given no folder for them.")
             try:
+                # Outside the lock: other workers are answered while the snapshot is written to disk.
                 self.snapshots.take()
             except OSError as error:
                 raise RequestError("request", f"the server cannot take a snapshot: {error}") from error
         with self._changed:
             self._check_current(worker, channel)
+            # Marked before the answer, which may take long: a worker that waits is not silent.
             self._sessions.record_request(worker, served=False)
             try:
                 return self._answer_now(worker, channel, header, size)
@@ -152,11 +175,12 @@ class Server:
         self, worker: str, channel: PeerChannel, header: Mapping[str, Any], size: int
     ) -> tuple[dict[str, Any], int]:
         do = header.get("do")
-        if do == "part":  # of a push to come, in the channel's memory
+        if do == "part":  # a part of the next push; it stays in the channel's memory
             return {}, 0
         if do in ("bring", "initialise"):
-            if header.get("anew"):  # what others compute is of weights that there are no more
+            if header.get("anew"):  # the other workers compute gradients at weights that are replaced now
                 self._evict(set(self._sessions.channels) - {worker})
+            # The memory is the worker's, and stays unchanged until this answer is sent.
             memory = channel.incoming[:size]
             if do == "bring":
                 self._initialization.bring(header["field"], memory)
@@ -198,9 +222,11 @@ class Server:
         number = header["number"]
         entry = self._store.known[worker]
         filled = None
+        # Any other number was either applied already (its answer was lost) or shows that a push is missing.
         if number == said(entry) + 1:
             self._until(worker, channel, lambda: self._allow({worker: number}))
             gradient = self._transfer.arrived(channel, header, size) if header["weight"] > 0.0 else None
+            # Asked after the wait above: the versions in step may have ended meanwhile.
             if in_step := self._in_step():
                 weight = header["weight"]
                 push = Push(number, weight, gradient, header["lr"], header["sync_point"], header["call"])
@@ -216,6 +242,7 @@ class Server:
                 "request", f"push {number} of worker {worker!r} came after {said(entry)}: one is missing."
             )
         self._changed.notify_all()
+        # Also for a repeated push: its worker may still be too far ahead.
         self._wait(worker, channel, number, header["sync_point"])
         entry = self._store.known[worker]
         reply = {**self._version(), "number": number, **{key: entry.get(key, False) for key in _OF_A_PUSH}}
@@ -224,7 +251,7 @@ class Server:
         return reply, self._transfer.give(worker, channel, header, filled == self._store.version)
 
     def _pull_at(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Answer with the weights at the worker's cut; with none, where its hold has ended."""
+        """Answer a pull with the weights at the worker's cut, or with none if the worker's hold has ended."""
         wanted = consistency.from_plain(header["cut"])
         self._cuts.wants(worker, wanted)
         self._changed.notify_all()
@@ -233,6 +260,7 @@ class Server:
             return not self._cuts.holds(worker) or not consistency.missing(wanted, self._store.known)
 
         self._until(worker, channel, there)
+        # A hold that has ended lets other pushes in: the weights may not be those of the cut, so none are sent.
         held = self._cuts.holds(worker)
         length = self._transfer.give(worker, channel, header) if held else 0
         self._cuts.release(worker)
@@ -243,24 +271,28 @@ class Server:
         return self._cuts.allow(pushes, self._store.known, self._sessions.channels)
 
     def _until(self, worker: str, channel: PeerChannel, there: Callable[[], bool]) -> None:
+        """Wait until ``there`` returns True, and forget workers that are late meanwhile."""
         while not there():
+            # The wait releases the lock, so the worker may have a newer connection, or none, afterwards.
             self._changed.wait(_HELD_S)
             self._check_current(worker, channel)
             if self._sessions.sweep() | self._rounds.complete(self._allow):
                 self._changed.notify_all()
 
     def _wait(self, worker: str, channel: PeerChannel, number: int, sync_point: int) -> None:
-        """Wait until no other worker is too far behind this one, or is evicted."""
+        """Wait until no other worker is too far behind this one, or evict those that stay too far behind."""
         since = time.monotonic()
         limit_s = self._worker_rules.dead_after_s
         while True:
             self._check_current(worker, channel)
             if self._sessions.sweep() | self._rounds.complete(self._allow):
                 self._changed.notify_all()
+            # Computed again in every turn: workers may have joined, left or pushed during the wait.
             blockers = awaited(self._worker_rules, self._store.known, self._rounds.waiting, worker, number, sync_point)
             if not blockers:
                 return
             late = time.monotonic() - since > limit_s
+            # Nobody can be evicted for workers that have never come.
             if late and blockers == {NOT_YET_JOINED}:
                 wanted = self._worker_rules.num_workers
                 come = f"{len(self._store.known)} of {wanted} workers have come within {limit_s:g} s"
@@ -288,12 +320,14 @@ class Server:
 
     def _gone(self, worker: str | None, channel: PeerChannel) -> None:
         with self._changed:
+            # A worker that has connected again has another channel: the end of this one then says nothing about it.
             if worker is not None and self._sessions.channels.get(worker) is channel:
                 self._sessions.away(worker)
                 self._changed.notify_all()
 
     def _evict(self, workers: set[str]) -> None:
         if workers:
+            # Workers that wait for the evicted ones have to look again, so they are notified below.
             self._sessions.forget(*workers)
             self._changed.notify_all()
 
@@ -301,11 +335,13 @@ class Server:
 class WorkerSessions:
     """The workers of one server: their lives, their connections, and how long each has been silent.
 
-    A worker whose connection ends is away until it says hello under its life. It is forgotten where it leaves, is
-    silent for too long, or does not come back; its own memory is freed then, and it is refused if it comes back later.
+    A worker whose connection has ended is away until it says hello again under its life. The server forgets a worker
+    that leaves, is silent for too long, or does not come back. It then frees the worker's memory, and refuses the
+    worker's life.
 
-    Silence is measured by others' work: that clock advances while others push, and little while nobody does, so that a
-    pause of all, as for a validation, is nobody's silence. The clock of being away advances while others ask.
+    Two clocks measure these times by the work of others, and each advances little while nobody works. Silence is
+    measured by a clock that advances while other workers push, so that a pause of all workers, such as a validation,
+    counts as silence of nobody. Absence is measured by a clock that advances while other workers send requests.
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules, now: Callable[[], float] = time.monotonic) -> None:
@@ -321,24 +357,30 @@ class WorkerSessions:
         self._away_since = dict.fromkeys(store.workers, 0.0)
 
     def hello(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Admit a worker; return its entry. None: it was forgotten, or another has come under its name.
+        """Admit a worker and return its entry, or None if the server refuses the worker's life.
+
+        A life is refused if the worker was forgotten, or if another process has taken its name.
 
         Args:
-            header: its ``life``, if it has one; its ``client``'s id; the ``incarnation`` of the store that it knows,
-                and the number of the push that it has ``said`` was applied: a restored store may not know these.
+            worker: Name of the worker.
+            channel: The worker's new connection; an earlier one is broken off.
+            header: The hello: the worker's ``life``, or None; its ``client`` id; the ``incarnation`` of the store that
+                it knows; and ``said``, the number of the last push that it knows was applied. A restored store may know
+                neither the life nor that push.
 
         Raises:
-            ValueError: there are too many workers.
+            ValueError: There are too many workers.
         """
         self.sweep()
         workers = self._store.workers
         life = header["life"]
         incarnation = header.get("incarnation")
         if life is not None and incarnation is not None and incarnation == self._store.record.get("replaced"):
-            return None  # what it computes at is no more: others have begun anew
+            return None  # the worker computes gradients at weights that others have replaced
         known = workers.pop(worker, None)
         restored = self._store.ready and incarnation not in (None, self._store.incarnation)
         if life is None or (restored and (known is None or known["life"] != life)):
+            # A worker that joins late begins at the slowest clock, or the others would wait for it to catch up.
             others = [entry["clock"] for entry in workers.values() if entry["live"]]
             known = {"life": self._store.record["lives"] + 1, "push": 0, "clock": min(others, default=0)}
         elif known is None and not self._store.ready:
@@ -351,6 +393,7 @@ class WorkerSessions:
             self._store.note(lost=self._store.record.get("lost", 0) + max(0, header["said"] - said(known)))
         self._store.remember({**workers, worker: entry})
         if (before := self.channels.get(worker)) is not None:
+            # The thread of the earlier connection may still wait for a message: this ends it.
             before.break_off()
         self.channels[worker] = channel
         self._away_since.pop(worker, None)
@@ -358,13 +401,19 @@ class WorkerSessions:
         return known
 
     def record_request(self, worker: str, served: bool = True) -> None:
-        """Note a worker's request, and that it was ``served``: it is not silent while it waits for the answer."""
+        """Note a worker's request.
+
+        Args:
+            worker: Name of the worker.
+            served: Whether the request has been answered. A worker that waits for an answer is never silent.
+        """
         if worker in self.channels:
             self._active_at[worker] = self._clock if served else math.inf
 
     def pushed(self, sync_point: int = 0) -> set[str]:
         """Note a push from beyond this sync point; return the live workers that have been silent for too long."""
         now = self._now()
+        # The minimum keeps a common pause of all workers from counting as silence.
         self._clock += min(now - self._pushed_at, _IDLE * self._worker_rules.dead_after_s)
         self._pushed_at = now
         late = {name for name in self.channels if self._clock - self._active_at[name] > self._worker_rules.dead_after_s}
@@ -373,6 +422,7 @@ class WorkerSessions:
     def sweep(self) -> bool:
         """Forget workers that have been away for too long; return whether there were any."""
         now = self._now()
+        # The minimum keeps a time in which no worker sends requests from counting in full.
         self._awake += min(now - self._swept_at, _IDLE * self._worker_rules.dead_after_s)
         self._swept_at = now
         limit_s = self._worker_rules.dead_after_s
@@ -382,7 +432,7 @@ class WorkerSessions:
         return bool(late)
 
     def away(self, worker: str) -> None:
-        """Note that a worker's connection has ended: it is not waited for, and may come back."""
+        """Note that a worker's connection has ended: nobody waits for the worker, and it may come back."""
         self._drop(worker)
         self._away_since[worker] = self._awake
         workers = self._store.workers
@@ -390,9 +440,9 @@ class WorkerSessions:
         self._store.remember(workers)
 
     def rest(self, worker: str, sync_point: int) -> None:
-        """Have no worker wait for this one until a push comes from beyond that sync point.
+        """Let no worker wait for this one until a push comes from beyond that sync point.
 
-        Where all rest at it they have the same weights, so their clocks are made equal.
+        When all workers rest at the sync point, they have the same weights, so the method makes their clocks equal.
         """
         workers = self._store.workers
         workers[worker]["rests"] = sync_point
@@ -402,12 +452,12 @@ class WorkerSessions:
         self._store.remember(workers)
 
     def leave(self, worker: str) -> None:
-        """Forget a worker that leaves, and is still to be answered."""
+        """Forget a worker that leaves; its connection stays open for the answer."""
         self._drop(worker)
         self.forget(worker)
 
     def forget(self, *names: str) -> None:
-        """Forget workers for good: they are refused under their lives; what they have pushed stays."""
+        """Forget workers for good: their lives are refused from now on; their pushes stay applied."""
         workers = self._store.workers
         lives = self._store.record["lives"]
         for name in names:
@@ -416,7 +466,7 @@ class WorkerSessions:
             self._away_since.pop(name, None)
             if self._store.ready and self._store.version > 0:
                 workers.pop(name, None)
-            elif name in workers:  # before the first update it is counted who has come
+            elif name in workers:  # the entry stays: before the first update the server counts workers that came
                 lives += 1
                 workers[name] = {"life": lives, "push": 0, "clock": 0, "live": False, "rests": -1, "client": ""}
         self._store.remember(workers)
@@ -427,7 +477,7 @@ class WorkerSessions:
 
 
 class TableInitialization:
-    """Initialization of a server by a worker: weights, optimizer, and its state."""
+    """The initialization of a server's shard by a worker: weights, optimizer, and the optimizer's state."""
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
         self._store = store
@@ -435,7 +485,7 @@ class TableInitialization:
         self._brought: dict[str, Tensor] = {}
 
     def check_plan(self, worker: str, fingerprint: str) -> None:
-        """Raise RequestError where a worker has another plan than the weights."""
+        """Raise RequestError if the worker's plan of shards differs from the plan of the weights."""
         if self._store.ready and fingerprint != (mine := self._store.contents["fingerprint"]):
             raise RequestError("settings", f"worker {worker!r} comes with plan {fingerprint}, the server has {mine}.")
 
@@ -444,7 +494,11 @@ class TableInitialization:
         self._brought[field] = memory.view(torch.float32).clone()
 
     def begin(self, header: Mapping[str, Any], memory: Tensor) -> None:
-        """Take these weights where there are none, or all begin ``anew``; check that the settings are the server's."""
+        """Take the worker's weights, or keep those that are there; raise RequestError if settings differ.
+
+        The server takes the weights if it has none, or if the header says ``anew``.
+        """
+        # Taken even if the server has weights already, to free the memory.
         state = {name: self._brought.pop(name, None) for name in header["fields"]}
         if header["anew"] or not self._store.ready:
             self._begin(header, memory.view(torch.float32), state)
@@ -477,7 +531,10 @@ class TableInitialization:
 
 
 class RequestTransfer:
-    """Transfer between a server's store and the memory of workers' channels, of which views are kept."""
+    """The transfer of arrays between a server's store and the memory of workers' channels.
+
+    Views of the channels' memory are kept from one request to the next.
+    """
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
         self._store = store
@@ -487,13 +544,14 @@ class RequestTransfer:
         self._targets: WeakKeyDictionary[PeerChannel, torch.Tensor] = WeakKeyDictionary()
 
     def arrived(self, channel: PeerChannel, header: Mapping[str, Any], size: int) -> Arrived:
-        """Return a push as it came; raise RequestError where it has another size."""
+        """Return a push as the channel received it; raise RequestError if its size is wrong."""
         size = header.get("size", size)
         numel = self._store.contents["numel"]
         before, arrived = self._arrived.get(channel, ((), None))
         if arrived is not None and before == (size, header["compression"], numel):
             return arrived
         try:
+            # Kept for the next push of the same size, which finds its views of the memory made.
             arrived = Arrived.of(channel.incoming[:size], header, numel)
         except (TypeError, ValueError) as error:
             raise RequestError("settings", f"{error}.") from error
@@ -501,7 +559,11 @@ class RequestTransfer:
         return arrived
 
     def apply(self, worker: str, channel: PeerChannel, gradient: Arrived, header: Mapping[str, Any]) -> int | None:
-        """Apply a push; return the version that is in the channel for the worker now, or None."""
+        """Apply a push to the store.
+
+        Returns:
+            The version that lies in the channel for the worker now, or None if the channel was not filled.
+        """
         if gradient.compression is not None and self._decoded.numel() != gradient.numel:
             self._decoded = torch.empty(gradient.numel)
         values = gradient.floats(self._decoded)
@@ -512,7 +574,17 @@ class RequestTransfer:
         return self._store.version if there else None
 
     def give(self, worker: str, channel: PeerChannel, header: Mapping[str, Any], there: bool = False) -> int:
-        """Put weights, or a field, into the channel, unless they are ``there``; return their bytes."""
+        """Put weights, or a field, into the channel for the worker.
+
+        Args:
+            worker: Name of the worker.
+            channel: Connection to the worker.
+            header: The request, with the ``field`` that it asks for.
+            there: Whether the channel holds the weights already.
+
+        Returns:
+            The number of bytes for the worker.
+        """
         target = self._target(channel)
         field = header.get("field")
         plain = field == "params"
@@ -522,7 +594,7 @@ class RequestTransfer:
         return target.nbytes if field is None or plain else self.read(channel, field)
 
     def read(self, channel: PeerChannel, field: str) -> int:
-        """Put a field into the channel and return its bytes; raise RequestError where there is none."""
+        """Put a field into the channel and return its bytes; raise RequestError if no field has this name."""
         fields = self.fields
         if field not in fields:
             raise RequestError("request", f"there is no {field!r}; there are {sorted(fields)}.")
@@ -531,6 +603,7 @@ class RequestTransfer:
 
     @property
     def fields(self) -> list[str]:
+        """Names of the fields that a worker can read."""
         return ["params", *self._store.state]
 
     def _target(self, channel: PeerChannel) -> torch.Tensor:
@@ -546,7 +619,7 @@ class RequestTransfer:
 
 @dataclass
 class Push:
-    """A push that waits, see `Client.push`; an empty one has no gradient, and weight 0."""
+    """A push that waits for its round, see `Client.push`; an empty one has no gradient, and weight 0."""
 
     number: int
     weight: float
@@ -557,7 +630,10 @@ class Push:
 
 
 class SyncRounds:
-    """Pushes that wait for those of all others, and become one update: their mean, weighted by samples."""
+    """Pushes of the mode ``"sync"``: each waits for those of all other workers, and their mean is one update.
+
+    The mean is weighted by samples.
+    """
 
     def __init__(self, store: Store, worker_rules: WorkerRules) -> None:
         self._store = store
@@ -567,6 +643,7 @@ class SyncRounds:
 
     @property
     def waiting(self) -> Collection[str]:
+        """Names of the workers whose pushes wait."""
         return self._waiting.keys()
 
     def put(self, worker: str, push: Push) -> None:
@@ -576,7 +653,14 @@ class SyncRounds:
         self._waiting.pop(worker, None)
 
     def complete(self, allow: Callable[[Mapping[str, int]], bool]) -> bool:
-        """Apply the pushes that wait, where they are of all live workers and ``allow`` returns True; return whether."""
+        """Apply the waiting pushes as one update, once all live workers have pushed.
+
+        Args:
+            allow: Returns whether pushes with these numbers, by worker, may be applied now; a hold may keep them back.
+
+        Returns:
+            Whether the pushes were applied.
+        """
         if not self._waiting:
             return False
         sync_point = max((push.sync_point for push in self._waiting.values()), default=0)

@@ -1,6 +1,7 @@
-"""The server's process: it answers workers until it is killed, gets an order to end, or has no worker left.
+"""The server's process: it answers workers until it is killed, is told to end, or has no worker left.
 
-`main` waits for calls and orders. `ServerTables` has a `Server` for each group of parameters.
+The main thread, in `main`, waits for connections and orders. `ServerTables` has a `Server` for each group of
+parameters.
 """
 
 from __future__ import annotations
@@ -29,27 +30,31 @@ from lightning_async.parameter_server.snapshots import RequestError, Shelf
 from lightning_async.parameter_server.store import Store
 from lightning_async.parameter_server.supervisor import DRAIN, END, UNSAVED
 
+# Exit code of a server that has found a fault in itself.
 _CRASHED = 70
+# Seconds between two checks whether any worker is still connected.
 _LOOK_S = 1.0
+# The same, once the server ends as soon as no worker is connected.
 _SOON_S = 0.02
 _MAX_THREADS = 8  # more do not make the memory faster
-_CALLERS = 64  # that have not sent their first message
+_CALLERS = 64  # largest number of connections that have sent no first message
+# Seconds after which a connection without a first message is closed.
 _GREETING_S = 20.0
 
 
 def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
-    """Serve, with the memory as the process before has left it.
+    """Serve, with the memory as an earlier server process has left it.
 
     Args:
-        life: a pipe: at its end this process ends; a byte is an order, see `supervisor`.
-        handed: descriptors of the `TABLES` memories, and of the sockets that workers dial.
-        settings: of `ServerProcess`; its ``address``; whether it is ``orphaned`` already.
+        life: Pipe to the supervisor: a byte is an order, see `supervisor`, and at its end this process ends.
+        handed: Descriptors of the memories, `TABLES` in number, and then of the sockets that workers dial.
+        settings: Settings of `ServerProcess`, the server's ``address``, and whether its starter is gone (``orphaned``).
     """
-    # Threads of torch's own would wait for each other at every operation, beside workers that take the cores.
+    # Workers use the cores, too: torch's own threads would wait for each other at every operation.
     threads = min(_MAX_THREADS, torch.get_num_threads())
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # where there are none left, Gloo ends the process
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # Gloo ends the process when descriptors run out
     memories = handed[:TABLES]
     listeners = handed[TABLES:]
     server = ServerTables(memories, WorkerRules(**settings["terms"]), threads, settings)
@@ -66,13 +71,14 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
         if life in ready:
             word = os.read(life, 1)
             if not word:
-                os._exit(0)  # its supervisor is gone, and the memory with it
+                os._exit(0)  # the supervisor is gone, and nothing would start this server again
             if word == END:
                 _end(server)
             orphaned = True
             linger_s = 0.0 if word == DRAIN else linger_s
         for each, of_listener in calls.items():
             of_listener.see_to(each in ready)
+        # Training is over: the server ends without an order, once no worker is connected.
         if server.over:
             orphaned = True
             linger_s = 0.0
@@ -92,12 +98,12 @@ def _end(server: ServerTables) -> None:
 
 
 class _Calls:
-    """The callers of one listening socket, each on a thread of its own; strangers among them do no harm.
+    """The callers of one listening socket, each answered on a thread of its own; strangers do no harm.
 
     Args:
-        server: that answers.
-        listener: for this host's processes, or for other hosts'.
-        about: the server, for callers that ask.
+        server: Tables of the server that answers.
+        listener: Socket for processes of this host, or for other hosts.
+        about: Description of the server, for callers that ask for it.
     """
 
     def __init__(self, server: ServerTables, listener: socket.socket, about: dict[str, Any]) -> None:
@@ -109,18 +115,19 @@ class _Calls:
         listener.setblocking(False)
 
     def see_to(self, ready: bool) -> None:
-        """Answer a caller, if ``ready``; close connections that have sent no first message for too long."""
+        """Answer a caller if one is ``ready``; close connections that have sent no first message for too long."""
         now = time.monotonic()
         for sock, since in list(self._greeting.items()):
             if now - since > _GREETING_S:
                 with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # wakes its thread
+                    sock.shutdown(socket.SHUT_RDWR)  # ends the wait of the connection's thread
         if not ready:
             return
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the caller is gone already
+        except OSError:  # the caller has hung up already
             return
+        # Strangers that connect and stay silent must not exhaust the threads.
         if len(self._greeting) >= _CALLERS:
             sock.close()
             return
@@ -134,7 +141,7 @@ class _Calls:
         except PeerLost as error:
             print(error, file=sys.stderr)
         except BaseException:
-            # A faulty server must not go on: the next one has the last whole version, and workers ask again.
+            # A faulty server must not continue: the next one has the last whole version, and workers ask again.
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(_CRASHED)
@@ -152,13 +159,13 @@ class _Calls:
 
 
 class ServerTables:
-    """The tables of one server: those that its memory holds, and others from when a worker first names them.
+    """The tables of one server: those that its memory holds, and others once a worker names them.
 
     Args:
-        memories: `TABLES` descriptors of anonymous files, one for each table, see `Store`.
-        worker_rules: how workers are treated.
-        threads: that work on a large shard.
-        settings: of `ServerProcess`, for snapshots.
+        memories: Descriptors of anonymous files, `TABLES` in number, one for each table, see `Store`.
+        worker_rules: Rules by which the server treats workers.
+        threads: Number of threads that work on a large shard.
+        settings: Settings of `ServerProcess`, for snapshots.
     """
 
     def __init__(
@@ -181,7 +188,7 @@ class ServerTables:
         return sum(server.connected for server in self._all)
 
     def serve(self, channel: PeerChannel) -> None:
-        """Answer one worker, for the table that it names, until it is gone; on a thread of its own."""
+        """Answer one worker, for the table that it names, until it is gone. Runs on a thread of its own."""
         try:
             header, size = channel.receive(HELLO_S)
             try:
@@ -206,7 +213,7 @@ class ServerTables:
         server.serve(channel, (header, size))
 
     def take_last(self) -> None:
-        """Take a last snapshot of each table, where any are taken; nothing is applied after it."""
+        """Take a last snapshot of each table, if the server takes snapshots; nothing is applied after it."""
         for server in self._all:
             if server.snapshots is not None:
                 server.snapshots.take(last=True)
@@ -216,6 +223,7 @@ class ServerTables:
         return list(self._servers.values())
 
     def _server(self, table: int) -> Server:
+        # Two workers may name a new table at the same time: it is made once.
         with self._making:
             if (found := self._servers.get(table)) is None:
                 found = self._servers[table] = self._make(table)
@@ -232,7 +240,7 @@ class ServerTables:
 
 
 def _check_first(header: Mapping[str, Any]) -> None:
-    """Raise RequestError where a first message is malformed, so that a stranger does no harm.
+    """Raise RequestError if a first message is malformed, so that a stranger does no harm.
 
     >>> _check_first({"do": "hello"})
     Traceback (most recent call last):

@@ -1,9 +1,9 @@
 """Arrays of a shard, in a file that outlives its server.
 
-    journal | params 0, params 1, momentum 0, momentum 1, ... | a worker's own: momentum 0, momentum 1, pulled, spare |
+    journal | params 0, params 1, momentum 0, momentum 1, ... | of each worker: momentum 0, momentum 1, pulled, spare |
 
-What is updated has two places: a writer fills the other one, and the journal says which one is valid. What each worker
-has of its own is mapped when it is first needed, and freed when the worker is gone for good.
+An array that updates change has two places: an update fills the invalid one, and the journal says which one is valid.
+The arrays of one worker are mapped when they are first needed, and freed when the worker is gone for good.
 """
 
 from __future__ import annotations
@@ -24,24 +24,29 @@ from lightning_async.engine._threads import share_out
 T = TypeVar("T")
 Arrays = dict[str, Tensor]
 WHOLE = slice(None)
-_PIECE = 1 << 19  # elements: they fit the cache, and the cost of a call is small beside theirs
-_LARGE = 1 << 21  # elements from which on a second thread is worth its start
+_PIECE = 1 << 19  # elements of a piece: small enough for the cache, large enough to outweigh the cost of a call
+_LARGE = 1 << 21  # elements from which a second thread is worth its start
 _SLOT = 1 << 16
 SIZE = 2 * _SLOT
-"""Bytes of memory that a journal takes."""
+"""Number of bytes of memory that a journal takes."""
 _HEAD = struct.Struct("<QI16s")
 ROOM = _SLOT - _HEAD.size
-"""Bytes of a record."""
+"""Largest number of bytes of a record."""
 
 
 class SharedArrays:
-    """Flat fp32 arrays of one size, in a file. OSError: there is no memory.
+    """Flat fp32 arrays of one size, in a file.
 
     Args:
-        shared: names of arrays in two places, see `banks`.
-        own: names of arrays of each worker, in two places.
-        kept: names of arrays of each worker, in one place.
-        threads: that work on large arrays.
+        descriptor: Descriptor of the file.
+        numel: Number of elements of each array.
+        shared: Names of arrays that all workers share, each in two places, see `banks`.
+        own: Names of arrays of each worker, each in two places.
+        kept: Names of arrays of each worker, each in one place.
+        threads: Number of threads that work on large arrays.
+
+    Raises:
+        OSError: There is no memory.
     """
 
     def __init__(
@@ -60,10 +65,17 @@ class SharedArrays:
         self._slots: dict[int, tuple[Arrays, Arrays]] = {}
         self._spares: dict[int, Arrays] = {}
         self.banks = self._pair(mapped(descriptor, SIZE, self._slots_at - SIZE), shared)
-        """The shared arrays, twice."""
+        """The shared arrays, twice: in the one place and in the other."""
 
     def slot(self, number: int) -> tuple[Arrays, Arrays]:
-        """Return a worker's own arrays, twice; those with one place are the same in both. OSError: no memory."""
+        """Return both banks of a worker's own arrays; arrays with one place are the same in both.
+
+        Args:
+            number: Number of the worker's slot.
+
+        Raises:
+            OSError: There is no memory.
+        """
         if number not in self._slots:
             size = self._slot_bytes - len(self._kept) * self._array_bytes
             memory = mapped(self._descriptor, self._slots_at + number * self._slot_bytes, size)
@@ -74,7 +86,14 @@ class SharedArrays:
         return self._slots[number]
 
     def spare(self, number: int) -> Arrays:
-        """Return the second place of arrays that have one in `slot`. OSError: no memory."""
+        """Return the second place of the arrays that have one place in `slot`.
+
+        Args:
+            number: Number of the worker's slot.
+
+        Raises:
+            OSError: There is no memory.
+        """
         if number not in self._spares:
             size = len(self._kept) * self._array_bytes
             memory = mapped(self._descriptor, self._slots_at + (number + 1) * self._slot_bytes - size, size)
@@ -82,25 +101,27 @@ class SharedArrays:
         return self._spares[number]
 
     def keep_only(self, slots: Collection[int]) -> None:
-        """Free the memory of all other slots."""
+        """Free the memory of all slots except these."""
         size = os.fstat(self._descriptor).st_size
         end = self._slots_at + (max(slots, default=-1) + 1) * self._slot_bytes
         for number in set(self._slots) - set(slots):
             del self._slots[number]
             self._spares.pop(number, None)
+        # Cut off the file behind the last slot in use; slots before it are freed one by one.
         if size > end:
             os.ftruncate(self._descriptor, end)
         for number in set(range(max(slots, default=0))) - set(slots):
             at = self._slots_at + number * self._slot_bytes
             with mmap.mmap(self._descriptor, self._slot_bytes, offset=at) as slot:
+                # Gives the pages back and keeps the file's length, which later slots need.
                 slot.madvise(mmap.MADV_REMOVE)
 
     def share_out(self, do: Callable[[slice], T]) -> list[T]:
-        """Call a function with each piece of an array; return the results, in no order."""
+        """Call a function with each piece of an array; return the results, in no particular order."""
         return share_out(do, self._pieces, self._threads)
 
     def copy(self, *pairs: tuple[Tensor, Tensor]) -> None:
-        """Copy pairs of target and source, of the arrays' size, in one pass."""
+        """Copy each pair of target and source, all of the arrays' size, in one pass."""
 
         def copy(here: slice) -> None:
             for target, source in pairs:
@@ -123,18 +144,18 @@ class SharedArrays:
 
 
 def piece_of(array: Tensor, here: slice) -> Tensor:
-    """Return a piece for `SharedArrays.share_out`; the only one is no view."""
+    """Return a piece of an array for `SharedArrays.share_out`; if there is only one piece, the array itself."""
     return array if here is WHOLE else array[here]
 
 
 class Journal:
     """A record that stays whole, whenever the process that writes it is killed.
 
-    There are two slots, written in turn, each with a number and a digest. The newest one with a valid digest is the
-    record: one that was being written when the process died is not, and the one before is untouched.
+    Two slots are written in turn, each with a number and a digest. The record is the newest slot with a valid digest. A
+    slot that was being written when the process died has no valid digest, and the other slot is untouched.
 
     Args:
-        memory: `SIZE` bytes, uint8; zeros, or as a journal has left them.
+        memory: Memory of `SIZE` bytes, uint8: zeros, or the contents that a journal has left.
 
     >>> import torch
     >>> memory = torch.zeros(SIZE, dtype=torch.uint8)
@@ -154,17 +175,18 @@ class Journal:
 
     @property
     def record(self) -> dict[str, Any] | None:
-        """The newest record; None: there is none."""
+        """The newest record; None if there is none."""
         return None if self._text is None else json.loads(self._text)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Write a record, which is valid from when this returns; raise ValueError where it is too long."""
+        """Write a record, which is valid once this returns; raise ValueError if it is too long."""
         text = self._texts.of(record).encode()
         if len(text) > ROOM:
             raise ValueError(f"a record of {len(text)} bytes does not fit into {ROOM}.")
         number = self._number + 1
         at = number % 2 * _SLOT
         self._memory[at + _HEAD.size : at + _HEAD.size + len(text)] = text
+        # The head is written last: without it, the slot has no valid digest.
         self._memory[at : at + _HEAD.size] = _HEAD.pack(number, len(text), _digest(number, text))
         self._number = number
         self._text = text
@@ -177,8 +199,11 @@ class Journal:
 
 
 class _Texts:
-    """Records in JSON. Entries that are the same object as before are not encoded again, nor are those of a mapping of
-    mappings, as workers have one; records are never changed in place."""
+    """An encoder of records in JSON that does not encode entries again which are the same object as before.
+
+    The same holds for the entries of a mapping of mappings, such as the workers' entries. Records must never be changed
+    in place.
+    """
 
     def __init__(self) -> None:
         self._last: Mapping[str, Any] = {}
@@ -223,8 +248,8 @@ def _digest(number: int, text: bytes) -> bytes:
 
 
 def mapped(descriptor: int, at: int, size: int) -> Tensor:
-    """Map a part of a file as uint8, with its memory reserved; raise OSError where there is none."""
+    """Map a part of a file as uint8, with its memory reserved; raise OSError if there is no memory."""
     if size == 0:
         return torch.empty(0, dtype=torch.uint8)
-    os.posix_fallocate(descriptor, at, size)  # an error here, where a write would be a signal
-    return torch.frombuffer(mmap.mmap(descriptor, size, offset=at), dtype=torch.uint8)  # holds the mapping
+    os.posix_fallocate(descriptor, at, size)  # without memory, this raises; a later write would kill the process
+    return torch.frombuffer(mmap.mmap(descriptor, size, offset=at), dtype=torch.uint8)  # keeps the mapping

@@ -1,9 +1,10 @@
-"""Snapshots of a server's shard on disk, for the loss of its host; a damaged one is passed over.
+"""Snapshots of a server's shard on disk, for the case that its host is lost; damaged snapshots are skipped.
 
-    server-2/00000007.bin    the weights, and each field of the optimizer's state, one behind the other
-    server-2/00000007.json   the record, with checksums of that file and of itself; written when that one is durable
+    server-2/00000007.bin    the weights, and each field of the optimizer's state, one after the other
+    server-2/00000007.json   the record, with checksums of that file and of itself; written once that file is durable
 
-A snapshot is there when its second file is. Two are kept. `Snapshots` takes them, and `Shelf` is their folder.
+A snapshot counts once its second file exists. The two newest are kept. `Snapshots` takes them, and `Shelf` is their
+folder.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from lightning_async.parameter_server.store import Store
 
 _FORMAT = 1
 _KEPT = 2
-_LOCK_S = 30.0  # a server that was killed lets go when the system has its memory back
+_LOCK_S = 30.0  # the lock of a server that was killed is free once the system has taken its memory back
 GONE = (
     "was taken for dead, or was started again elsewhere; or another training has begun anew with the same servers, or "
     "has a worker of the same name, as it may not in the modes sync and ssp."
@@ -36,11 +37,14 @@ GONE = (
 
 
 class Snapshots:
-    """The snapshots of one store, which begins with the newest one where it has no weights.
+    """The snapshots of one store; a store without weights begins with the newest one.
 
     Args:
-        lock: that the store is used under.
-        every_s: seconds between two, where anything has changed. Default: they are taken when a worker asks.
+        store: The store.
+        lock: Lock under which the store is used.
+        shelf: Folder of the snapshots.
+        every_s: Seconds between two snapshots, taken only if anything has changed. Default: infinity, a snapshot is
+            taken when a worker asks.
     """
 
     def __init__(self, store: Store, lock: Any, shelf: Shelf, every_s: float = math.inf) -> None:
@@ -52,17 +56,18 @@ class Snapshots:
         self._copies: dict[str, Tensor] = {}
         self._taken: Mapping[str, Any] = {}
         if (found := shelf.newest()) is not None:
+            # Only a server that has lost its memory needs the snapshot; a restarted one has newer weights.
             if restores := not store.ready:
                 store.restore(found.record, found.parts)
             self._taken = store.record if restores else found.record
 
     @property
     def version(self) -> int:
-        """The version that the shelf has in full, with those before; -1: none. Under the lock."""
+        """The version that the folder holds in full, with all earlier ones; -1 if none. Used under the lock."""
         if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
             return -1
         version = self._taken["version"]
-        # A push that waits in a buffer changes no version.
+        # A push that waits in a buffer changes no version, so a snapshot of this version may lack it.
         return version if version < self._store.version or self._has_all else version - 1
 
     @property
@@ -80,12 +85,17 @@ class Snapshots:
             threading.Thread(target=self._now_and_then, name="lightning_async snapshots", daemon=True).start()
 
     def take(self, last: bool = False) -> None:
-        """Write the present version; workers wait while it is copied. OSError: it cannot be written.
+        """Write the present version; workers wait while it is copied.
 
         Args:
-            last: keep the lock, so that nothing is applied after it.
+            last: Whether to keep the lock, so that nothing is applied afterwards.
+
+        Raises:
+            OSError: The snapshot cannot be written.
         """
+        # One snapshot at a time, because all use the same copies.
         with self._taking:
+            # Kept until the process ends.
             if last:
                 self._lock.acquire()
             with self._lock:
@@ -95,13 +105,16 @@ class Snapshots:
                 names = list(self._store.parts)
             while True:
                 if list(self._copies) != names:
-                    self._copies = {name: torch.zeros(numel) for name in names}  # kept: the next one costs no new pages
+                    # Kept for later snapshots, which need no new memory then.
+                    self._copies = {name: torch.zeros(numel) for name in names}
                 with self._lock:
                     record = dict(self._store.record)
                     names = list(self._store.parts)
+                    # A worker may have joined or left between the two locks: then the copies are made again.
                     if list(self._copies) == names:
                         self._store.copy_parts(self._copies)
                         break
+            # Without the lock: workers go on while the disk is written.
             self._shelf.put(Snapshot(record, self._copies))
             with self._lock:
                 self._taken = record
@@ -119,12 +132,13 @@ class Shelf:
     """The folder of one server's snapshots, locked for this server.
 
     Args:
-        folder: of all servers' snapshots; a path, or what fsspec knows.
-        server, table: their numbers.
+        folder: Folder of all servers' snapshots, as a path or as a URL of fsspec.
+        server: Number of the server.
+        table: Number of the table. Default: 0.
 
     Raises:
-        OSError: it cannot be written to.
-        AsyncTrainingError: another server has it.
+        OSError: The folder cannot be written to.
+        AsyncTrainingError: Another server has locked it.
     """
 
     def __init__(self, folder: str, server: int, table: int = 0) -> None:
@@ -132,28 +146,30 @@ class Shelf:
         self._folder = f"{root}/server-{server}" + (f"-table-{table}" if table else "")
         self._lock = _locked(self._files, f"{self._folder}/lock")
         self._number = max(self._numbers(".bin") + self._numbers(".json"), default=0)
+        # The server died between the two files.
         for torn in set(self._numbers(".bin")) - set(self._numbers(".json")):
             self._files.unlink(self._path(torn, ".bin"))
 
     def put(self, snapshot: Snapshot) -> None:
-        """Write a snapshot; it is durable when this returns. OSError: it cannot be written."""
+        """Write a snapshot, which is durable once this returns; raise OSError if it cannot be written."""
         number = self._number + 1
         try:
             self._write(number, snapshot)
         except OSError:
-            self._delete(number)  # a part of one would take the room that the next one needs
+            self._delete(number)  # an unfinished snapshot would take the room that the next one needs
             raise
         self._number = number
+        # Deleted only once the new one is durable.
         for old in [each for each in self._numbers(".json") if each <= number - _KEPT]:
             self._delete(old)
 
     def newest(self) -> Snapshot | None:
-        """Return the newest snapshot that is whole; print damaged ones, and pass over them."""
+        """Return the newest undamaged snapshot, or None; print a line for each damaged one."""
         for number in sorted(self._numbers(".json"), reverse=True):
             try:
                 return self._read(number)
             except (OSError, DamagedCheckpoint) as error:
-                print(f"A snapshot of a parameter server is passed over: {error}", file=sys.stderr)
+                print(f"A snapshot of a parameter server is skipped: {error}", file=sys.stderr)
         return None
 
     def close(self) -> None:
@@ -168,11 +184,12 @@ class Shelf:
         file = self._files.write(data, [memoryview(each).cast("B") for each in arrays])
         self._files.sync(self._folder)
         value = {"format": _FORMAT, "record": dict(snapshot.record), "parts": names, "file": asdict(file)}
+        # Written second, and only once the data is durable: this file makes the snapshot count.
         self._files.write(described, [seal(value)])
         self._files.sync(self._folder)
 
     def _delete(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # what cannot be deleted takes room, and does no other harm
+        with contextlib.suppress(OSError):  # a file that cannot be deleted takes room, and does no other harm
             self._files.unlink(self._path(number, ".json"))
             self._files.unlink(self._path(number, ".bin"))
 
@@ -220,7 +237,12 @@ def _locked(files: Files, path: str) -> Any:
 
 
 class RequestError(Exception):
-    """A request that a server refuses, with a kind and a text for the worker."""
+    """A request that a server refuses.
+
+    Args:
+        kind: Kind of the refusal, which selects the worker's exception.
+        why: Text for the worker.
+    """
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -229,6 +251,7 @@ class RequestError(Exception):
 
 @contextmanager
 def memory_for(worker: str, worker_rules: WorkerRules) -> Iterator[None]:
+    """Turn an OSError of the block into a RequestError that says which memory is missing."""
     try:
         yield
     except OSError as error:

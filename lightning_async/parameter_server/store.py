@@ -1,12 +1,12 @@
-"""A server's shard, in memory that outlives the server: weights, optimizer state, and which pushes were applied.
+"""A server's shard, in memory that outlives the server: weights, optimizer state, and the pushes that were applied.
 
-    journal: record of version 7, bank 1      bank 0: version 6, then what becomes of 7
-                                              bank 1: version 7, read
+    journal: record of version 7, bank 1      bank 0: version 6, to be overwritten by version 8
+                                              bank 1: version 7, which workers read
     an update: bank 1 --- gradient ---> bank 0, then one record: version 8, bank 0, the worker's push is applied
 
-A server that is killed in between leaves version 7 as it was; with the record, version 8 is there, and so is the note
-whose push it holds. So an update and its acknowledgement are whole or absent, together. `ShardArrays` holds the arrays
-and the record.
+A server that is killed before the record is written leaves version 7 as it was. Once the record is written, version 8
+is valid, and the same record says whose push it contains. So an update and its acknowledgement are both there, or
+neither. `ShardArrays` holds the arrays and the record.
 """
 
 from __future__ import annotations
@@ -39,28 +39,38 @@ from lightning_async.parameter_server.update import (
 
 _SINGLE = 32  # lags that a histogram counts one by one
 BOTH = 2
-"""Flag in ``bank``: both places of what a worker has pulled are in use."""
+"""Flag in ``bank``: both places for the worker's pulled weights are in use."""
 LOST_LIVES = 1 << 32
-"""Lives that may have been given after a snapshot, and must not be given again."""
-_WORKER_BYTES = 214  # of a worker's entry in the journal, beside its name
+"""Number of lives that a server may have given after a snapshot, and that must not be given again."""
+_WORKER_BYTES = 214  # size of a worker's entry in the journal, without its name
 _GROWTH_BYTES = 2048  # by which the rest of the record may grow
 
 Record = Mapping[str, Any]
-"""What a store remembers beside its arrays.
+"""The state that a store remembers in addition to its arrays.
 
-``workers`` holds for each name: its ``life``; its ``client``'s id; the last applied ``push``, with its ``lag``, whether
-it was ``dropped``, and whether all were ``called`` with it; its ``clock``; whether it is ``live``; the sync point that
-it ``rests`` at; its ``slot`` of memory, and the valid ``bank`` of that; after the loss of a server's memory, the number
-of the push that the worker had ``said`` was applied. ``lives`` is the highest life so far.
+``workers`` holds one entry for each name:
+
+- ``life`` and ``client``, the ids of its process;
+- ``push``, the number of its last applied push, with the ``lag`` of that push, whether it was ``dropped``, and whether
+  all workers were ``called`` with it;
+- ``clock``, the number of its pushes as other workers compare it;
+- ``live``, whether others wait for it, and ``rests``, the sync point at which it rests;
+- ``slot``, its place in memory, and ``bank``, the valid half of that place;
+- ``said``, after the loss of a server's memory, the number of the last push that the worker knew was applied.
+
+``lives`` is the highest life so far.
 """
 
 
 class Store:
-    """One server's shard.
+    """The shard of one server.
 
     Args:
-        descriptor: of an anonymous file, empty or as a store has left it; OSError where there is no memory.
-        threads: that work on a large shard. Default: 1.
+        descriptor: Descriptor of an anonymous file, empty or as a store has left it.
+        threads: Number of threads that work on a large shard. Default: 1.
+
+    Raises:
+        OSError: There is no memory.
     """
 
     def __init__(self, descriptor: int, threads: int = 1) -> None:
@@ -78,7 +88,7 @@ class Store:
 
     @property
     def version(self) -> int:
-        """Updates since the first weights."""
+        """Number of updates since the first weights."""
         return self._held.record["version"]
 
     @property
@@ -88,12 +98,12 @@ class Store:
 
     @property
     def params(self) -> Tensor:
-        """The weights of `version`; unchanged until the second update from now."""
+        """The weights of `version`; they stay unchanged until the second update from now."""
         return self._held.bank["params"]
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """The fields of optimizer and policy."""
+        """The fields of the optimizer and the policy."""
         return {name: tensor for name, tensor in self._held.bank.items() if name not in ("params", AHEAD, BUFFER)}
 
     @property
@@ -107,7 +117,7 @@ class Store:
 
     @property
     def incarnation(self) -> str:
-        """An id that changes where versions do not follow on those before, as in a store that was restored."""
+        """An id that changes when versions do not continue earlier ones, as in a store that was restored."""
         return self.record["incarnation"]
 
     @property
@@ -139,16 +149,20 @@ class Store:
         state: Mapping[str, Tensor] | None = None,
         scalars: Mapping[str, float] | None = None,
     ) -> None:
-        """Begin with these weights, version 0: fp32, flat.
+        """Begin with these weights, as version 0.
 
         Args:
-            optimizer, arguments: see `make_optimizer`.
-            fingerprint: of the plan.
-            policy: of staleness.
-            state, scalars: of the optimizer; momenta of workers' own begin anew.
+            params: The weights, fp32 and flat.
+            optimizer: Name of the optimizer, see `make_optimizer`.
+            arguments: Arguments of the optimizer.
+            fingerprint: Fingerprint of the plan of shards.
+            policy: Policy of staleness.
+            state: Fields of the optimizer's state. Default: None, the state is new.
+            scalars: Scalars of the optimizer's state. Default: None. Momenta of single workers always begin at zero.
 
         Raises:
-            ValueError: there are weights; or the optimizer is unknown, not for the policy, or has no such state.
+            ValueError: There are weights already; or the optimizer is unknown, does not fit the policy, or has no such
+                state.
         """
         self._check_empty()
         contents = {
@@ -160,6 +174,7 @@ class Store:
             "means": (0.0, 0) * 2, "lags": {"counts": {}, "dropped": 0}, "gathered": 0, "buffer": 0,
             "incarnation": secrets.token_hex(8),
         }  # fmt: skip
+        # All checks come before the commit: a refused initialization leaves the store without weights.
         self._map(record)
         if unknown := (state or {}).keys() - self._held.shard.banks[0].keys():
             raise ValueError(f"`optimizer={optimizer!r}` has no {sorted(unknown)} in its state.")
@@ -167,20 +182,22 @@ class Store:
         self._held.commit(record)
 
     def clear(self) -> None:
-        """Drop the weights; workers are remembered."""
+        """Drop the weights; the entries of workers stay."""
         self._optimizer = None
         self._held.clear()
 
     def restore(self, record: Mapping[str, Any], parts: Mapping[str, Tensor]) -> None:
-        """Go on with the `record` and the `parts` of a snapshot; raise ValueError where there are weights."""
+        """Continue with the `record` and the `parts` of a snapshot; raise ValueError if there are weights already."""
         self._check_empty()
         self._map(record, known=True)
         self._held.record = dict(record)
         for name, field in self.parts.items():
             field.copy_(parts[name])
+        # The first commit: a server that is killed before it restores the snapshot again.
         self.note(**restored(record))
 
     def note(self, **entries: Any) -> None:
+        """Write these entries into the record."""
         self._held.commit({**self.record, **entries})
 
     def push(
@@ -190,21 +207,23 @@ class Store:
         """Apply one worker's push, as the policy decides; return whether ``reply`` was filled.
 
         Args:
-            number: of the push.
-            gradient: fp32, bf16 or fp16, flat.
-            lag: updates since its worker has pulled.
-            lr: in place of the optimizer's own.
-            reply: memory of the shard's size; filled as by `pull` where that costs nothing.
-            spare: it was computed at what was pulled to the worker's spare place.
+            worker: Name of the worker.
+            number: Number of the push.
+            gradient: The gradient, flat, in fp32, bf16 or fp16.
+            lag: Number of updates since the worker has pulled.
+            lr: Learning rate in place of the optimizer's own. Default: None.
+            reply: Memory of the shard's size. It is filled as by `pull` if that costs nothing. Default: None.
+            spare: Whether the gradient was computed at weights in the worker's spare place.
 
         Raises:
-            OSError: there is no memory for what is kept of the worker.
+            OSError: There is no memory for the worker's own arrays.
         """
         policy = self._policy
         updates = self._updates()
         own = self._held.own(worker, spare)
-        if PULLED in own[0]:  # what is kept of a pull counts with it, and not before the push is there
+        if PULLED in own[0]:  # the copy of the pulled weights may change only once this push is committed
             reply = None
+        # Read after `own`, which may have given the worker a slot.
         bank = self.known[worker].get("bank", 0)
         before = self._held.before(own, bank & ~BOTH)
         weight = updates.weigh(before, gradient, lag)
@@ -218,6 +237,7 @@ class Store:
             scalars, means = updates.step(before._replace(means=means), gradient, weight, lr, reply=reply)
             changes.update(self._stepped(scalars), means=means, gathered=0)
         applied = {"lag": lag, "dropped": weight is None}
+        # A dropped push has filled no bank.
         if own_arrays(policy) and weight is not None:
             applied["bank"] = bank ^ 1
         workers = with_pushes(self.known, {worker: number}, applied)
@@ -225,18 +245,19 @@ class Store:
         return weight is not None and reply is not None
 
     def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
-        """Make the next version of a gradient that several workers have made together; return the version.
+        """Apply a gradient that several workers have made together; return the new version.
 
-        A gradient that is not finite changes nothing, and its pushes are counted.
+        A gradient that is not finite changes nothing, but its pushes are counted.
 
         Args:
-            gradient: as of `push`.
-            pushes: number of each worker's push.
-            lr: in place of the optimizer's own.
-            called: whether one of them has called all workers.
+            gradient: The gradient, see `push`.
+            pushes: Number of each worker's push.
+            lr: Learning rate in place of the optimizer's own. Default: None.
+            called: Whether one of the workers has called all workers.
         """
         updates = self._updates()
         changes = dict[str, Any]()
+        # Each worker's push counts in any case, so that all of them continue with the next number.
         if updates.is_finite(gradient):
             scalars, means = updates.step(self._held.before(), gradient, Weight(), lr, late=False)
             changes = {**self._stepped(scalars), "means": means}
@@ -245,25 +266,40 @@ class Store:
         return self.version
 
     def count(self, pushes: Mapping[str, int], called: bool = False) -> None:
+        """Count pushes that change no weights."""
         self.remember(with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called}))
 
     def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
-        """Copy what a worker computes its next gradient at, or the ``plain`` weights, to ``target``."""
+        """Copy the weights at which a worker computes its next gradient to ``target``.
+
+        Args:
+            worker: Name of the worker.
+            target: Memory of the shard's size.
+            spare: Whether to keep the worker's copy of these weights, if any, in its spare place.
+            plain: Whether to copy the weights themselves, even if workers compute gradients ahead of them.
+        """
         kept = self._held.own(worker, spare)[0].get(PULLED)
         seen = self.params if plain else self._held.visible
         self._held.shard.copy(*((each, seen) for each in (target, kept) if each is not None))
 
     def remember(self, workers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the workers' entries, and free the memory of those that are gone. ValueError: there are too many."""
+        """Replace the workers' entries, and free the memory of workers that are gone.
+
+        Raises:
+            ValueError: There are too many workers.
+        """
         if len(workers) > len(self.record["workers"]):
             check_room(self.record, workers)
         lives = max([self.record["lives"], *(entry["life"] for entry in workers.values())])
         record = {**self.record, "workers": {name: dict(entry) for name, entry in workers.items()}, "lives": lives}
         if not self.ready:
-            self._held.record = record  # it comes with the first weights: a server without has nothing to lose
+            # The journal begins with the first weights: a server without weights has nothing to lose.
+            self._held.record = record
             return
+        # Memory is freed only after the commit below: a server killed in between must find it.
         slots = slots_of(record)
         gone = {slot: bank for slot, bank in slots_of(self.record).items() if slot not in slots}
+        # The sum of all momenta must not keep the momentum of a worker whose memory is freed.
         if gone and isinstance(self._optimizer, DanaStep):
             momenta = [self._held.shard.slot(slot)[bank][MOMENTUM] for slot, bank in gone.items()]
             before = self._held.before()
@@ -274,7 +310,7 @@ class Store:
             self._held.free()
 
     def copy_(self, target: Tensor, field: str = "params") -> None:
-        """Copy `params`, or a field of the `state`."""
+        """Copy `params`, or a field of the `state`, to ``target``."""
         self._held.shard.copy((target, self._held.bank[field]))
 
     def copy_parts(self, targets: Mapping[str, Tensor]) -> None:
@@ -282,7 +318,7 @@ class Store:
         self._held.shard.copy(*((target, parts[name]) for name, target in targets.items()))
 
     def close(self) -> None:
-        """Free the memory; another process with the file keeps it."""
+        """Free the memory, unless another process has the file open, too."""
         self._optimizer = None
         self._held.close()
 
@@ -310,9 +346,10 @@ class Store:
 class ShardArrays:
     """The record and the arrays of one server.
 
-    What is updated has two places, and the record says which of them is valid. The weights that a worker has pulled
-    have one: they are written before the worker is answered, and a worker without an answer asks again before it
-    pushes. A worker that pulls while it computes a gradient at earlier weights has two, and says which one it means.
+    Each array that updates change has two places, and the record says which of them is valid. A copy of the weights
+    that a worker has pulled has one place: the server writes it before it answers, and a worker without an answer asks
+    again before it pushes. A worker that pulls while it computes a gradient at earlier weights has two places, and
+    names one in each request.
     """
 
     def __init__(self, descriptor: int, threads: int) -> None:
@@ -320,7 +357,7 @@ class ShardArrays:
         self._threads = threads
         self.journal = Journal(mapped(descriptor, 0, SIZE))
         self.record: dict[str, Any] = self.journal.record or {"workers": {}, "lives": 0}
-        """As in the journal; only in memory before there are weights."""
+        """The record as in the journal; it is in memory only before there are weights."""
         self._shard: SharedArrays | None = None
         self._own: tuple[str, ...] = ()
         self._kept: tuple[str, ...] = ()
@@ -337,11 +374,13 @@ class ShardArrays:
 
     @property
     def visible(self) -> Tensor:
+        """The weights that workers pull: those of the version, or those that the policy predicts."""
         bank = self.bank
         return bank[AHEAD if AHEAD in bank else "params"]
 
     @property
     def parts(self) -> dict[str, Tensor]:
+        """All arrays of the shard's size, by name; each name of an array of a worker contains the worker's slot."""
         parts = dict(self.before().old)
         for slot, bank in slots_of(self.record).items():
             parts |= {f"{name} {slot}": array for name, array in self.shard.slot(slot)[bank].items()}
@@ -350,14 +389,14 @@ class ShardArrays:
         return parts
 
     def map(self, numel: int, policy: StalenessPolicy, optimizer: ServerOptimizer) -> None:
-        """Map the arrays that these two need, as they are in the file."""
+        """Map the arrays that the policy and the optimizer need, with the contents of the file."""
         self._own = own_arrays(policy)
         self._kept = kept_arrays(policy)
         shared = shared_arrays(policy, optimizer)
         self._shard = SharedArrays(self._descriptor, numel, shared, self._own, self._kept, self._threads)
 
     def fill(self, params: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Fill the first shared bank: the weights, and fields of the optimizer's state; zeros for all others."""
+        """Fill the first shared bank with the weights and the fields of the optimizer's state; zero all others."""
         for name, field in self.shard.banks[0].items():
             if name in ("params", AHEAD):
                 field.copy_(params)
@@ -367,22 +406,28 @@ class ShardArrays:
                 field.zero_()
 
     def clear(self) -> None:
-        """Drop the weights, and all that is a worker's own."""
+        """Drop the weights, and the arrays of all workers."""
         own = ("slot", "bank")
         entries = self.record["workers"].items()
+        # New weights may need other arrays for each worker, so the places of the old ones are dropped.
         workers = {name: {key: entry[key] for key in entry if key not in own} for name, entry in entries}
         self.commit({"workers": workers, "lives": self.record["lives"]})
         self.shard.close()
         self._shard = None
 
     def commit(self, record: dict[str, Any]) -> None:
-        """Write the record; it is valid from when this returns, and not before."""
+        """Write the record, which becomes valid when this returns, and not before."""
         self.journal.write(record)
         self.record = record
 
     def before(self, own: tuple[Arrays, Arrays] = ({}, {}), bank: int = 0) -> StateBeforePush:
-        """Return what an update finds, with the arrays of its worker's `own` and their valid ``bank``."""
-        # Fields are in the banks with the first step: one that makes its own then has nothing to begin with.
+        """Return the state that an update finds.
+
+        Args:
+            own: Arrays of the worker, see `own`.
+            bank: The valid one of the two. Default: 0.
+        """
+        # The banks hold the optimizer's fields from the first step on; an optimizer of torch makes its own there.
         banks = self.shard.banks
         here = self.record["bank"]
         buffer = self.record["buffer"]
@@ -396,10 +441,14 @@ class ShardArrays:
         return StateBeforePush(old, new, scalars, means, self.record["gathered"])
 
     def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
-        """Return a worker's own arrays, twice; they stay until the worker is forgotten. OSError: there is no memory.
+        """Return both banks of a worker's own arrays, which stay until the worker is forgotten.
 
         Args:
-            spare: with the second place of what it has pulled, in place of the first one.
+            worker: Name of the worker.
+            spare: Whether to return the second place of the pulled weights in place of the first one.
+
+        Raises:
+            OSError: There is no memory.
         """
         if not (self._own or self._kept):
             return {}, {}
@@ -411,20 +460,23 @@ class ShardArrays:
             if MOMENTUM in first:
                 first[MOMENTUM].zero_()
             if PULLED in first:
+                # No copy of the worker's last pull was kept before it had a slot: the present weights stand in for it.
                 first[PULLED].copy_(self.visible)
             self.commit({**self.record, "workers": {**self.record["workers"], worker: entry}})
         old, new = self.shard.slot(entry["slot"])
         if not (spare and self._kept):
             return old, new
         other = self.shard.spare(entry["slot"])
+        # The flag is in the record, so that a restarted server knows of the second place.
         if not entry["bank"] & BOTH:
+            # The spare place begins as a copy of the first one.
             other[PULLED].copy_(old[PULLED])
             entry = {**entry, "bank": entry["bank"] | BOTH}
             self.commit({**self.record, "workers": {**self.record["workers"], worker: entry}})
         return {**old, **other}, {**new, **other}
 
     def free(self) -> None:
-        """Free the slots that no worker has."""
+        """Free the slots that belong to no worker."""
         self.shard.keep_only(slots_of(self.record))
 
     def close(self) -> None:
@@ -439,7 +491,7 @@ class ShardArrays:
 def counted(lags: Mapping[str, Any], lag: int, dropped: bool = False) -> dict[str, Any]:
     """Return the histogram with one more push; its keys are strings, as in JSON.
 
-    Small lags have a bin each, others share those by powers of two.
+    Small lags have a bin each; larger ones share a bin for each power of two.
 
     >>> counted(counted({"counts": {}, "dropped": 0}, 3), 40, dropped=True)
     {'counts': {'3': 1, '32': 1}, 'dropped': 1}
@@ -453,8 +505,9 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Summarise how late pushes were on several servers.
 
     Args:
-        lags: for each server, ``counts`` of pushes by lag (a key stands for all lags up to the next one) and the number
-            of ``dropped`` ones; where it takes snapshots, the ``durable`` version, and the number of ``lost`` pushes.
+        lags: For each server, ``counts`` of pushes by lag (a key stands for all lags up to the next key) and the number
+            of ``dropped`` pushes; if the server takes snapshots, the ``durable`` version and the number of ``lost``
+            pushes.
 
     >>> in_words([{"counts": {0: 1, 1: 3}, "dropped": 1}, {"counts": {0: 2, 1: 2}, "dropped": 0}])
     {'lag, in updates': '0: 38%, 1: 62%', 'dropped': '1'}
@@ -478,7 +531,8 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def restored(snapshot: Record) -> dict[str, Any]:
-    """Return what differs from a snapshot in a store that begins with it; ``restored`` grows each time."""
+    """Return the entries in which a restored store's record differs from its snapshot; ``restored`` grows each time."""
+    # The clock makes the number grow even if the same snapshot is restored twice.
     when = max(snapshot.get("restored", 0) + 1, int(time.time()))
     return {"incarnation": secrets.token_hex(8), "lives": snapshot["lives"] + LOST_LIVES, "restored": when}
 
@@ -486,7 +540,7 @@ def restored(snapshot: Record) -> dict[str, Any]:
 def with_pushes(
     workers: Mapping[str, Mapping[str, Any]], pushes: Mapping[str, int], changes: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the workers' entries once these pushes are applied; forgotten workers stay so.
+    """Return the workers' entries once these pushes are applied; forgotten workers stay forgotten.
 
     >>> with_pushes({"a": {"push": 1, "clock": 3}}, {"a": 2}, {"lag": 0})
     {'a': {'push': 2, 'clock': 4, 'lag': 0}}
@@ -500,7 +554,7 @@ def with_pushes(
 
 
 def said(entry: Mapping[str, Any]) -> int:
-    """Return the last push that is applied, or that the worker knows was applied before it was lost.
+    """Return the number of the worker's last push that is applied here, or was applied before a server lost its memory.
 
     >>> said({"push": 3}), said({"push": 3, "said": 5}), said({"push": 6, "said": 5})
     (3, 5, 6)
@@ -509,12 +563,12 @@ def said(entry: Mapping[str, Any]) -> int:
 
 
 def slots_of(record: Record) -> dict[int, int]:
-    """Return the workers' slots, and the valid bank of each."""
+    """Return the slots of all workers, with the valid bank of each."""
     return {entry["slot"]: entry["bank"] & ~BOTH for entry in record["workers"].values() if "slot" in entry}
 
 
 def check_room(record: Record, names: Mapping[str, Any]) -> None:
-    """Raise ValueError where these workers might not fit into the journal."""
+    """Raise ValueError if these workers might not fit into the journal."""
     rest = len(json.dumps({**record, "workers": {}}))
     if len(json.dumps([*names])) + _WORKER_BYTES * len(names) + rest + _GROWTH_BYTES > ROOM:
         raise ValueError(f"a server remembers {len(names) - 1} workers, and has no room for one more.")

@@ -1,11 +1,12 @@
-"""The process above a server: it starts the server again, and holds all that this must find again.
+"""The process above a server: it starts the server again, and holds open all that the next server needs.
 
-    starter ---- a socket: "stop", or its end ----> supervisor ---- a pipe: its end ----> server
-                                                    memory, listening sockets: open in all three
+    starter ---- a socket: orders, or its end ----> supervisor ---- a pipe: orders, or its end ----> server
+                                                    memory, listening sockets: open in both
 
-It does nothing that could fail: no torch, little memory. The server's memory is an anonymous file, which lives as long
-as a process has it open; the listening sockets take calls while there is no server, and the next one answers them.
-Orders are a byte each: from the starter to its supervisor, and from that to the server.
+The supervisor imports no torch and uses little memory, so that little can kill it. The server's memory is an anonymous
+file, which exists as long as a process has it open. The listening sockets accept connections while there is no server,
+and the next server answers them. An order is one byte, from the starter to the supervisor, and from there to the
+server.
 """
 
 from __future__ import annotations
@@ -23,33 +24,37 @@ from typing import Any
 from lightning_async._subprocess import bare_command
 
 STOP = b"s"
-"""End now."""
+"""Order to end now."""
 END = b"e"
-"""End, with a last snapshot where any are taken."""
+"""Order to end, after a last snapshot if the server takes snapshots."""
 DRAIN = b"d"
-"""`END` as soon as nobody is connected."""
+"""Order to end as `END` does, as soon as no worker is connected."""
 ORPHANED = b"o"
-"""The starter is gone: `END` once nobody has been connected for a while."""
+"""Order to end as `END` does, once no worker has been connected for a while, because the starter is gone."""
 UNSAVED = 74
-"""The exit code of a server that has ended by an order, without its last snapshot: another one would not help."""
+"""The exit code of a server that was told to end, and could not write its last snapshot. It is not started again."""
+# A server that ends within these seconds has died quickly.
 _QUICK_S = 20.0
-_QUICK_DEATHS = 5  # in a row: what kills a server so soon would kill the next one, too
+_QUICK_DEATHS = 5  # deaths in a row: the cause would kill the next server, too
 
 
 def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
-    """Keep a server running, until an order to stop, or its own end.
+    """Keep a server running, until an order to stop, or until the server ends by itself.
 
     Args:
-        control: a connected socket. A byte is an order; at its end the server ends when nobody is connected.
-        handed, settings: of `server_main.main`.
+        control: Descriptor of a connected socket. A byte is an order; at its end, the server ends once no worker is
+            connected.
+        handed: Descriptors for the server, see `server_main.main`.
+        settings: Settings of the server, see `server_main.main`.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # they are for the starter, which decides
+        signal.signal(number, signal.SIG_IGN)  # the starter gets them, too, and decides
     quick = 0
     with socket.socket(fileno=control) as orders:
         orphaned = False
         while True:
             began = time.monotonic()
+            # A new pipe for each server: its end tells the server that the supervisor is gone.
             life, ours = os.pipe()
             arguments = [life, handed, {**settings, "orphaned": orphaned}]
             server = subprocess.Popen(
@@ -69,13 +74,24 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
 
 
 def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, orphaned: bool) -> tuple[str, bool]:
-    """Wait until the server has ended; return the order that it has followed, and whether the starter is gone."""
+    """Wait until the server has ended.
+
+    Args:
+        server: The server's process.
+        orders: Socket of orders from the starter.
+        ours: This process's end of the pipe to the server.
+        orphaned: Whether the starter is gone already.
+
+    Returns:
+        The order that has ended the server (empty if none), and whether the starter is gone.
+    """
     death = os.pidfd_open(server.pid)
     stop = ""
     try:
         while True:
             poll = select.poll()
             poll.register(death, select.POLLIN)
+            # A closed socket is always readable, and would end every wait at once.
             if not orphaned:
                 poll.register(orders, select.POLLIN)
             ready = {found for found, _ in poll.poll()}
@@ -88,11 +104,11 @@ def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, or
                     stop = "ended"
                 elif word == STOP:
                     stop = "killed"
-                    server.kill()  # it is made for that
+                    server.kill()  # safe at any time: the memory stays whole
                 elif not word:
                     orphaned = True
                     word = ORPHANED
-                with contextlib.suppress(BrokenPipeError):  # it has ended
+                with contextlib.suppress(BrokenPipeError):  # the server has ended
                     os.write(ours, word)
             if death in ready:
                 server.wait()

@@ -1,6 +1,6 @@
-"""The tables of one worker: one for each group of parameters with settings of its own.
+"""The tables of one worker on its servers: one for each group of parameters with settings of its own.
 
-Functions describe a training's optimizers to servers, and move their state.
+Functions of this module describe the optimizers of a training to servers, and move the optimizers' state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,17 @@ from lightning_async.parameter_server.optimizers import make_optimizer
 from lightning_async.parameter_server.partition import TABLES
 from lightning_async.parameter_server.worker import Send, Worker
 
-_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # arguments that change no numbers
-_OF_SERVERS = {"begun", "reach"}  # scalars that torch does not know
+_IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}  # arguments that do not change results
+_OF_SERVERS = {"begun", "reach"}  # scalars of servers' optimizers that torch does not have
 
 
 class ParameterGroups:
-    """The tables of one worker, each with a `Worker`. Used by one thread at a time, but for `give_up`."""
+    """The tables of one worker, each with a `Worker`. Used by one thread at a time, except for `give_up`.
+
+    Args:
+        workers: One worker for each table.
+        totals: Totals of the requests. Default: new ones.
+    """
 
     def __init__(self, workers: Sequence[Worker], totals: PushTotals | None = None) -> None:
         self.workers = list(workers)
@@ -37,6 +42,7 @@ class ParameterGroups:
 
     @property
     def versions(self) -> tuple[int, ...]:
+        """Versions of the weights that were pulled last: of each table, for each server."""
         return tuple(version for worker in self.workers for version in worker.versions)
 
     @property
@@ -44,7 +50,10 @@ class ParameterGroups:
         return sum(worker.restored for worker in self.workers)
 
     def updates(self, groups: Sequence[ParameterGroup]) -> int:
-        """Return the steps of all optimizers in the weights that were pulled last; ``groups``: of each table.
+        """Return the number of steps of all optimizers in the weights that were pulled last.
+
+        Args:
+            groups: Group of parameters of each table.
 
         >>> from types import SimpleNamespace as Table
         >>> tables = ParameterGroups([Table(versions=(3, 2)), Table(versions=(3, 3)), Table(versions=(5,))])
@@ -54,6 +63,7 @@ class ParameterGroups:
         """
         most: dict[int, int] = {}
         for group, worker in zip(groups, self.workers, strict=True):
+            # An optimizer's groups step together, so they count once.
             most[group.optimizer] = max(most.get(group.optimizer, 0), *worker.versions)
         return sum(most.values())
 
@@ -63,10 +73,11 @@ class ParameterGroups:
 
     @property
     def pulled(self) -> bool:
-        """Whether the last request has brought weights."""
+        """Whether the last request has pulled weights."""
         return any(self.workers[table].pulled for table in self._asked)
 
     def take_(self) -> None:
+        """Write the pulled weights to the parameters of the tables that were asked last."""
         for table in self._asked:
             if self.workers[table].pulled:
                 self.workers[table].take_()
@@ -76,13 +87,14 @@ class ParameterGroups:
 
     @contextmanager
     def backward(self, send: Send | None) -> Iterator[None]:
-        """Run a backward pass, see `StreamingPush`; without ``send`` gradients are sent after it."""
+        """Run a backward pass that sends gradients, see `StreamingPush`; without ``send`` they go after the pass."""
         for worker in self.workers:
             worker.begin_gradients()
             if send is not None:
                 worker.ahead.begin(send)
         try:
             yield
+        # Parts that were sent must not be taken for the next pass's gradients.
         except BaseException:
             for worker in self.workers:
                 worker.ahead.give_up()
@@ -99,7 +111,7 @@ class ParameterGroups:
         return all(self.workers[table].is_finite for table in tables)
 
     def push(self, rates: Mapping[int, float | None], **how: Any) -> None:
-        """Push the gradients of these tables, with their learning rates."""
+        """Push the gradients of the tables in ``rates``, with these learning rates."""
         self._asked = list(rates)
         self._count([self.workers[table].push(lr=lr, **how) for table, lr in rates.items()], how["weight"] > 0.0)
 
@@ -112,10 +124,12 @@ class ParameterGroups:
         return any(worker.has_change for worker in self.workers)
 
     def push_change(self, **how: Any) -> None:
+        """Push the change of all tables' parameters, see `fill_change`."""
         self._asked = range(len(self.workers))
         self._count([worker.push_change(**how) for worker in self.workers], how["weight"] > 0.0)
 
     def meet(self) -> None:
+        """Pull the servers' weights of all tables, see `Worker.meet`."""
         self._asked = range(len(self.workers))
         for worker in self.workers:
             worker.meet()
@@ -130,7 +144,14 @@ class ParameterGroups:
         return [lags for worker in self.workers for lags in worker.client.lags()]
 
     def state(self, first: bool) -> dict[str, Any] | None:
-        """Return what a checkpoint keeps: the residual of compression; of the ``first`` worker the plans, too."""
+        """Return the state for a checkpoint, or None if there is none.
+
+        Args:
+            first: Whether this is the first worker, whose state also holds the plans.
+
+        Returns:
+            The residual of compression under ``carried_residual``, and the plans under ``plans``.
+        """
         state: dict[str, Any] = {}
         if residual := {name: each for worker in self.workers for name, each in worker.carried_residual().items()}:
             state["carried_residual"] = residual
@@ -148,12 +169,13 @@ class ParameterGroups:
             fill_state(optimizer, self.workers[table])
 
     def _count(self, answers: Sequence[ServerAnswer], filled: bool) -> None:
-        """Count the answers to a push, of all tables that were asked."""
+        """Add the answers of all tables that were asked to the totals."""
         self.called = any(answer.called for answer in answers)
         for table in self._asked:
             pushed, pulled = self.workers[table].traffic
             self._totals.moved(pushed * filled, pulled * self.workers[table].pulled)
         if filled:
+            # One lag for each push: the worst over tables and servers.
             self._totals.late(max(lag for answer in answers for lag in answer.lags))
 
     def give_up(self) -> None:
@@ -166,7 +188,14 @@ class ParameterGroups:
 
 
 class ParameterGroup(NamedTuple):
-    """A group of parameters with a table on servers: its numbers in the training, and `make_optimizer`'s arguments."""
+    """A group of parameters that has a table on servers.
+
+    Args:
+        optimizer: Number of the optimizer in the training.
+        group: Number of the group in the optimizer.
+        name: Name of the optimizer for `make_optimizer`.
+        arguments: Arguments of the optimizer for `make_optimizer`.
+    """
 
     optimizer: int
     group: int
@@ -175,10 +204,14 @@ class ParameterGroup(NamedTuple):
 
 
 def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGroup]:
-    """Return the names and arguments by which servers make the same optimizers; the rate comes with every push.
+    """Return names and arguments by which servers can make the same optimizers; learning rates come with every push.
+
+    Args:
+        owner: Name of the strategy, for messages.
+        optimizers: The optimizers of the training.
 
     Raises:
-        ValueError: servers cannot have one; the text begins with the ``owner``.
+        ValueError: Servers cannot have one of the optimizers.
 
     >>> described("Strategy", [torch.optim.Adagrad([torch.zeros(1)], lr=0.1)])[0].arguments
     {'eps': 1e-10, 'initial_accumulator_value': 0, 'lr': 0.1, 'lr_decay': 0, 'maximize': False, 'weight_decay': 0}
@@ -198,14 +231,14 @@ def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGrou
 def described_again(
     owner: str, optimizers: Sequence[Optimizer], before: Sequence[ParameterGroup]
 ) -> list[ParameterGroup]:
-    """Describe optimizers again, after they have loaded a checkpoint's settings; the first rates stay."""
+    """Describe optimizers again after they have loaded a checkpoint; the first learning rates stay."""
     found = described(owner, optimizers)
     rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
     return [now._replace(arguments={**now.arguments, **rate}) for now, rate in zip(found, rates, strict=True)]
 
 
 def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Sequence[int]) -> dict[int, float | None]:
-    """Return the learning rates of these tables for a push; raise ValueError where another setting has changed."""
+    """Return the learning rates of these tables for a push; raise ValueError if another setting has changed."""
     rates: dict[int, float | None] = {}
     for table in tables:
         now = optimizer.param_groups[groups[table].group]
@@ -222,7 +255,7 @@ def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Seq
 
 
 def refuse_groups(param_group: Mapping[str, Any]) -> None:
-    """Refuse a new group, in place of an optimizer's ``add_param_group``, while servers have its parameters."""
+    """Refuse a new group of parameters, in place of an optimizer's ``add_param_group`` during training."""
     raise ValueError(
         "`add_param_group` in training: parameter servers have those parameters that optimizers have as training "
         "begins. Give the optimizer all of them then, frozen ones, too (`requires_grad_(False)`)."
@@ -232,6 +265,7 @@ def refuse_groups(param_group: Mapping[str, Any]) -> None:
 def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup]:
     kind = type(optimizer)
     name = kind.__name__
+    # Servers make the optimizer by its name in torch.optim, and a subclass may share that name.
     if getattr(torch.optim, name, None) is not kind:
         raise ValueError(
             f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim, and servers run no code of others. "
@@ -242,6 +276,7 @@ def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup
     for i, group in enumerate(optimizer.param_groups):
         arguments = {key: _plain(group[key]) for key in sorted(known & group.keys())}
         try:
+            # Arguments travel as JSON.
             json.dumps(arguments)
         except TypeError as error:
             raise ValueError(f"{name}'s arguments cannot be sent to servers ({error}). {rest}") from error
@@ -254,7 +289,7 @@ def _groups(number: int, optimizer: Optimizer, rest: str) -> list[ParameterGroup
 
 
 def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str, nn.Parameter]:
-    """Return the groups' parameters by name, in the module's order. ValueError: some are not the module's."""
+    """Return the groups' parameters by name, in the module's order; raise ValueError if some are not the module's."""
     theirs = {id(p) for group in groups for p in group["params"]}
     found = {name: p for name, p in module.named_parameters() if id(p) in theirs}
     if len(found) < len(theirs):
@@ -266,7 +301,7 @@ def keys_of(module: nn.Module, groups: Sequence[Mapping[str, Any]]) -> dict[str,
 
 
 def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, list[Tensor | None]], dict[str, float]]:
-    """Return an optimizer's state for servers: for each field a tensor for each parameter, and scalars."""
+    """Return an optimizer's state for servers: fields, with one tensor for each parameter, and scalars."""
     states = [optimizer.state.get(p, {}) for p in params]
     fields: dict[str, list[Tensor | None]] = {}
     scalars: dict[str, float] = {}
@@ -281,14 +316,15 @@ def state_of(optimizer: Optimizer, params: Sequence[Tensor]) -> tuple[dict[str, 
 
 
 def fill_state(optimizer: Optimizer, worker: Worker) -> None:
-    """Put the state of the servers' optimizer, for a worker's parameters, where torch has its own."""
+    """Copy the servers' optimizer state of a worker's parameters into torch's optimizer."""
     reply, _ = worker.read("params")
+    # Before the first step, torch's optimizers have no state either.
     begun = reply["version"] or reply["scalars"]
     scalars = {key: torch.tensor(float(value)) for key, value in reply["scalars"].items() if key not in _OF_SERVERS}
     fields = {name: worker.read(name)[1] for name in reply["fields"] if name != "params"} if begun else {}
     for number, p in enumerate(worker.params):
         found = {name: tensors[number].to(p.device) for name, tensors in fields.items()}
-        if p.is_complex():  # servers have both parts, torch has complex state
+        if p.is_complex():  # servers hold pairs of real numbers, torch's state is complex
             found = {name: torch.view_as_complex(tensor) for name, tensor in found.items()}
         if found or scalars:
             optimizer.state[p] = {**{key: value.clone() for key, value in scalars.items()}, **found}

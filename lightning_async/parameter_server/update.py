@@ -1,10 +1,12 @@
-"""The steps of a push on a server, as its policy of staleness asks for them.
+"""The steps by which a server applies a push, as its policy of staleness asks for them.
 
-measured     how far the weights have moved since its worker pulled them; the gradient's norm
-weighed      by the policy, which may also drop it
-corrected    the gradient, in a copy of a piece
-gathered     in a buffer, until there are as many pushes as the policy wants
-stepped      from one bank to the other; then what workers pull, where that is not the weights themselves
+    measure    how far the weights have moved since the worker pulled them, and the gradient's norm
+    weigh      the policy gives the push a weight, or drops it
+    correct    the policy changes the gradient, in a copy of each piece
+    gather     add the push to a buffer, until it holds as many pushes as the policy wants
+    step       fill one bank from the other; then the weights that workers pull, where they differ
+
+`ShardUpdates` does all of them, on a shard's pieces.
 """
 
 from __future__ import annotations
@@ -30,11 +32,18 @@ MOMENTUM = "momentum"
 PULLED = "pulled"
 
 Pieces = Callable[[Callable[[slice], Any]], list[Any]]
-"""Calls a function with each piece of a shard; returns the results, in no order."""
+"""A function that calls its argument with each piece of a shard; it returns the results, in no particular order."""
 
 
 class Means(NamedTuple):
-    """Running means of a shard: norm of a ``step`` over the last ``steps``, ``lag`` over the last ``pushes``."""
+    """Running means of a shard.
+
+    Args:
+        step: Mean norm of an update.
+        steps: Number of updates so far.
+        lag: Mean lag of a push.
+        pushes: Number of pushes so far.
+    """
 
     step: float = 0.0
     steps: int = 0
@@ -42,18 +51,26 @@ class Means(NamedTuple):
     pushes: int = 0
 
     def with_step(self, norm: float, decay: float) -> Means:
-        """Count one more update: the mean is a plain one at first."""
+        """Return the means with one more update; the first updates weigh equally."""
         part = max(1 - decay, 1 / (self.steps + 1))
         return self._replace(step=self.step + (norm - self.step) * part, steps=self.steps + 1)
 
     def with_lag(self, lag: int, decay: float) -> Means:
+        """Return the means with one more push; the first pushes weigh equally."""
         part = max(1 - decay, 1 / (self.pushes + 1))
         return self._replace(lag=self.lag + (lag - self.lag) * part, pushes=self.pushes + 1)
 
 
 class StateBeforePush(NamedTuple):
-    """The state that a push finds: the valid bank and the one to be filled, both with the worker's own arrays; scalars
-    of the optimizer; means of the shard; number of pushes in the buffer."""
+    """The state of a shard before a push.
+
+    Args:
+        old: The valid bank, with the worker's own arrays.
+        new: The bank to fill, with the worker's own arrays.
+        scalars: Scalars of the optimizer.
+        means: Running means of the shard.
+        gathered: Number of pushes in the buffer.
+    """
 
     old: Bank
     new: Bank
@@ -64,15 +81,25 @@ class StateBeforePush(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardUpdates:
+    """The updates of one shard.
+
+    Args:
+        policy: Policy of staleness.
+        optimizer: Optimizer of the server.
+        pieces: Calls a function with each piece of the shard.
+    """
+
     policy: StalenessPolicy
     optimizer: ServerOptimizer
     pieces: Pieces
 
     def is_finite(self, gradient: Tensor) -> bool:
+        """Return whether all elements of the gradient are finite."""
         return all(self.pieces(lambda here: ops.all_finite(piece_of(gradient, here))))
 
     def weigh(self, before: StateBeforePush, gradient: Tensor, lag: int) -> Weight | None:
-        """Return the weight of a push; None where it is dropped, as it is too late, or not finite."""
+        """Return the weight of a push, or None if it is dropped: it is too late, or not finite."""
+        # Checked first, so that one bad push of a worker cannot spoil the shard.
         if not self.is_finite(gradient):
             return None
         measures = self.policy.measures
@@ -93,6 +120,7 @@ class ShardUpdates:
 
         def add(here: slice) -> None:
             into = piece_of(new[BUFFER], here)
+            # The old buffer stays as it is until the record is written.
             into.copy_(piece_of(old[BUFFER], here)) if before.gathered else into.zero_()
             _accumulate_(into, self._adjusted(before, gradient, here), weight.rate * weight.gradient)
 
@@ -110,17 +138,20 @@ class ShardUpdates:
         """Fill the new bank; return the optimizer's scalars, and the means.
 
         Args:
-            gradient: fp32, bf16 or fp16.
-            weight: of `weigh`.
-            lr: in place of the optimizer's own.
-            late: whether the policy applies: not for a gradient that several workers have made together.
-            reply: filled with what workers pull.
+            before: State before the push.
+            gradient: Gradient in fp32, bf16 or fp16.
+            weight: Weight of the push, see `weigh`.
+            lr: Learning rate in place of the optimizer's own, or None.
+            late: Whether the policy applies. It does not for a gradient that several workers have made together.
+            reply: Memory to fill with the weights that workers pull. Default: None.
         """
         policy = self.policy
         old = before.old
         new = before.new
+        # In a buffer, each push has its own weight already.
         rates = ServerRates(lr) if policy.buffer_size > 1 else ServerRates(lr, weight.rate, weight.gradient)
         names = ("params", *self.optimizer.fields, *(own_arrays(policy) if late else ()))
+        # This push is the last one of the buffer.
         count = before.gathered + 1
         whole = gradient.numel()
 
@@ -138,6 +169,7 @@ class ShardUpdates:
             span = ShardSpan(was, now, piece, None if policy.predicts else shown, whole)
             scalars = self.optimizer.step(span, dict(before.scalars), rates)
             length = _square(now["params"] - was["params"]) if "moved" in policy.measures else 0.0
+            # Workers of such a policy pull predicted weights, in place of the new ones.
             if policy.predicts:
                 ahead = piece_of(new[AHEAD], here).copy_(was["params"])
                 policy.look_ahead_(ahead, now["params"], before.means.lag)
@@ -156,6 +188,7 @@ class ShardUpdates:
         piece = piece_of(gradient, here)
         if not policy.adjusts:
             return piece
+        # A copy: the worker repeats the push from the same memory if its server dies.
         own = piece.float() if piece.dtype != torch.float32 else piece.clone()
         moved = piece_of(before.old["params"], here) - piece_of(before.old[PULLED], here)
         state = {
@@ -166,19 +199,19 @@ class ShardUpdates:
 
 
 def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[str, ...]:
-    """Return the names of a shard's arrays that updates change together."""
+    """Return the names of the arrays that belong to all workers, each in two places."""
     ahead = (AHEAD,) if policy.predicts else ()
     buffer = (BUFFER,) if policy.buffer_size > 1 else ()
     return ("params", *optimizer.fields, *policy.fields, *ahead, *buffer)
 
 
 def own_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Return the names of the arrays that updates change for each worker."""
+    """Return the names of the arrays of each worker that updates change."""
     return (MOMENTUM,) if policy.momentum_by_worker else ()
 
 
 def kept_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Return the names of the arrays that are kept of each worker's last pull."""
+    """Return the names of the arrays of each worker that hold its last pull."""
     return (PULLED,) if policy.adjusts or "moved" in policy.measures else ()
 
 
@@ -191,5 +224,5 @@ def _square(piece: Tensor) -> float:
 
 
 def _norm(squares: list[float]) -> float:
-    """Return the norm of all pieces; equal in whatever order they come."""
+    """Return the norm from the sums of squares of all pieces; the order of the pieces does not change it."""
     return math.sqrt(math.fsum(squares)) if all(map(math.isfinite, squares)) else math.nan

@@ -1,8 +1,8 @@
-"""A worker's model as a table of its servers: gradients or changes go to them, weights come back.
+"""A worker's model as a table on its servers: gradients or changes go to the servers, and weights come back.
 
-With a `StreamingPush` gradients leave while the backward pass still makes others: parts are sent to servers that share
-no memory, which keep them, and the push at the step sends the rest, and what has changed since. `ExternalWrites` finds
-what others write to parameters.
+With a `StreamingPush` gradients leave while the backward pass still computes others. Parts go ahead to servers that
+share no memory with the worker; the push at the step sends the rest, and parts that have changed since.
+`ExternalWrites` finds writes to parameters by other code than the optimizer.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from lightning_async.parameter_server.client import Client, ServerAnswer
 from lightning_async.parameter_server.partition import ServerPartition
 
 Send = Callable[[Callable[[], Any]], Any]
-"""Runs a function on another thread, in order."""
+"""A function that runs its argument on another thread, in order."""
 Parts = list[tuple[slice, Tensor]]
-"""Slices of a parameter, and the parts of shards that hold them."""
+"""Slices of a parameter, each with the part of a shard that holds it."""
 
 
 class Worker:
-    """The model of one worker, as a table of its servers. Used by one thread at a time, but for `give_up`.
+    """The model of one worker, as a table on its servers. Used by one thread at a time.
 
     Args:
-        named: the parameters, on any device, of any floating-point type of 32 bits or fewer.
-        plan: see `plan_of`.
-        client: of servers with this plan; closed with the worker.
+        named: The parameters by name, on any device, of any floating-point type of at most 32 bits.
+        plan: Partition of the parameters among servers, see `plan_of`.
+        client: Client of servers with this plan; closed with the worker.
     """
 
     def __init__(self, named: Mapping[str, Tensor], plan: ServerPartition, client: Client) -> None:
@@ -43,15 +43,16 @@ class Worker:
         self.ahead = StreamingPush(self.params, plan, self.client, self._put_gradients)
         self._written = ExternalWrites(list(named), self.params)
         self.versions: tuple[int, ...] = (0,) * plan.num_servers
-        """Versions of the weights that were pulled last."""
+        """Versions of the weights that were pulled last, one for each server."""
         self.restored = 0
-        """`ServerAnswer.restored` of these versions."""
+        """`ServerAnswer.restored` of the weights that were pulled last."""
         self._laid_out: dict[str, tuple[list[int], list[Parts]]] = {}
         self.pulled = False
-        """Whether the last request has brought weights."""
-        self._taken: tuple[int, ...] | None = None  # versions: in the parameters,
-        self._at: tuple[int, ...] | None = None  # of the backward pass,
-        self._bases: tuple[int, ...] | None = None  # and of the next push
+        """Whether the last request has pulled weights."""
+        # Versions of the weights in the parameters, of the last backward pass, and of the next push.
+        self._taken: tuple[int, ...] | None = None
+        self._at: tuple[int, ...] | None = None
+        self._bases: tuple[int, ...] | None = None
         self.in_step = False
         """Whether the next version is made of a push of each worker, as far as this one knows."""
 
@@ -62,10 +63,13 @@ class Worker:
         state: tuple[Mapping[str, Sequence[Tensor | None]], Mapping[str, float]] = ({}, {}),
         **how: Any,
     ) -> None:
-        """Join, and pull, see `Client.start`; servers without weights take the parameters.
+        """Join the servers and pull, see `Client.start`; servers without weights take the parameters.
 
         Args:
-            state: of the optimizer: fields, with a tensor for each parameter, and scalars.
+            optimizer: Name of the servers' optimizer.
+            arguments: Arguments of the optimizer.
+            state: State of the optimizer: fields, with a tensor for each parameter, and scalars. Default: none.
+            **how: Other arguments of `Client.start`.
         """
         fields, scalars = state
         for name, tensors in fields.items():
@@ -81,17 +85,17 @@ class Worker:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of a push, as it travels, and of a pull, to and from all servers."""
+        """Bytes of one push, as it travels, and of one pull, summed over all servers."""
         feedback = self.client.feedback
         pushed = [each.message_bytes for each in feedback] or [each.nbytes for each in self.client.gradients]
         return sum(pushed), sum(each.nbytes for each in self.client.weights)
 
     def begin_gradients(self) -> None:
-        """Note the versions in the parameters, as a backward pass begins."""
+        """Note the versions of the weights in the parameters, as a backward pass begins."""
         self._at = self._taken
 
     def fill_gradients(self) -> None:
-        """Fill the next push with the gradients; zeros for a parameter without one."""
+        """Fill the next push with the gradients, and with zeros for parameters without one."""
         self._bases = self._at
         self._at = None
         if self.ahead.under_way:
@@ -101,11 +105,12 @@ class Worker:
 
     @property
     def is_finite(self) -> bool:
-        """Whether all elements of the next push are."""
+        """Whether all elements of the next push are finite."""
         return all(ops.all_finite(outgoing) for outgoing in self.client.gradients)
 
     def fill_change(self) -> None:
         """Fill the next push with the change of the parameters since `take_`."""
+        # A change is computed from the weights of the last pull, which is the client's default.
         self._bases = None
         self._fill([p.detach() for p in self.params])
         for outgoing, base in zip(self.client.gradients, self.client.weights, strict=True):
@@ -114,68 +119,81 @@ class Worker:
 
     @property
     def has_change(self) -> bool:
+        """Whether any element of the next push differs from zero."""
         return any(bool(outgoing.any()) for outgoing in self.client.gradients)
 
     def written(self, coming: bool, every: bool) -> list[str]:
-        """Return `ExternalWrites.since`; ``coming``: newer weights are under way."""
+        """Return the names of parameters that other code has written to, see `ExternalWrites.since`.
+
+        Args:
+            coming: Whether newer weights are on their way, so that values cannot be compared.
+            every: Whether to compare the values of all parameters.
+        """
         return self._written.since(None if coming else self._incoming, every)
 
     def push(self, **how: Any) -> ServerAnswer:
+        """Push, see `Client.push`, and note what the servers answer."""
         answer = self.client.push(**how, bases=self._bases)
+        # A push without a pull leaves the memory of pulled weights as it is.
         self.pulled = how.get("pull", True)
         if self.pulled:
             self._took(answer)
         return answer
 
     def push_change(self, **how: Any) -> ServerAnswer:
+        """Push a change of the parameters, see `fill_change`."""
         answer = self.push(**how)
-        if not self.pulled:  # the next change begins where this one has ended
+        if not self.pulled:  # nothing newer was pulled, so the next change begins where this one ends
             for outgoing, base in zip(self.client.gradients, self.client.weights, strict=True):
                 base.add_(outgoing)
         return answer
 
     def pull(self, field: str | None = None) -> ServerAnswer:
+        """Pull weights, or a field, see `Client.pull`."""
         answer = self.client.pull(field)
         self._took(answer)
         return answer
 
     def meet(self) -> ServerAnswer:
-        """Pull the servers' weights, also where workers compute gradients at others."""
+        """Pull the servers' weights themselves, even if workers compute gradients at predicted weights."""
         return self.pull("params")
 
     @torch.no_grad()
     def take_(self) -> None:
-        """Write what was pulled to the parameters.
+        """Write the pulled weights to the parameters.
 
-        The base of `fill_change` is then what they hold: half precision holds less than the servers' weights.
+        Afterwards the base of `fill_change` equals the parameters: half precision may hold less than the servers'
+        weights.
         """
         self._written.begin()
         self._taken = self.versions
         params = [real(p.detach()) for p in self.params]
-        flat = [p.reshape(-1) for p in params]  # the same memory, where they lie in order
+        flat = [p.reshape(-1) for p in params]  # views if the elements lie in order, else copies
         into, pieces = _paired(flat, self._incoming)
         torch._foreach_copy_(into, pieces)
         for param, its in zip(params, flat, strict=True):
+            # The flat tensor was a copy, because the parameter's elements do not lie in order.
             if its.data_ptr() != param.data_ptr():
                 param.copy_(its.view(param.shape))
         if half := [number for number, its in enumerate(into) if its.dtype is not torch.float32]:
+            # Without this, the rounding to half precision would be pushed as a change.
             torch._foreach_copy_([pieces[number] for number in half], [into[number] for number in half])
         self._written.end("pulled")
 
     def read(self, field: str) -> tuple[dict[str, Any], list[Tensor]]:
         """Read a field of the optimizer's state; return a server's reply, and an fp32 tensor for each parameter."""
-        self._written.base = "gone"  # it comes where weights do
+        self._written.base = "gone"  # the field overwrites the memory of pulled weights
         reply, *_ = self.client.read(field)
         return reply, self._whole(self.client.weights)
 
     def carried_residual(self) -> dict[str, Tensor]:
-        """Return a copy of compression's residual, fp32, by parameters' names; empty without compression."""
+        """Return a copy of the residual of compression, fp32, by parameter name; empty without compression."""
         feedback = self.client.feedback
         whole = self._whole([each.residual for each in feedback]) if feedback else ()
         return dict(zip(self.plan.names, whole, strict=bool(feedback)))
 
     def load_residual(self, carried_residual: Mapping[str, Tensor]) -> None:
-        """Add this residual to the next push, as far as it is of parameters that are here, in their size."""
+        """Put this residual into the next push, for parameters that are here with the same shape."""
         if not (feedback := self.client.feedback):
             return
         shards = [each.residual for each in feedback]
@@ -194,7 +212,7 @@ class Worker:
         return self._known_parts("weights", self.client.weights)
 
     def _known_parts(self, what: str, shards: Sequence[Tensor]) -> list[Parts]:
-        """Return the parts of shards; their memory moves where a connection is made anew."""
+        """Return the parts of shards, computed again only if a new connection has moved the shards' memory."""
         at = [shard.data_ptr() for shard in shards]
         if self._laid_out.get(what, ([], []))[0] != at:
             self._laid_out[what] = at, self._parts(shards)
@@ -231,12 +249,18 @@ class Worker:
 
 
 def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) -> ServerPartition:
-    """Return the plan of a model's parameters; complex ones are pairs of real numbers.
+    """Return the partition of a model's parameters among servers; complex parameters are pairs of real numbers.
+
+    Args:
+        named: The parameters by name.
+        num_servers: Number of servers.
+        bigarray_bound: Number of elements from which a parameter is split, see `ServerPartition`.
 
     Raises:
-        ValueError: one has more than 32 bits, which servers do not hold.
+        ValueError: A parameter has more than 32 bits, which servers do not hold.
     """
     found = {name: real(p.detach()) for name, p in named.items()}
+    # fp32 on servers would lose bits silently.
     if wide := [name for name, t in found.items() if t.dtype.itemsize > torch.float32.itemsize]:
         raise ValueError(
             f"{wide} have 64 bits, and parameter servers hold fp32: convert them, or use another strategy."
@@ -245,13 +269,16 @@ def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) 
 
 
 class StreamingPush:
-    """Gradients that are sent within the backward pass, on the training thread; on GPUs they are sent after it.
+    """A push that sends gradients during the backward pass, on the training thread.
 
-    Where most of them change after they were sent (they are clipped), nothing is sent within the pass any more.
+    On GPUs nothing is sent during the pass. Nor is it any more once most gradients have changed after they were sent,
+    as clipping changes them.
 
     Args:
-        params: of the model, in the plan's order.
-        put: puts the gradients of these parameters, by number, into the client's memory.
+        params: Parameters of the model, in the plan's order.
+        plan: Partition of the parameters among servers.
+        client: Client of the servers.
+        put: Puts the gradients of the parameters with these numbers into the client's memory.
     """
 
     def __init__(
@@ -267,12 +294,18 @@ class StreamingPush:
 
     @property
     def under_way(self) -> bool:
+        """Whether a backward pass sends gradients at present."""
         return self._backward is not None and self._backward.under_way
 
     def begin(self, send: Send) -> None:
-        """Begin a backward pass, with no push under way."""
+        """Begin to send the gradients of a backward pass.
+
+        Args:
+            send: Runs requests to servers in order. No push may be under way.
+        """
         if self._wasted or any(p.device.type != "cpu" for p in self._params):
             return
+        # Made with the first pass: a worker that never streams needs no hooks on its parameters.
         if self._backward is None:
             self._backward = Backward(self._params, FlatLayout(self._params), self._take)
         self._send = send
@@ -280,8 +313,9 @@ class StreamingPush:
         self._backward.begin()
 
     def finish(self) -> None:
-        """End it: send again what has changed since it was sent."""
+        """End the backward pass, and send again the gradients that have changed since they were sent."""
         assert self._backward is not None
+        # A second backward pass, a hook or clipping may change a gradient after it was sent.
         if changed := self._backward.finish():
             self._put(changed)
             sizes = [p.numel() for p in self._params]
@@ -289,10 +323,12 @@ class StreamingPush:
             if self._wasted:
                 self._send(self._client.begin_parts)
                 return
+            # Sent again one by one: a server takes the tail, the part before it, or a part that it has already.
             for i in changed:
                 self._send(partial(self._client.leave, self._parts(i, i + 1)))
 
     def give_up(self) -> None:
+        """Abandon the backward pass under way, if any."""
         if self._backward is not None:
             self._backward.give_up()
 
@@ -316,7 +352,12 @@ class StreamingPush:
 
 
 class ExternalWrites:
-    """Writes to parameters since weights were pulled, beside the optimizer's step: by a callback, say."""
+    """Writes to parameters since weights were pulled by other code than the optimizer, such as a callback.
+
+    Args:
+        names: Names of the parameters.
+        params: The parameters, in the same order.
+    """
 
     def __init__(self, names: Sequence[str], params: Sequence[Tensor]) -> None:
         self._names = names
@@ -324,29 +365,31 @@ class ExternalWrites:
         self._seen = self._versions()
         self._overwritten: set[int] = set()
         self.base: Literal["pulled", "pushed", "gone"] = "gone"
-        """What the parameters held last; ``"gone"``: the memory of pulls holds something else now."""
+        """Contents of the parameters after the last exchange; ``"gone"``: pulled memory holds other values now."""
 
     def begin(self) -> None:
-        """Note that weights are about to overwrite the parameters."""
+        """Note that pulled weights are about to overwrite the parameters."""
         self._overwritten |= self._changed()
 
     def end(self, base: Literal["pulled", "pushed"]) -> None:
-        """Note that the parameters hold what was pulled, or pushed."""
+        """Note that the parameters now equal the weights that were pulled, or pushed."""
         self._seen = self._versions()
         self.base = base
 
     def since(self, pulled: Sequence[Sequence[tuple[slice, Tensor]]] | None, every: bool) -> list[str]:
-        """Return the names of parameters that others have written to, also where a pull has overwritten that.
+        """Return the names of parameters that other code has written to, even if a pull has overwritten the value.
 
         Args:
-            pulled: the pieces of each parameter, to compare values; None while newer ones are coming.
-            every: compare all, and not only those with a new version in autograd: writes to ``.data`` have none.
+            pulled: Pieces of each parameter that were pulled, to compare values. None: newer weights are on their way.
+            every: Whether to compare all parameters, and not only those whose version in autograd has changed. Writes
+                to ``.data`` change no version.
         """
         found = self._changed()
         if pulled is not None and self.base != "pushed":
             looked_at = set(range(len(self._params))) if every else found
             found = {i for i in looked_at if self.base == "pulled" and not _same(self._params[i], pulled[i])}
             self._seen = self._versions()
+        # Writes that a pull has overwritten cannot be seen any more, but are not to be missed.
         found |= self._overwritten
         self._overwritten = set()
         return [self._names[i] for i in sorted(found)]
@@ -360,14 +403,14 @@ class ExternalWrites:
 
 
 def _same(param: Tensor, pieces: Sequence[tuple[slice, Tensor]]) -> bool:
-    """Compare to the bit, also NaN."""
+    """Return whether a parameter equals the pulled pieces to the bit, NaN included."""
     flat = real(param.detach()).reshape(-1).to("cpu", torch.float32)
     return all(torch.equal(flat[part].view(torch.int32), piece.view(torch.int32)) for part, piece in pieces)
 
 
 @torch.no_grad()
 def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
-    """Copy the elements of tensors to their places; zeros for None."""
+    """Copy the elements of tensors to their places in shards; write zeros for None."""
     given = [(t, parts) for t, parts in zip(tensors, places, strict=True) if t is not None]
     flat = [real(strided(t)).reshape(-1) for t, _ in given]
     elements, pieces = _paired(flat, [parts for _, parts in given])
@@ -380,7 +423,7 @@ def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
 
 
 def _paired(flat: Sequence[Tensor], places: Sequence[Parts]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of the elements, and of their places in shards."""
+    """Return views of the elements, and of their places in shards, in the same order."""
     elements = []
     pieces = []
     for tensor, parts in zip(flat, places, strict=True):

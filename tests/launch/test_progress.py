@@ -40,7 +40,7 @@ def test_where_nobody_takes_a_step_it_says_where_each_stands():
         "No rank has taken a step for 10 s (--hang-after 10):",
         "rank 0 (process 10) waits (validation), at step 5",
         "rank 1 (process 11) trains, at step 5; nothing was heard of it for 19 s",
-        "rank 2 has told of no step yet",
+        "rank 2 has reported no step yet",
     ]
     assert progress.look([says(0, 5), says(1, 5)], 38.9) is None  # the launcher has heard it
     assert progress.look([says(0, 5), says(1, 5)], 39.0) is not None  # and did not do anything
@@ -51,8 +51,8 @@ def test_nobody_has_begun():
     assert words is not None
     assert words.splitlines() == [
         "No rank has taken its first step within 10 s (--hang-after-start 10):",
-        "rank 0 has told of no step yet",
-        "rank 1 has told of no step yet",
+        "rank 0 has reported no step yet",
+        "rank 1 has reported no step yet",
     ]
 
 
@@ -160,8 +160,8 @@ def test_ranks_that_hang_are_killed_and_started_again_and_the_last_ones_code_say
     assert ends.end() == 70, ends.err
     assert again.end() == 0, again.err
     for job, seconds in ((again, "6"), (ends, "0.5")):
-        assert f"s (--hang-after-start {seconds}):\n[launch] rank 0 has told of no step yet\n" in job.err
-        assert "[launch] rank 1 has told of no step yet\n[launch] All are killed.\n" in job.err
+        assert f"s (--hang-after-start {seconds}):\n[launch] rank 0 has reported no step yet\n" in job.err
+        assert "[launch] rank 1 has reported no step yet\n[launch] All are killed.\n" in job.err
         assert job.err.count("by the launcher") >= 2
     assert "All ranks start again in 1 s (restart 1 of 1)." in again.err
     assert again.out.count("start 1") == 2

@@ -145,7 +145,7 @@ def test_one_that_still_imports_is_taken_and_the_next_death_has_none(prepare: Pr
     assert ranks.job.end() == 0
 
 
-NOBODY = "No process stands by any more to be a rank that dies: {}. Ranks are started anew."
+NOBODY = "There is no warm spare any more: {}. Ranks that are started again have to import first."
 
 
 def test_one_that_cannot_import_or_dies_is_said_once_and_the_rank_comes_back_all_the_same(prepare: Prepare):
@@ -168,7 +168,7 @@ def test_one_that_cannot_import_or_dies_is_said_once_and_the_rank_comes_back_all
         for rank in (0, 1):
             ranks.end(rank, 0)
         assert ranks.job.end() == 0
-        assert [line for line in said(ranks.job) if "stands by" in line] == [NOBODY.format(why)]
+        assert [line for line in said(ranks.job) if "warm spare" in line] == [NOBODY.format(why)]
     assert broken.pids[1] == failing  # it has begun anew
     assert killed.pids[1] != waiting
 
