@@ -277,7 +277,7 @@ def test_bars_of_the_users_own(caplog: pytest.LogCaptureFixture) -> None:
     bar_of_rank_1(Half(), trainer := trainer_with())
     with caplog.at_level(logging.WARNING):
         succeed(trainer, {"loggers": [], "kinds": [], "bar": True})
-    assert "Rank 0 goes on without its progress bar: NotImplementedError" in caplog.text
+    assert "Rank 0 continues without its progress bar: NotImplementedError" in caplog.text
 
 
 def test_one_that_comes_is_told_of_the_bar_though_rank_0_has_yet_to_show_it() -> None:
