@@ -1,7 +1,7 @@
 """Signed values in the store, so that a stranger who reaches the store cannot speak for a rank.
 
 The secret itself is never written into the store, because any client can list its keys. Ranks get the secret through
-their environment, see docs/security.md. Without a secret, values are not signed.
+their environment, see docs/how-to/security.md. Without a secret, values are not signed.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _open_store(environment: Any, rank: int, apart: bool) -> Any:
     if not is_loopback(address) and not seal.signs:
         rank_zero_info(
             f"The ranks' records in the store at {address} are not signed: anybody who reaches it can speak for a "
-            f"rank. Export the same {SECRET} on all hosts, see docs/security.md."
+            f"rank. Export the same {SECRET} on all hosts, see docs/how-to/security.md."
         )
     return store
 
