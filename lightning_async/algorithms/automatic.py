@@ -27,7 +27,7 @@ class MatchCommunication(Schedule):
     slow replica takes fewer steps in a period, so that all are ready together.
 
     Args:
-        minimum: :math:`n_{\min}`. Default 16: more frequent rounds gain nothing with an outer optimizer.
+        minimum: :math:`n_{\min}`. Default 8: more frequent rounds gain little with an outer optimizer.
         maximum: :math:`n_{\max}`. Default 512.
         factor: :math:`c`, periods in times of a round. Default 2.5: shorter ones make momentum overshoot.
 
@@ -43,7 +43,7 @@ class MatchCommunication(Schedule):
     ('ROUND', 'LOCAL')
     """
 
-    minimum: int = 16
+    minimum: int = 8
     maximum: int = 512
     factor: float = 2.5
 
@@ -156,7 +156,7 @@ class AdaptiveDiLoCo(DiLoCoBase):
     r"""DiLoCo whose outer learning rate and momentum follow from the steps of each round.
 
     .. math::
-        \eta &= 0.5 + 0.2\, x, \qquad x = \min\big(1, \max(0, \tfrac{h - 8}{8})\big) \\
+        \eta &= 0.3 + 0.025 \min(h, 16), \qquad x = \min\big(1, \max(0, \tfrac{h - 8}{8})\big) \\
         \mu &= (0.7 - 0.1\, x) \min\big(1, \tfrac{k h}{64}\big)
 
     :math:`h` is the mean number of local steps in the messages, which headers say, so that all replicas choose alike,
@@ -182,7 +182,7 @@ class AdaptiveDiLoCo(DiLoCoBase):
         steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
         mean = sum(steps) / len(steps) if steps else 0.0
         share = min(1.0, max(0.0, (mean - 8.0) / 8.0))
-        return 0.5 + 0.2 * share, (0.7 - 0.1 * share) * min(1.0, round.past * mean / 64.0)
+        return 0.3 + 0.025 * min(mean, 16.0), (0.7 - 0.1 * share) * min(1.0, round.past * mean / 64.0)
 
     def chosen(self, round: Round) -> dict[str, float]:
         lr, momentum = self.outer_settings(round)

@@ -14,8 +14,8 @@ from lightning_async.comm.collectives import Collectives, Pending
 
 Compression = Literal["none", "bf16", "fp8", "int8"]
 CODES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
-_GATHERED = 4
-"""Up to so many ranks everyone gets every message: fewer bytes than an uncompressed ring moves, and one trip less."""
+_GATHERED = 2
+"""Up to so many ranks everyone gets every message: as few bytes as by columns, one trip less, and encoded once."""
 Result = Callable[[Pending[Tensor]], Tensor]  # waits for a part of a payload, see `Transfer.result`
 Rows = tuple[Tensor, Tensor | None]  # codes, and the scales of their blocks: none for bf16
 
@@ -83,7 +83,7 @@ class CompressedMean(ABC):
 class CodedMean(CompressedMean):
     """A mean of messages whose elements travel as codes: "int8" or "fp8" with a scale per 256 elements, or "bf16".
 
-    Up to four ranks every rank gathers all messages and averages them. Beyond, each rank receives its part of all
+    Of two ranks each gathers both messages and averages them. Of more, each rank receives its part of all
     messages, averages that and encodes it again for all; the next round brings its part's rounding error, unless a sync
     point ends it.
 

@@ -51,7 +51,7 @@ def moved(sent: list[Tensor | None], weights: list[float], compression: Any, par
 
 
 @pytest.mark.parametrize("compression", CODES)
-@pytest.mark.parametrize(("world_size", "numel", "part_bytes"), [(2, 1000, 400), (4, 257, 1 << 20), (6, 5000, 3000)])
+@pytest.mark.parametrize(("world_size", "numel", "part_bytes"), [(2, 1000, 400), (2, 257, 1 << 20), (4, 5000, 3000)])
 def test_the_mean_is_that_of_what_was_sent(compression: str, world_size: int, numel: int, part_bytes: int) -> None:
     sent: list[Any] = messages(world_size, numel)
     sent[1] = None
@@ -69,7 +69,7 @@ def test_the_mean_is_that_of_what_was_sent(compression: str, world_size: int, nu
             assert not torch.equal(decoded, sent[rank])
             expected += weights[rank] * decoded.double()
     carried_residual = torch.cat([rank[2].carried_residual for rank in found])
-    if world_size <= 4:
+    if world_size == 2:
         assert carried_residual.numel() == 0
         torch.testing.assert_close(means[0].double(), expected, atol=1e-6, rtol=1e-5)
     else:  # what the second encoding took is owed, and nothing else
@@ -108,7 +108,7 @@ def test_messages_that_their_codes_hold_arrive_to_the_bit(world_size: int) -> No
         assert torch.equal(bits(decoded), bits(whole))
 
 
-@pytest.mark.parametrize(("world_size", "steps"), [(2, 1), (3, 4), (5, 4)])
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 1), (2, 4), (3, 4)])
 @pytest.mark.parametrize(
     ("compression", "rule"), [("int8", LOCAL_SGD), ("fp8", LOCAL_SGD), ("bf16", DeltaMean()), ("bf16", LOCAL_SGD)]
 )
@@ -128,7 +128,7 @@ def test_nothing_is_lost(compression: str, rule: Any, world_size: int, steps: in
     x = torch.ones((), dtype=torch.float64)
     for _ in range(40):
         x = x - 0.1 * (x - torch.stack(goals).double().mean(0))
-    torch.testing.assert_close(found[0].double(), x[None], atol=2e-6 if world_size <= 4 else 5e-3, rtol=0)
+    torch.testing.assert_close(found[0].double(), x[None], atol=2e-6 if world_size == 2 else 5e-3, rtol=0)
 
 
 def test_replicas_that_agree_do_not_move() -> None:
@@ -247,7 +247,7 @@ def test_a_round_that_fails_is_repeated_and_nothing_is_lost(
             torch.testing.assert_close(mine["state"]["anchor"], expected["state"]["anchor"], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("world_size", [3, 5])
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size: int) -> None:
     def body(rank: FaultyRank) -> dict[str, Any]:
         rank.goal = messages(world_size, 3000)[rank.number]  # pyright: ignore[reportAttributeAccessIssue]
@@ -259,13 +259,13 @@ def test_a_rank_that_loses_the_last_answer_owes_what_the_others_know(world_size:
     options: Any = {"rule": DiLoCo(), "numel": 3000, "part_bytes": 1024, "compression": "int8"}
     smooth = values(world_size, body, **options)
     script = [Fault(op="all_gather", nth=4, action=Fail(after=True), name=HEADER)]  # the second round's commit
-    rough = values(world_size, body, scripts={2: script}, **options)
+    rough = values(world_size, body, scripts={1: script}, **options)
     assert_alike(rough, smooth)
     assert all(
         torch.equal(mine["carried_residual"], expected["carried_residual"])
         for mine, expected in zip(rough, smooth, strict=True)
     )
-    assert (world_size == 5) == any(mine["carried_residual"].any() for mine in rough)
+    assert (world_size == 3) == any(mine["carried_residual"].any() for mine in rough)
 
 
 def test_a_sync_point_ends_all_debts_so_that_a_checkpoint_needs_none() -> None:

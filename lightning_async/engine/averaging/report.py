@@ -200,7 +200,7 @@ class RunSummary:
     def advice(self, schedule: object) -> str:
         """Return what to do about a run without a round; "" where there is nothing to do.
 
-        A schedule that sets itself asks for a round within 16 steps: a run without one was short.
+        A schedule that sets itself asks for a round within 8 steps: a run without one was short.
         """
         if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""
