@@ -138,8 +138,25 @@ def test_fragments_of_unlike_parts_are_measured_as_one() -> None:
     assert measure(halves, (0.25, 2.25), 20) == pytest.approx(0.25, rel=0.15)
     whole = WorkLedger()
     whole.load_state_dict(halves.state_dict())
-    assert whole.spread == halves.spread
+    assert whole.spread == halves.spread._replace(number=44)
     assert measure(whole, (2.5,), 20) == pytest.approx(0.25, rel=1e-2)
+    again = WorkLedger(num_fragments=2)
+    again.load_state_dict(whole.state_dict())
+    assert again.spread == whole.spread._replace(number=128)
+
+
+def test_the_first_rounds_stay_the_measure_where_training_goes_on_with_more_fragments() -> None:
+    """Six rounds of all parameters are as many of each fragment: more than those that make the measure."""
+    whole = WorkLedger()
+    for spread in (8.0, 8.0, 8.0, 8.0, 2.0, 2.0):
+        whole.compare(spread, spread)
+    quarters = WorkLedger(num_fragments=4)
+    quarters.load_state_dict(whole.state_dict())
+    for _ in range(80):
+        quarters.compare(0.5, 2.0)
+    for trend in (quarters.spread, quarters.loss_variance):
+        assert trend.first == 8.0
+        assert trend.relative == pytest.approx(0.25, rel=1e-2)
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (0.25, 0.75), (0.5, 0.25, 0.25), (0.5, 0.0, 0.5)])
