@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.algorithms import AdaptivePeriod, DiLoCo, Schedule
+from lightning_async.algorithms import AdaptivePeriod, DiLoCo, Schedule, Warmup
 from lightning_async.algorithms.schedules import Denser
 from lightning_async.engine.averaging.rounds import AveragingPart, disagreement
 from lightning_async.engine.averaging.rule_state import WorkLedger
@@ -86,6 +86,22 @@ def test_steps_before_a_sync_point_make_no_distance() -> None:
         return periods
 
     assert run(2, body, schedule=AdaptivePeriod(8, 80), **OPTIONS) == [[8] * 24] * 2
+
+
+def test_losses_of_synchronous_steps_are_in_no_round() -> None:
+    """The first round after them measures its own steps, as the next one does. Losses differ from there on."""
+
+    def body(rank: Rank) -> list[float]:
+        averager = rank.averager
+        measured = []
+        for step in range(28):
+            averager.see_loss(torch.tensor(2.0 + averager.summary.rank * (step >= 20)))
+            rank.train(1)
+            measured.append(averager.ledger.loss_variance.recent)
+        return measured[23::4]
+
+    schedule = Warmup(AdaptivePeriod(4, 48, metric="loss_variance"), steps=20)
+    assert run(2, body, schedule=schedule, **OPTIONS) == [[0.5, 0.5]] * 2
 
 
 @pytest.mark.parametrize("metric", ["replica_spread", "loss_variance"])

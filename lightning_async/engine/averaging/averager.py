@@ -67,7 +67,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.alike: Callable[[], Any] = lambda: None  # says, for checkpoints, what all replicas have alike
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
-        self._loss_sum: Tensor | float = 0.0  # of training losses since the last message that was due
+        self._loss_sum: Tensor | float = 0.0  # of training losses of local steps, since the last message that was due
         self._num_losses = 0
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
@@ -140,6 +140,7 @@ class BackgroundAverager(SyncPointParticipant):
         with self._buckets.alone(self.control.see):
             self.replica.pack_(self.control.vacated())
         self.ledger.part()
+        self._forget_losses()
         self._buckets.at_target = True
 
     def synchronous_step(self, samples: float | None) -> None:
@@ -231,9 +232,12 @@ class BackgroundAverager(SyncPointParticipant):
         """Return the mean of the losses that were seen; those in a message that was due are in no other one."""
         mean = torch.as_tensor(self._loss_sum / self._num_losses) if self._num_losses else None
         if due:
-            self._loss_sum = 0.0
-            self._num_losses = 0
+            self._forget_losses()
         return mean
+
+    def _forget_losses(self) -> None:
+        self._loss_sum = 0.0
+        self._num_losses = 0
 
     def _take(self) -> RoundReport | None:
         buckets = self._buckets
