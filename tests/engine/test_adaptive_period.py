@@ -12,6 +12,8 @@ from lightning_async.algorithms.schedules import Denser
 from lightning_async.engine.averaging.rounds import AveragingPart, disagreement
 from lightning_async.engine.averaging.rule_state import WorkLedger
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from tests.comm.faulty import Fail, Fault
+from tests.engine.fault_ranks import HEADER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 
 OPTIONS: Any = {"rule": DiLoCo(outer_lr=1.0, outer_momentum=0.0), "numel": 64, "config": {"overlap": False}}
@@ -186,3 +188,22 @@ def test_what_is_measured_does_not_depend_on_how_many_replicas_take_part_and_wit
     per_tally, loss_variance = disagreement(weights, parts)
     assert per_tally * tally == pytest.approx(distance**2 / steps)
     assert loss_variance == 0.0
+
+
+def test_a_rank_that_loses_the_last_answer_measures_replicas_by_the_other_rounds() -> None:
+    """Of that round it knows its own distance from the mean only."""
+
+    def body(rank: FaultyRank) -> Any:
+        measured = []
+        for _ in range(4):
+            rank.train(4)
+            measured.append(rank.averager.ledger.spread)
+        return measured
+
+    script = [Fault(op="all_gather", nth=4, action=Fail(after=True), name=HEADER)]  # the second round's commit
+    first, culprit, other = values(3, body, rule=DiLoCo(), scripts={1: script})
+    assert first == other
+    assert [trend.number for trend in first] == [1, 2, 3, 4]
+    assert [trend.number for trend in culprit] == [1, 1, 2, 3]
+    known = [4 * first[3].first - 3 * first[2].first, 3 * first[2].first - 2 * first[1].first, first[0].first]
+    assert culprit[3].first == pytest.approx(sum(known) / 3)
