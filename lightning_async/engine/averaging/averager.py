@@ -242,8 +242,7 @@ class BackgroundAverager(SyncPointParticipant):
     def _take(self) -> RoundReport | None:
         buckets = self._buckets
         with self._box.changed:
-            for unmerged in self.component.average.take_unmerged():
-                self.summary.add_unmerged(unmerged)
+            self._count_unmerged()
             arrived = buckets.arrived
             if not isinstance(arrived, Merge):
                 return None
@@ -265,6 +264,11 @@ class BackgroundAverager(SyncPointParticipant):
             chosen = self.agreed.rule.chosen(arrived.round)
             self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **chosen}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
+
+    def _count_unmerged(self) -> None:
+        """Count the rounds of which no merge tells. Under the lock."""
+        for unmerged in self.component.average.take_unmerged():
+            self.summary.add_unmerged(unmerged)
 
     def global_step(self) -> int:
         """Estimate optimizer steps per replica: the mean of all at the last header, and this replica's since."""
@@ -322,6 +326,8 @@ class BackgroundAverager(SyncPointParticipant):
         return self.agreed.state_dict()
 
     def clocks(self) -> dict[str, Any]:
+        with self._box.changed:
+            self._count_unmerged()  # the round that a save belongs to may be one of them
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),
