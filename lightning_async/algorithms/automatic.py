@@ -77,7 +77,7 @@ class AdaptivePeriod(Schedule):
     variance over replicas of the mean training loss of their steps. All replicas measure the same.
 
     While the learning rate warms up replicas hardly part: `Warmup(AdaptivePeriod(), steps=...)` measures the first
-    rounds after that.
+    rounds after that. With ``warmup_sync_every``, whose rounds would be the first ones, a strategy refuses it.
 
     Args:
         minimum: :math:`n_{\min}`. Default 50.

@@ -75,7 +75,8 @@ class InFlightRound:
     kind: RoundType  # of the round
     message: Message | None  # this rank's; None if it is absent
     target: Tensor  # the bucket that the payload lands in
-    tally: float = 0.0  # this rank's; the commit makes it the sum over all ranks, but for one that lost its answer
+    tally: float = 0.0  # this rank's; the commit makes it the sum over all ranks
+    tally_is_whole: bool = False  # it is that sum; not on a rank that lost the answer
     doubt: bool = False  # this rank is not done; where any is not, all `settle` in place of the commit, and ask again
     settle: Callable[[], None] = lambda: None  # changes what has moved until all are done
     header_s: float = 0.0  # waiting for the slowest rank's header

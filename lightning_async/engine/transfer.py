@@ -148,6 +148,7 @@ class UncommittedRound:
                 return False
             self.behind = exchange
         exchange.tally = tally
+        exchange.tally_is_whole = True
         return True
 
     def committed(self, exchange: InFlightRound) -> None:

@@ -16,11 +16,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from torchmetrics import Metric
 
 from lightning_async._checks import check_bool, check_choice, check_protocol
-from lightning_async.algorithms.automatic import AdaptiveDiLoCo
+from lightning_async.algorithms.automatic import AdaptiveDiLoCo, AdaptivePeriod
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.algorithms.compression import TopK
 from lightning_async.algorithms.outer_optimizers import DiLoCo, PseudoGradientPenalty, SlowMo
-from lightning_async.algorithms.schedules import Schedule
+from lightning_async.algorithms.schedules import Schedule, Warmup
 from lightning_async.data.partition import PartitionedSampler
 from lightning_async.engine.collectives import LightningCollectives
 from lightning_async.engine.compressed_mean import Compression
@@ -41,6 +41,11 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
     check_protocol(owner, "rule", rule, AveragingRule, "'auto', or an averaging rule such as DeltaMean()")
     check_protocol(owner, "schedule", schedule, Schedule, "'auto', or a schedule such as EveryNSteps(32)")
     check_bool(owner, "overlap", overlap)
+    if isinstance(schedule, Warmup) and schedule.warmup_sync_every and isinstance(schedule.schedule, AdaptivePeriod):
+        raise ValueError(
+            f"`{owner}(schedule={schedule!r})`: rounds of the warm-up, in which replicas hardly part, would be the "
+            "measure of all later ones, and the period would stay at its minimum. Leave `warmup_sync_every` out."
+        )
 
 
 def check_compression(owner: str, compression: object) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_async.algorithms import AdaptivePeriod, DiLoCo, Schedule
+from lightning_async.algorithms import AdaptivePeriod, DiLoCo, Schedule, Warmup
 from lightning_async.algorithms.schedules import Denser
 from lightning_async.engine.averaging.rounds import AveragingPart, disagreement
 from lightning_async.engine.averaging.rule_state import WorkLedger
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from tests.comm.faulty import Fail, Fault
+from tests.engine.fault_ranks import HEADER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
 
 OPTIONS: Any = {"rule": DiLoCo(outer_lr=1.0, outer_momentum=0.0), "numel": 64, "config": {"overlap": False}}
@@ -88,6 +90,22 @@ def test_steps_before_a_sync_point_make_no_distance() -> None:
     assert run(2, body, schedule=AdaptivePeriod(8, 80), **OPTIONS) == [[8] * 24] * 2
 
 
+def test_losses_of_synchronous_steps_are_in_no_round() -> None:
+    """The first round after them measures its own steps, as the next one does. Losses differ from there on."""
+
+    def body(rank: Rank) -> list[float]:
+        averager = rank.averager
+        measured = []
+        for step in range(28):
+            averager.see_loss(torch.tensor(2.0 + averager.summary.rank * (step >= 20)))
+            rank.train(1)
+            measured.append(averager.ledger.loss_variance.recent)
+        return measured[23::4]
+
+    schedule = Warmup(AdaptivePeriod(4, 48, metric="loss_variance"), steps=20)
+    assert run(2, body, schedule=schedule, **OPTIONS) == [[0.5, 0.5]] * 2
+
+
 @pytest.mark.parametrize("metric", ["replica_spread", "loss_variance"])
 def test_a_period_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted(metric: Any) -> None:
     schedule = AdaptivePeriod(4, 48, metric=metric)
@@ -138,8 +156,25 @@ def test_fragments_of_unlike_parts_are_measured_as_one() -> None:
     assert measure(halves, (0.25, 2.25), 20) == pytest.approx(0.25, rel=0.15)
     whole = WorkLedger()
     whole.load_state_dict(halves.state_dict())
-    assert whole.spread == halves.spread
+    assert whole.spread == halves.spread._replace(number=44)
     assert measure(whole, (2.5,), 20) == pytest.approx(0.25, rel=1e-2)
+    again = WorkLedger(num_fragments=2)
+    again.load_state_dict(whole.state_dict())
+    assert again.spread == whole.spread._replace(number=128)
+
+
+def test_the_first_rounds_stay_the_measure_where_training_goes_on_with_more_fragments() -> None:
+    """Six rounds of all parameters are as many of each fragment: more than those that make the measure."""
+    whole = WorkLedger()
+    for spread in (8.0, 8.0, 8.0, 8.0, 2.0, 2.0):
+        whole.compare(spread, spread)
+    quarters = WorkLedger(num_fragments=4)
+    quarters.load_state_dict(whole.state_dict())
+    for _ in range(80):
+        quarters.compare(0.5, 2.0)
+    for trend in (quarters.spread, quarters.loss_variance):
+        assert trend.first == 8.0
+        assert trend.relative == pytest.approx(0.25, rel=1e-2)
 
 
 @pytest.mark.parametrize("weights", [(0.5, 0.5), (0.25, 0.75), (0.5, 0.25, 0.25), (0.5, 0.0, 0.5)])
@@ -153,3 +188,22 @@ def test_what_is_measured_does_not_depend_on_how_many_replicas_take_part_and_wit
     per_tally, loss_variance = disagreement(weights, parts)
     assert per_tally * tally == pytest.approx(distance**2 / steps)
     assert loss_variance == 0.0
+
+
+def test_a_rank_that_loses_the_last_answer_measures_replicas_by_the_other_rounds() -> None:
+    """Of that round it knows its own distance from the mean only."""
+
+    def body(rank: FaultyRank) -> Any:
+        measured = []
+        for _ in range(4):
+            rank.train(4)
+            measured.append(rank.averager.ledger.spread)
+        return measured
+
+    script = [Fault(op="all_gather", nth=4, action=Fail(after=True), name=HEADER)]  # the second round's commit
+    first, culprit, other = values(3, body, rule=DiLoCo(), scripts={1: script})
+    assert first == other
+    assert [trend.number for trend in first] == [1, 2, 3, 4]
+    assert [trend.number for trend in culprit] == [1, 1, 2, 3]
+    known = [4 * first[3].first - 3 * first[2].first, 3 * first[2].first - 2 * first[1].first, first[0].first]
+    assert culprit[3].first == pytest.approx(sum(known) / 3)

@@ -95,6 +95,28 @@ def test_all_ranks_count_all_rounds_however_few_of_them_they_merge(rule: Any) ->
     assert values(2, body, rule=rule, schedule=EveryNSteps(4), timeouts=timeouts) == [(2, 0, 2.0), (2, 2, 2.0)]
 
 
+def test_a_save_between_sync_points_counts_the_rounds_that_its_rank_stayed_out_of() -> None:
+    turn = Turnstile()
+    timeouts = Timeouts(grace=timedelta(seconds=1), reform=timedelta(seconds=60))
+
+    def body(rank: FaultyRank) -> Any:
+        averager = rank.averager
+        if rank.number == 1:
+            rank.train(1)
+            turn.wait("two rounds")
+            averager.sync_points.wait(
+                lambda: averager.agreed.num_rounds == 2 and not averager.control.buckets.announced
+            )
+        else:
+            rank.train(8)
+            turn.set("two rounds")
+        saved = averager.clocks()["summary"]
+        assert rank.meet() is Arrival.OPEN
+        return saved["rounds"], saved["absent_rounds"]
+
+    assert values(2, body, rule=EASGD(), schedule=EveryNSteps(4), timeouts=timeouts) == [(2, 0), (2, 2)]
+
+
 def test_warm_up_ends_in_rounds() -> None:
     def body(rank):
         rank.train(20)

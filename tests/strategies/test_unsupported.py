@@ -11,6 +11,7 @@ import torch
 
 from lightning_async import (
     AdaptiveDiLoCo,
+    AdaptivePeriod,
     AsyncAveragingStrategy,
     AsyncGradientStrategy,
     DeltaMean,
@@ -27,6 +28,7 @@ from lightning_async import (
     Timeouts,
     TopK,
     TorchTransport,
+    Warmup,
 )
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.trainer.configuration_checks import warn_of_momentum
@@ -69,6 +71,11 @@ SCENARIOS = "tests.strategies.unsupported"
         ({"min_replicas": True}, TypeError, ("min_replicas=True",)),
         ({"max_replicas": 0}, ValueError, ("max_replicas=0", "at least 1")),
         ({"min_replicas": 3, "max_replicas": 2}, ValueError, ("min_replicas=3", "max_replicas=2")),
+        (
+            {"schedule": Warmup(AdaptivePeriod(), steps=100, warmup_sync_every=8)},
+            ValueError,
+            ("schedule=Warmup(schedule=AdaptivePeriod(", "warmup_sync_every"),
+        ),
         ({"part_mb": 0.0}, ValueError, ("part_mb=0.0", "> 0")),
         ({"timeouts": timedelta(seconds=12)}, TypeError, ("timeouts=", "dead_after=timedelta(seconds=12)")),
     ],

@@ -67,7 +67,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.alike: Callable[[], Any] = lambda: None  # says, for checkpoints, what all replicas have alike
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
-        self._loss_sum: Tensor | float = 0.0  # of training losses since the last message that was due
+        self._loss_sum: Tensor | float = 0.0  # of training losses of local steps, since the last message that was due
         self._num_losses = 0
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
@@ -140,6 +140,7 @@ class BackgroundAverager(SyncPointParticipant):
         with self._buckets.alone(self.control.see):
             self.replica.pack_(self.control.vacated())
         self.ledger.part()
+        self._forget_losses()
         self._buckets.at_target = True
 
     def synchronous_step(self, samples: float | None) -> None:
@@ -231,15 +232,17 @@ class BackgroundAverager(SyncPointParticipant):
         """Return the mean of the losses that were seen; those in a message that was due are in no other one."""
         mean = torch.as_tensor(self._loss_sum / self._num_losses) if self._num_losses else None
         if due:
-            self._loss_sum = 0.0
-            self._num_losses = 0
+            self._forget_losses()
         return mean
+
+    def _forget_losses(self) -> None:
+        self._loss_sum = 0.0
+        self._num_losses = 0
 
     def _take(self) -> RoundReport | None:
         buckets = self._buckets
         with self._box.changed:
-            for unmerged in self.component.average.take_unmerged():
-                self.summary.add_unmerged(unmerged)
+            self._count_unmerged()
             arrived = buckets.arrived
             if not isinstance(arrived, Merge):
                 return None
@@ -261,6 +264,11 @@ class BackgroundAverager(SyncPointParticipant):
             chosen = self.agreed.rule.chosen(arrived.round)
             self.summary.settings = {"period_steps": message.steps, "step_s": self._step_s, **chosen}
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
+
+    def _count_unmerged(self) -> None:
+        """Count the rounds of which no merge tells. Under the lock."""
+        for unmerged in self.component.average.take_unmerged():
+            self.summary.add_unmerged(unmerged)
 
     def global_step(self) -> int:
         """Estimate optimizer steps per replica: the mean of all at the last header, and this replica's since."""
@@ -318,6 +326,8 @@ class BackgroundAverager(SyncPointParticipant):
         return self.agreed.state_dict()
 
     def clocks(self) -> dict[str, Any]:
+        with self._box.changed:
+            self._count_unmerged()  # the round that a save belongs to may be one of them
         self.summary.elapsed_s = self.started_at and self._now() - self.started_at
         return {
             "step": self.step, "epoch": self.epoch, "summary": self.summary.state_dict(), **self.ledger.state_dict(),

@@ -405,8 +405,10 @@ class AveragingRound(_Round):
     def hand_over(self, exchange: Merge) -> None:
         message = exchange.message
         follows = self._agreed.rule.absent_follow
-        # A rank that lost the last answer has its own part of the tally only: its next period is another one, no more.
-        self._ledger.compare(exchange.tally * exchange.per_tally, exchange.loss_variance)
+        # A rank that lost the last answer has its own part of the tally only. That is no measure: among the first
+        # rounds it would give this rank another period for good.
+        spread = exchange.tally * exchange.per_tally if exchange.tally_is_whole else math.inf
+        self._ledger.compare(spread, exchange.loss_variance)
         if isinstance(message, LocalMessage):
             self._ledger.round(message.work, message.steps, message.fragment)
             exchange.base = self._buckets.sent if exchange.able else None

@@ -231,12 +231,13 @@ class WorkLedger:
         self.synchronous = bool(saved["synchronous"])
         self.fresh = bool(saved["fresh"])
         self.missed = int(saved.get("missed", 0))
-        since = saved.get("steps_since_round", 0.0)  # a number, where there were no fragments yet
-        self.since_round = self._of_cut(since if isinstance(since, list) else [float(since)])
+        since = saved.get("steps_since_round", 0.0)
+        since = since if isinstance(since, list) else [float(since)]  # a number, where there were no fragments yet
+        self.since_round = self._of_cut(since)
         self.before_s = float(saved.get("seconds_since_round", 0.0))
         trends = saved.get("trends", {})  # none, where a checkpoint is older
-        self.spread = Trend(*trends.get("spread", ()))
-        self.loss_variance = Trend(*trends.get("loss_variance", ()))
+        self.spread = self._trend_of(trends.get("spread", ()), len(since))
+        self.loss_variance = self._trend_of(trends.get("loss_variance", ()), len(since))
 
     def work_dict(self) -> list[list[float]]:
         return [[work.samples, work.steps] for work in self.work]
@@ -252,6 +253,11 @@ class WorkLedger:
     def _loaded(self, saved: Sequence[Any]) -> list[Work]:
         pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair, where there were no fragments yet
         return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
+
+    def _trend_of(self, saved: Sequence[Any], num_fragments: int) -> Trend:
+        """Return a saved trend, with as many rounds of each fragment as among ``num_fragments``."""
+        trend = Trend(*saved)
+        return trend._replace(number=trend.number * self.num_fragments // num_fragments)
 
     def _of_cut(self, counts: list[T]) -> list[T]:
         """Return counts for these fragments; where parameters were cut otherwise, the largest for each."""
