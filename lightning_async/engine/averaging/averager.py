@@ -267,8 +267,9 @@ class BackgroundAverager(SyncPointParticipant):
 
     def _count_unmerged(self) -> None:
         """Count the rounds of which no merge tells. Under the lock."""
-        for unmerged in self.component.average.take_unmerged():
-            self.summary.add_unmerged(unmerged)
+        unmerged = self.component.average.unmerged
+        while unmerged:
+            self.summary.add_unmerged(unmerged.pop(0))
 
     def global_step(self) -> int:
         """Estimate optimizer steps per replica: the mean of all at the last header, and this replica's since."""

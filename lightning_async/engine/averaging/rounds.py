@@ -325,7 +325,8 @@ class AveragingRound(_Round):
         self._config = config
         self._compressed: list[CompressedMean] = []
         """One for each fragment; none without compression."""
-        self._unmerged: list[UnmergedRound] = []
+        self.unmerged: list[UnmergedRound] = []
+        """Committed rounds that no merge tells of; the training thread takes them. Under the lock."""
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -449,13 +450,7 @@ class AveragingRound(_Round):
                 self._count_unmerged(pending)
 
     def _count_unmerged(self, exchange: Merge) -> None:
-        self._unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
-
-    def take_unmerged(self) -> list[UnmergedRound]:
-        """Return, once, the committed rounds that no merge tells of. Under the lock."""
-        unmerged = self._unmerged
-        self._unmerged = []
-        return unmerged
+        self.unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
 
     def abandon(self) -> None:
         """Drop the message; its work stays for another one. Under the lock."""
