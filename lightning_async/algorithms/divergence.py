@@ -211,7 +211,7 @@ class Escalation:
     Args:
         remedies: Available remedies.
         history: Number of steps after which all is calm again, and number of steps in which a remedy may help.
-        max_rollbacks: Number of rollbacks in the whole run; the counts of other remedies begin anew when all is calm.
+        max_rollbacks: Number of rollbacks in the whole run; the counts of other remedies start over when all is calm.
     """
 
     def __init__(self, remedies: Collection[Remedy], history: History, max_rollbacks: int) -> None:

@@ -1,7 +1,7 @@
 """Lightning's collectives over all ranks: real at sync points, local while replicas are asynchronous.
 
 Read `LightningCollectives` first. The training thread makes its operations through `ReplayableCalls`, which numbers
-them and repeats them when groups fail. The engine may form all groups anew at any time; then some ranks have the answer
+them and repeats them when groups fail. The engine may form new groups at any time; then some ranks have the answer
 to a call, and others have lost it. Therefore each rank keeps its last answers, and after every reconfiguration the
 ranks compare their call numbers: a rank that is ahead hands over its answers; if none is ahead, all repeat the call.
 """
@@ -92,7 +92,7 @@ class LightningCollectives:
     def in_one_generation(self, operation: Callable[[], T]) -> T:
         """Return the result of ``operation``, all of whose calls were answered by the same ranks.
 
-        Where groups were formed anew between its calls, the operation is repeated. All ranks know in which generation a
+        Where new groups were formed between its calls, the operation is repeated. All ranks know in which generation a
         call was answered, so all of them repeat it, or none. ``operation`` must leave its inputs as they are.
         """
         while True:
@@ -208,7 +208,7 @@ class LightningCollectives:
         """Send the packed ``state`` of rank ``src`` to all others, which get the object; rank ``src`` gets None.
 
         This is for large objects: large tensors move in parts, straight into the memory of the receiver. Unlike
-        `broadcast`, it keeps no answer and is not repeated when groups are formed anew.
+        `broadcast`, it keeps no answer and is not repeated when new groups are formed.
         """
         text, is_pickle = self.broadcast(("", False) if state is None else (state.text, state.is_pickle), src)
         plain, tensors = (None, state.tensors) if state is not None else make_room(text)
@@ -379,7 +379,7 @@ class CallRecovery(NamedTuple):
     report: Callable[[PeerLost | CollectiveError], None]  # asks for new groups, because of this error
     check: Callable[[], None]  # raises if the engine has failed itself
     survives: Callable[[PeerLost], bool]
-    """Returns whether the live ranks go on without the lost ones; then groups are formed anew, too."""
+    """Returns whether the live ranks go on without the lost ones; then new groups are formed, too."""
 
 
 class CallAnswer(NamedTuple):
@@ -405,7 +405,7 @@ class ReplayableCalls:
         self._check = check
         self._deadline = deadline
         self._blame = blame
-        self.recovery: CallRecovery | None = None  # set while an engine runs that can form groups anew
+        self.recovery: CallRecovery | None = None  # set while an engine runs that can form new groups
         self._changed = threading.Condition()
         self._begun = self._done = 0
         self._answers: dict[int, CallAnswer] = {}  # the last ones, by number
@@ -413,7 +413,7 @@ class ReplayableCalls:
         self._seen: set[int] = set()
         self._forming = False
         self._formed = self.generation = 0
-        """The number of times that groups were formed anew, and the number of their generation."""
+        """The number of times that new groups were formed, and the number of their generation."""
         self._ranks = {0: collectives.rank}  # this rank's number, by generation
 
     def __call__(self, what: str, start: Callable[[Collectives], Pending[Any]]) -> Any:
@@ -439,7 +439,7 @@ class ReplayableCalls:
                     answer = CallAnswer(_copy(value), self.generation, self._collectives.world_size)
                     self._keep({self._begun: answer})
                     return self._returned(answer)
-                # The groups are formed anew meanwhile. The answer does not count, as other ranks may not have it and
+                # New groups are formed meanwhile. The answer does not count, as other ranks may not have it and
                 # this one has not reported it.
 
     def wait(self, what: str, pending: Pending[Any]) -> None:
@@ -488,7 +488,7 @@ class ReplayableCalls:
             return self._formed
 
     def _recheck(self, recovery: CallRecovery | None, started: float) -> None:
-        if recovery is not None:  # also one that is abandoned by now: its engine's failure is the cause
+        if recovery is not None:  # of an engine that has ended meanwhile, too: its failure is the cause
             recovery.check()
         if time.monotonic() - started > self._deadline.total_seconds():
             raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self._deadline}.")
@@ -499,7 +499,7 @@ class ReplayableCalls:
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
-        """Raise the cause of a failure; return where groups were formed anew, so that the call can be repeated."""
+        """Raise the cause of a failure; return where new groups were formed, so that the call can be repeated."""
         recovery = self.recovery
         if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
             raise error
@@ -528,7 +528,7 @@ class ReplayableCalls:
         ) from error
 
     def suspend(self) -> None:
-        """Note that the groups are being formed anew: answers of calls under way do not count any more."""
+        """Note that new groups are being formed: answers of calls under way do not count any more."""
         with self._changed:
             self._forming = True
             self._changed.notify_all()

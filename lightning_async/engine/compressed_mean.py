@@ -159,7 +159,7 @@ class CodedMean(CompressedMean):
 
 
 class SparseCode(Protocol):
-    """An encoding of a part of a message, such as `TopK`."""
+    """An interface for encodings of a part of a message by its largest elements, such as `TopK`."""
 
     def message_bytes(self, numel: int) -> int: ...
 

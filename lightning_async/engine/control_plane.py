@@ -1,7 +1,7 @@
 """The control plane of one rank: shared parts of its components, the engine's thread, and recovery from failures.
 
     IDLE --> HEADER --> PAYLOAD --> COMMIT --> IDLE
-    any of these --(an operation fails)--> FAILED --(the groups are formed anew)--> IDLE
+    any of these --(an operation fails)--> FAILED --(new groups are formed)--> IDLE
 
 Components and strategies use `ControlPlane` only. `EngineLoop` is the engine's thread: it answers every header for its
 rank and carries out the decision of all headers. `GroupRecovery` forms the groups of the next generation. A failed
@@ -75,7 +75,7 @@ class ControlPlane:
         payload: Root communicator of which payloads use a fork. Default: ``collectives``.
         part_bytes: Largest size of one part of a payload. Default 16 MiB.
         now: Clock in seconds. Default: `time.monotonic`.
-        calls: Collective calls of the training thread, which are repeated when groups are formed anew.
+        calls: Collective calls of the training thread, which are repeated when new groups are formed.
         min_replicas: Smallest number of ranks that go on. Default: all that there are, so that none may be lost.
         forks: Communicators of headers and payloads, see `forks_of`. Default: they are forked here.
     """
@@ -114,7 +114,7 @@ class ControlPlane:
 
     @property
     def reforming(self) -> bool:
-        """Whether the groups are being formed anew after a failure."""
+        """Whether new groups are being formed after a failure."""
         return self._loop.stage is Stage.FAILED
 
     def register(self, component: EngineComponent) -> None:
@@ -458,7 +458,7 @@ def _first_seq(generation: int) -> int:
 
 
 class GroupRecovery:
-    """The recovery from a failure: it forms the groups anew with the live ranks, as long as there are enough of them.
+    """The recovery from a failure: it forms new groups with the live ranks, as long as there are enough of them.
 
     ``roots`` are the root communicators for CPU tensors and for payloads, which may be the same. All methods run on the
     engine's thread, but for `survives`, which the training thread calls, too.
@@ -471,7 +471,7 @@ class GroupRecovery:
         distinct = [first] if second is first else [first, second]
         self._roots = [root for root in distinct if isinstance(root, ElasticCollectives)]
         self.possible = len(self._roots) == len(distinct)
-        """Whether the transport can form groups anew; if not, the first failure ends training."""
+        """Whether the transport can form new groups; if not, the first failure ends training."""
         membership = control.membership
         self._membership = membership
         self._shared_state = control.shared_state

@@ -156,8 +156,8 @@ class Replica:
         self.build()
 
     def refresh(self) -> None:
-        """Use buffers and optimizer state that were assigned anew; raise AsyncTrainingError if one does not fit."""
-        if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
+        """Use buffers and optimizer state that were reassigned; raise AsyncTrainingError if one does not fit."""
+        if any(p.is_complex() for p in self.tensors.trained.values()):  # real views do not follow new memory
             left = iter(self.tensors.trained.values())
             for i, fragment in enumerate(self._fragments):
                 tensors = [real(p) for p in itertools.islice(left, len(fragment.tensors))]
@@ -409,7 +409,7 @@ class ModuleTensors:
             mine[name].copy_(value)
 
     def follow_buffers(self) -> bool:
-        """Use buffers that were assigned anew; return whether there were any.
+        """Use buffers that were reassigned; return whether there were any.
 
         Raises AsyncTrainingError where a buffer was added or removed, or changed its shape or type.
         """
@@ -588,8 +588,8 @@ def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torc
     """Return a row of fp64 for each tensor: the part of its snapshot that is left, and 1 if updates took any of it.
 
     The part is :math:`d^k` after :math:`k` updates, and :math:`n / (n + k)` for a mean of all :math:`n + k` updates so
-    far. It is 0 where a counter went back, because the average has begun anew. ``then`` is the result of `count` at the
-    snapshot.
+    far. It is 0 where a counter went back, because the average has started over. ``then`` is the result of `count` at
+    the snapshot.
     """
     rows: list[Tensor] = []
     order: list[int] = []

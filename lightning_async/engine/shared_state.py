@@ -124,7 +124,7 @@ class SharedState:
     stop_requested: bool = False  # set by a signal handler, which takes no lock; `ControlPlane.see` makes it a vote
     closing: bool = False
     trouble: PeerLost | CollectiveError | None = None
-    """The failure of a collective call of the training thread, because of which the groups are formed anew."""
+    """The failure of a collective call of the training thread, because of which new groups are formed."""
 
     composed: int = 0  # number of the last header composed: later changes travel with the next header
     agreed: Vote = Vote.NONE  # the votes that all ranks know of

@@ -68,7 +68,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.alike: Callable[[], Any] = lambda: None  # returns further state that is equal on all replicas
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
-        self._loss_sum: Tensor | float = 0.0  # of training losses since the last message that was due
+        self._loss_sum: Tensor | float = 0.0  # sum of training losses since the last message that was due
         self._num_losses = 0
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
@@ -347,7 +347,7 @@ class BackgroundAverager(SyncPointParticipant):
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Load the results of `state_dict` and `clocks`, before `start`; raise ValueError for another rule's state.
 
-        Rule state that ``clocks`` lacks begins anew.
+        Rule state that ``clocks`` lacks starts over.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box

@@ -1,4 +1,4 @@
-"""The optimizers' state as tensors that can be averaged or reset, and BatchNorm statistics computed anew.
+"""The optimizers' state as tensors that can be averaged or reset, and BatchNorm statistics recomputed.
 
 Optimizers create their state at the first step that has a gradient. To be averaged, the state must exist from the start
 on every replica, also on one without data, and must begin as the optimizer itself would begin it. To find out how an

@@ -47,7 +47,7 @@ class AveragingPart(NamedTuple):
     lr: float = 0.0  # its inner learning rate
     healthy: bool = True  # its parameters and its optimizers' state are finite
     sound: bool = True  # its buffers and frozen parameters are finite; counts only where another rank's are
-    fresh: bool = False  # it took synchronous steps since the rule's state began: that begins anew
+    fresh: bool = False  # it took synchronous steps since the rule's state began: that starts over
     digest: int = NOT_COMPARED  # of the parameters to which the rule applies; compared at sync points
     digest_rest: int = NOT_COMPARED  # of all other tensors that replicas share
     fragment: int = 0  # number of the fragment of the parameters in its message
@@ -114,7 +114,7 @@ class UnmergedRound(NamedTuple):
 
 
 class AveragingComponent(EngineComponent):
-    """The component that averages parameters."""
+    """A component that averages parameters, on the engine's thread."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         self._control = control
@@ -302,10 +302,7 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Return, by rank, whether others may take over what it holds: finite values.
-
-    Where no rank holds finite values, no replica can be healed. Then a sync point opens with what there is.
-    """
+    """Return, by rank, whether others may take over what it holds; at a sync point, all may if no rank is finite."""
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
     at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
@@ -313,8 +310,6 @@ def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> 
 
 
 class _Round(RoundType):
-    """A base with the parts that the round types of averaging share."""
-
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger) -> None:
         self._buckets = control.buckets
         self._transfer = control.transfer
@@ -487,10 +482,7 @@ class AveragingRound(_Round):
 
 
 class ConsensusRound(_Round):
-    """A round type that makes one model of all replicas at a sync point.
-
-    It averages the replicas' parameters, not the rule's messages, and is no outer step.
-    """
+    """A round type that makes one model of all replicas' parameters at a sync point; it is no step of the rule."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         super().__init__(control, agreed, ledger)
@@ -661,7 +653,7 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
-            if "residuals" in replica:  # else the checkpoint is too old
+            if "residuals" in replica:  # older checkpoints lack them
                 self._average.load_residuals(replica["residuals"])
             self._ledger.load_work(replica["work"], replica.get("reported"))
             buckets.at_target = replica["at_target"]

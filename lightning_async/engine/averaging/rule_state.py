@@ -81,7 +81,7 @@ class AveragerConfig:
     def fewest(self, started: int, can_lose: bool = True) -> int:
         """Return the smallest number of live replicas that train on without lost ones.
 
-        ``can_lose`` says whether the transport can form groups anew.
+        ``can_lose`` says whether the transport can form new groups.
 
         >>> [AveragerConfig().fewest(started) for started in (1, 2, 3, 8)]
         [1, 1, 2, 4]
@@ -91,7 +91,7 @@ class AveragerConfig:
         return (started + 1) // 2 if can_lose else started
 
     def survives(self, started: int, can_lose: bool = True) -> int:
-        """Return the smallest number that forms groups anew: one, where fewer than `fewest` wait for ranks to join."""
+        """Return the smallest number that forms new groups: one, where fewer than `fewest` wait for ranks to join."""
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
     def weight_of_reported(self, rule: AveragingRule) -> float:
@@ -156,7 +156,7 @@ class WorkLedger:
     reported: list[Work] = field(init=False)  # by fragment, work in the last committed message; none after a consensus
     last_round: float = 0.0  # when a round was last committed
     fresh: bool = False
-    """Whether synchronous steps were taken since the rule's state began; then it begins anew with the next round."""
+    """Whether synchronous steps were taken since the rule's state began; then it starts over with the next round."""
     synchronous: bool = False
     """Whether the replica takes synchronous steps; then all others wait for it, however slow it is."""
     missed: int = 0
@@ -381,7 +381,7 @@ class RuleState:
         return self._is_flat(parts) or (len(parts) == 1 and isinstance(parts[0], Tensor))
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
-        """Load the result of `state_dict`; fields that ``own`` lacks begin anew. Raise ValueError for another rule."""
+        """Load the result of `state_dict`; fields that ``own`` lacks start over. Raise ValueError for another rule."""
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
         if saved["rule"] != self.name and not (saved["rule_state"] or own):
@@ -410,7 +410,7 @@ class RuleState:
         return parts[fragment]
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
-        """Return a saved state for the present layout; values of parameters that it did not hold begin anew."""
+        """Return a saved state for the present layout; values of parameters that it did not hold start over."""
         layout = self._replica.layout
         if places is None or [name for name, _ in places] == list(layout.names):
             return state
