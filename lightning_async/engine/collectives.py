@@ -226,6 +226,7 @@ class LightningCollectives:
                         tensor.copy_(bytes_)
 
         for part in _parts(tensors):
+            # Several parts are under way at a time, so that copies and checksums overlap with the transport.
             data = part[0] if len(part) == 1 else torch.cat(part)
             if state is not None:
                 checksum = _checksum(data, checksum)

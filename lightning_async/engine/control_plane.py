@@ -391,6 +391,7 @@ class EngineLoop:
     ) -> None:
         """Move a payload, and commit it once all ranks are known to have it, or at once where the round allows that."""
         self._to(Stage.PAYLOAD)
+        # All ranks were in this header, and none has to catch up: no rank lacks the exchange before this one.
         self.held.forget()
         self._buckets.claim()
         started = self._now()
@@ -401,6 +402,7 @@ class EngineLoop:
             exchange.mark = mark_of(headers, members)
             exchange.places = places_of(headers, members)
         if exchange.at_once:
+            # Another rank may have the payload first and commit it, even if this rank's `move` fails.
             self.held.behind = exchange
         kind.move(exchange)
         exchange.exchange_s = self._now() - started  # the time so far, in case the answer to the commit is lost
@@ -540,7 +542,7 @@ class GroupRecovery:
         started = self._now()
         members = self._membership.generation.members
         if self._calls is not None:
-            self._calls.suspend()
+            self._calls.suspend()  # before the groups go: an answer that comes meanwhile is not known to all ranks
         while True:
             if self._shared_state.closing:
                 raise Closed

@@ -70,7 +70,7 @@ class Overlap:
 
     def _tell(self, whole: Sequence[LayoutSpan]) -> None:
         assert self._out is not None and self._backward is not None
-        for span in whole:
+        for span in whole:  # stored before `tell` lets the engine's thread read them
             self._out.gradients[span.first : span.last] = gradients_of(self._params[span.first : span.last])
         self._out.tell(self._backward.filled)
 
