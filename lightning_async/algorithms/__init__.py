@@ -1,4 +1,16 @@
-"""The algorithms as small values: how replicas become one model again, and when. No I/O, no threads, no clocks."""
+"""The algorithms as small immutable values: the equations of training, without I/O, threads or clocks.
+
+Each algorithm is a frozen dataclass, whose docstring has its equation, its source and an example. The engine, servers
+and callbacks call its methods with facts that they have measured, and keep its state.
+
+- An `AveragingRule` says what replicas send and what their mean means: `DeltaMean`, `DiLoCo`, `EASGD`, `SparseLoCo`.
+- A `Schedule` says when a round comes: `EveryNSteps`, `DyLU`, `MatchCommunication`, `Warmup`.
+- A `StalenessPolicy` corrects late pushes on a server; a `DelayCorrection` corrects late windows of gradients.
+- `TopK`, `PowerSGD` and the codes compress messages; an `AccumulationPolicy` sets the size of windows.
+- A `KeepPolicy` and a `SavePolicy` are for checkpoints; `divergence` holds thresholds and remedies.
+
+Read averaging and schedules first, then outer_optimizers and staleness; the other modules stand alone.
+"""
 
 from lightning_async.algorithms.accumulation import (
     AccumulationPolicy,

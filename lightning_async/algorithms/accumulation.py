@@ -1,8 +1,9 @@
-"""How much is accumulated before a step: by epoch, by step, by the noise of gradients, by the share of communication.
+"""Sizes of windows and batches: how many samples a step takes, and how the learning rate follows from that.
 
-An `AccumulationPolicy` says how large a window is, and `lr_factor` how the learning rate follows. `Noise` is the noise
-scale of gradients: how large a batch may be before more samples add little. `BalancedWindows` and `batch_sizes` give
-each replica as much work as it can do in the time of the others.
+An `AccumulationPolicy` sets the size of a window of gradients: by epoch, by step, by the noise of gradients, or by the
+share of time that communication takes. `lr_factor` scales the learning rate. `Noise` is the noise scale of gradients,
+the batch size beyond which more samples add little. `BalancedWindows` and `batch_sizes` give each replica the amount of
+work that it can do in the same time as the others.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ LrScaling = Literal["linear", "sqrt"]
 
 
 def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
-    r"""Return the factor of the learning rate, by the samples behind a step.
+    r"""Return the factor of the learning rate for a step with this number of samples.
 
     .. math:: \frac{n}{n_0} \text{ (linear)}, \qquad \sqrt{\frac{n}{n_0}} \text{ (sqrt)}, \qquad 1 \text{ (None)}
 
-    Linear scaling is for SGD: the gradients of each sample count as much as without accumulation. The square root is
+    Linear scaling is for SGD: the gradient of each sample counts as much as without accumulation. The square root is
     for optimizers that divide by the gradients' size, such as Adam.
 
     Args:
-        scaling: the way.
-        samples: :math:`n`, behind this step.
-        base: :math:`n_0`, behind the step that the learning rate was chosen for.
+        scaling: Kind of scaling; None for none.
+        samples: :math:`n`, number of samples in this step.
+        base: :math:`n_0`, number of samples in a step for which the learning rate was chosen.
 
     Source: Goyal et al., 2017, https://arxiv.org/abs/1706.02677 (linear); Malladi et al., 2022,
     https://arxiv.org/abs/2205.10287 (the square root, for Adam)
@@ -43,23 +44,23 @@ def lr_factor(scaling: LrScaling | None, samples: float, base: float) -> float:
 
 
 def estimate(small: float, big: float, small_size: float, big_size: float) -> tuple[float, float]:
-    r"""Estimate, without bias, the gradient's squared length and its noise, from two sizes of batches.
+    r"""Estimate the gradient's squared norm and its noise, without bias, from batches of two sizes.
 
     .. math::
         |G|^2 &= \frac{B_b |G_b|^2 - B_s |G_s|^2}{B_b - B_s} \\
         S &= \frac{|G_s|^2 - |G_b|^2}{1 / B_s - 1 / B_b}
 
     Args:
-        small: :math:`|G_s|^2`, the squared norm of a gradient over :math:`B_s` samples (a mean over several such).
-        big: :math:`|G_b|^2`, the same over :math:`B_b` samples.
-        small_size: :math:`B_s`.
-        big_size: :math:`B_b`, larger.
+        small: :math:`|G_s|^2`, squared norm of a gradient over :math:`B_s` samples (or the mean of several such norms).
+        big: :math:`|G_b|^2`, squared norm of a gradient over :math:`B_b` samples.
+        small_size: :math:`B_s`, number of samples in a small batch.
+        big_size: :math:`B_b`, number of samples in a large batch.
 
     Returns:
         :math:`|G|^2` and :math:`S`, the trace of the covariance of one sample's gradient. Either may be negative.
 
     Raises:
-        ValueError: the sizes are not in this order.
+        ValueError: If the sizes are not positive and ascending.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, appendix A.1,
     https://arxiv.org/abs/1812.06162
@@ -76,14 +77,14 @@ def estimate(small: float, big: float, small_size: float, big_size: float) -> tu
 
 
 class Noise(NamedTuple):
-    r"""The noise scale, of estimates that are smoothed each by itself.
+    r"""The gradient noise scale, as the ratio of two running means.
 
     .. math:: B_\text{simple} = \frac{\bar S}{\overline{|G|^2}}
 
-    The mean of a ratio is biased, the ratio of means much less: so :math:`S` and :math:`|G|^2` are averaged, both with
-    the same weights.
+    The mean of a ratio is biased, and the ratio of means is much less so. Therefore :math:`S` and :math:`|G|^2` are
+    averaged separately, with the same weights.
 
-    Source: as of `estimate`.
+    Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162
 
     >>> Noise().add(estimate(5.0, 2.0, 2, 8), decay=0.9).scale
     8.0
@@ -91,10 +92,10 @@ class Noise(NamedTuple):
 
     square: float = 0.0  # the mean of :math:`|G|^2`
     trace: float = 0.0  # the mean of :math:`S`
-    weight: float = 0.0  # of the values in these means, 0 where there are none
+    weight: float = 0.0  # total weight of the values in these means; 0 for none
 
     def add(self, estimated: tuple[float, float], decay: float) -> Noise:
-        """Add one more estimate, see `estimate`; one that is not finite changes nothing."""
+        """Return the noise with one more result of `estimate`; one that is not finite is left out."""
         if not all(map(math.isfinite, estimated)):
             return self
         weight = decay * self.weight + 1 - decay
@@ -104,7 +105,7 @@ class Noise(NamedTuple):
 
     @property
     def scale(self) -> float:
-        """In samples: 0 where no noise is to be seen, infinite where nothing else is; NaN while unknown."""
+        """The noise scale in samples: 0 without noise, infinite where there is only noise, NaN while unknown."""
         if self.weight == 0 or (self.square <= 0 and self.trace <= 0):
             return math.nan
         if self.trace <= 0:
@@ -117,47 +118,48 @@ Measured = Literal["nothing", "noise", "times"]
 
 
 class Times(NamedTuple):
-    """The times of batches in recent windows."""
+    """The times of a batch and of a step, as measured in recent windows."""
 
-    batch_s: float  # seconds of a batch up to the end of its backward pass, without a step
-    step_s: float  # seconds that the last batch of a window takes more, for communication that nothing hides
+    batch_s: float  # seconds of a batch until the end of its backward pass
+    step_s: float  # extra seconds of a window's last batch, for communication that is not hidden
 
 
 class WindowProgress(NamedTuple):
     """The state of training when a window begins."""
 
-    step: int  # optimizer steps taken
-    epoch: int  # epochs completed
-    size: int = 0  # of the last window as it was planned; 0 where there was none
-    unit: float = 1.0  # samples in one unit of ``size``, over all ranks that share a step; 1.0 where it counts samples
+    step: int  # number of optimizer steps taken
+    epoch: int  # number of completed epochs
+    size: int = 0  # planned size of the last window; 0 before the first one
+    unit: float = 1.0  # samples in one unit of ``size`` over all ranks; 1.0 where the unit is samples
     noise: Noise | None = None  # the noise of gradients; None while unknown
     times: Times | None = None  # None while unknown
 
 
 @runtime_checkable
 class AccumulationPolicy(Protocol):
-    """A choice of the windows' sizes: a pure function of the state of training."""
+    """An interface for the choice of window sizes: a pure function of the state of training."""
 
     unit: Unit = "any"
-    """The unit of `size`: "batches", "samples", or "any": that of the argument that the policy is given to."""
-    measures: Measured = "nothing"  # what it needs to know
-    every: int = 1  # windows from one decision to the next
+    """The unit of `size`: "batches", "samples", or "any" for the unit of the argument that takes the policy."""
+    measures: Measured = "nothing"  # what must be measured for the policy
+    every: int = 1  # number of windows from one decision to the next
 
     @abstractmethod
     def size(self, progress: WindowProgress) -> int:
-        """Return the size of the window that begins, and of those up to the next decision."""
+        """Return the size of the window that begins, and of those after it until the next decision."""
         ...
 
 
 @dataclass(frozen=True)
 class Fixed(AccumulationPolicy):
-    """Always the same.
+    """A policy of windows of one size.
 
     Args:
-        n: of what the argument counts that it is given to.
+        n: Size, in the unit of the argument that takes the policy.
 
     Raises:
-        TypeError, ValueError: it is no int, or less than 1.
+        TypeError: If ``n`` is no int.
+        ValueError: If ``n`` is less than 1.
 
     >>> Fixed(4).size(WindowProgress(step=9, epoch=1))
     4
@@ -174,18 +176,18 @@ class Fixed(AccumulationPolicy):
 
 @dataclass(frozen=True)
 class ByEpoch(AccumulationPolicy):
-    r"""Another size from some epochs on.
+    r"""A policy whose size changes at given epochs.
 
     .. math:: n = n_e, \quad e = \max \{e \in E : e \le \mathit{epoch}\}
 
     Args:
-        sizes: by the epoch that each begins with; before the first one it is 1.
+        sizes: Size by the epoch with which it begins; before the first one the size is 1.
 
     Raises:
-        TypeError: not a mapping of ints.
-        ValueError: empty, an epoch is negative, or a size less than 1.
+        TypeError: If ``sizes`` is not a mapping of ints.
+        ValueError: If ``sizes`` is empty, an epoch is negative, or a size is less than 1.
 
-    Source: as Lightning's `GradientAccumulationScheduler`.
+    Source: Lightning's `GradientAccumulationScheduler`, https://lightning.ai/docs
 
     >>> [ByEpoch({0: 1, 4: 8}).size(WindowProgress(step=0, epoch=epoch)) for epoch in (0, 3, 4, 9)]
     [1, 1, 8, 8]
@@ -202,15 +204,16 @@ class ByEpoch(AccumulationPolicy):
 
 @dataclass(frozen=True)
 class ByStep(AccumulationPolicy):
-    r"""Another size from some optimizer steps on.
+    r"""A policy whose size changes at given optimizer steps.
 
     .. math:: n = n_t, \quad t = \max \{t \in T : t \le \mathit{step}\}
 
     Args:
-        sizes: by the step, counted from 0, that each begins with; before the first one it is 1.
+        sizes: Size by the step, counted from 0, with which it begins; before the first one the size is 1.
 
     Raises:
-        TypeError, ValueError: as of `ByEpoch`.
+        TypeError: If ``sizes`` is not a mapping of ints.
+        ValueError: If ``sizes`` is empty, a step is negative, or a size is less than 1.
 
     Source: batch sizes that grow in place of learning rates that fall: Smith et al., 2018,
     https://arxiv.org/abs/1711.00489
@@ -230,24 +233,25 @@ class ByStep(AccumulationPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale(AccumulationPolicy):
-    r"""As many samples as the noise of the gradients asks for.
+    r"""A policy with as many samples as the noise of the gradients makes worthwhile.
 
     .. math:: n = \min\big(n_\text{max}, \max(n_\text{min}, r\, B_\text{simple})\big), \quad
         n_\text{last} / g \le n \le g\, n_\text{last}
 
-    :math:`B_\text{simple}` is the gradient noise scale: below it twice the samples are worth nearly twice the steps,
-    above it nearly nothing.
+    :math:`B_\text{simple}` is the gradient noise scale, see `Noise`. Well below it, a step with twice the samples is
+    worth nearly two steps; well above it, hardly more than one.
 
     Args:
-        maximum: :math:`n_\text{max}`, in samples.
-        minimum: :math:`n_\text{min}`; with it training begins.
-        ratio: :math:`r`. Default 1.
-        decay: of the running means behind the noise scale. Default 0.9.
-        growth: :math:`g`: no window is larger or smaller than the last one by more than this. Default 2.
-        every: windows that an estimate is made of, and from one decision to the next. Default 16.
+        maximum: :math:`n_\text{max}`, largest number of samples.
+        minimum: :math:`n_\text{min}`, smallest number of samples, with which training begins.
+        ratio: :math:`r`, number of samples as a multiple of the noise scale. Default 1.
+        decay: Decay of the running means in the noise scale. Default 0.9.
+        growth: :math:`g`, largest factor between the sizes of two windows in a row. Default 2.
+        every: Number of windows for one estimate, and from one decision to the next. Default 16.
 
     Raises:
-        TypeError, ValueError: a number of the wrong kind or out of range.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
 
     Source: McCandlish et al., "An Empirical Model of Large-Batch Training", 2018, https://arxiv.org/abs/1812.06162
 
@@ -284,24 +288,26 @@ class NoiseScale(AccumulationPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationShare(AccumulationPolicy):
-    r"""So many batches that communication, where nothing hides it, takes at most a share of the time.
+    r"""A policy with enough batches that communication takes at most a given share of the time.
 
     .. math:: n = \Big\lceil \frac{(1 - s)\, t_c}{s\, t_b} \Big\rceil
 
-    :math:`t_b` is the time of a batch and :math:`t_c` what a step adds until gradients are averaged. It needs batches
-    without a step to tell one from the other: a window has at least two. Measured times differ from run to run, so a
-    run that is resumed need not decide as one that was not interrupted.
+    :math:`t_b` is the time of a batch, and :math:`t_c` is the time that a step adds until gradients are averaged. Both
+    can be measured only if some batches have no step, so a window has at least two batches. Measured times differ from
+    run to run: a resumed run may choose other sizes than a run that was not interrupted.
 
     Args:
-        share: :math:`s`. Default 0.1.
-        maximum: of batches. Default 64.
-        minimum: of batches, with which training begins. Default 2.
-        every: windows that times are taken of, and from one decision to the next. Default 16.
+        share: :math:`s`, largest share of communication in the time. Default 0.1.
+        maximum: Largest number of batches. Default 64.
+        minimum: Smallest number of batches, with which training begins. Default 2.
+        every: Number of windows in which times are measured, and from one decision to the next. Default 16.
 
     Raises:
-        TypeError, ValueError: a number of the wrong kind or out of range.
+        TypeError: If an argument has the wrong type.
+        ValueError: If an argument is out of range.
 
-    Source: the ratio of computation to communication, as for local steps in Stich, 2019, https://arxiv.org/abs/1805.09767
+    Source: the ratio of computation to communication, as for local steps in Stich, 2019,
+    https://arxiv.org/abs/1805.09767
 
     >>> CommunicationShare(share=0.2).size(WindowProgress(step=0, epoch=0, times=Times(batch_s=0.05, step_s=0.1)))
     8
@@ -349,20 +355,21 @@ def _latest(sizes: Mapping[int, int], now: int) -> int:
 
 @dataclass(frozen=True)
 class BalancedWindows:
-    r"""Windows of gradients in proportion to speed: a slow replica has fewer batches in each.
+    r"""A policy of windows in proportion to speed: a slow replica has fewer batches in each window.
 
     .. math:: n_i = \operatorname{clip}\Big(\Big[\, N n\, \frac{v_i}{\sum_j v_j} \Big],\; n_{\min},\; n_{\max}\Big)
 
-    :math:`v_i` are the batches per second of each of :math:`N` replicas, as measured of late. So all fill their windows
-    at once, and a step has about as many batches as with equal ones; each sample counts the same in its mean.
+    :math:`v_i` are the recent batches per second of each of :math:`N` replicas. All replicas fill their windows in
+    about the same time, and a step has about as many batches as with equal windows. Each sample counts the same.
 
     Args:
-        batches: :math:`n`, in a window on average. Default 4.
-        minimum: :math:`n_{\min}`, of batches in a window. Default 1.
-        maximum: :math:`n_{\max}`. Default 64.
+        batches: :math:`n`, average number of batches in a window. Default 4.
+        minimum: :math:`n_{\min}`, smallest number of batches in a window. Default 1.
+        maximum: :math:`n_{\max}`, largest number of batches in a window. Default 64.
 
     Raises:
-        TypeError, ValueError: an argument is not an int of at least 1, or the bounds leave no room for ``batches``.
+        TypeError: If an argument is no int.
+        ValueError: If ``minimum`` is less than 1, or ``batches`` is not between ``minimum`` and ``maximum``.
 
     Source: dynamic local updates of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024,
     https://arxiv.org/abs/2401.09135, for windows of gradients
@@ -381,7 +388,7 @@ class BalancedWindows:
         check_int(self, "maximum", at_least=self.batches)
 
     def size(self, speeds: Sequence[float], me: int) -> int:
-        """Return the next window of the replica ``me``, in batches; ``batches``, while a speed is not known (0.0)."""
+        """Return the number of batches in replica ``me``'s next window; ``batches`` while a speed is unknown (0.0)."""
         if not all(speed > 0.0 for speed in speeds):
             return self.batches
         wanted = round(len(speeds) * self.batches * speeds[me] / sum(speeds))
@@ -389,18 +396,18 @@ class BalancedWindows:
 
 
 def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequence[int]) -> list[int]:
-    r"""Divide the samples of a step among the replicas, so that all take equally long.
+    r"""Return each replica's number of samples in a step, so that all replicas take equally long.
 
     .. math:: n_i = \operatorname{clip}(\lambda v_i,\; n_{\min},\; m_i), \qquad \sum_i n_i = n
 
-    Rounded to whole samples, of which the sum is exact, so that the last replica is done as soon as can be. Where the
-    bounds leave no room for it, the sum is as near to ``total`` as they allow.
+    The numbers are rounded to whole samples with the exact sum, so that the slowest replica ends as early as possible.
+    Where the bounds do not allow the sum ``total``, the sum is as near to it as they allow.
 
     Args:
-        total: :math:`n`, samples of a step.
-        speeds: :math:`v_i`, samples per second; 0.0 where one is not known: as fast as the others are on average.
-        minimum: :math:`n_{\min}`.
-        most: :math:`m_i`, at least ``minimum``.
+        total: :math:`n`, number of samples in a step.
+        speeds: :math:`v_i`, samples per second of each replica. An unknown speed is 0.0, and counts as the average.
+        minimum: :math:`n_{\min}`, smallest number of samples of a replica.
+        most: :math:`m_i`, largest number of samples of each replica, at least ``minimum``.
 
     >>> batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [128] * 4), batch_sizes(128, [3.0, 3.0, 3.0, 1.0], 1, [36] * 4)
     ([39, 39, 38, 12], [36, 36, 36, 20])

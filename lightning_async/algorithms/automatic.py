@@ -1,7 +1,8 @@
-"""Averaging that sets itself: a period by what a round takes or how replicas part, an outer optimizer by its steps.
+"""Averaging with automatic settings: periods and outer optimizers that follow from measurements in each round.
 
-`MatchCommunication` and `AdaptivePeriod` are schedules, `AdaptiveDiLoCo` is a rule. All follow from what is measured in
-every round; `Trend` is what is kept of such a measurement.
+`MatchCommunication` and `AdaptivePeriod` are schedules whose period follows from the time of a round or from the
+disagreement of replicas. `AdaptiveDiLoCo` is a rule whose outer optimizer follows from the number of local steps.
+`Trend` keeps a measured number: its mean in the first rounds, and in recent ones.
 """
 
 from __future__ import annotations
@@ -18,22 +19,22 @@ from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
 
 @dataclass(frozen=True)
 class MatchCommunication(Schedule):
-    r"""A period that follows from how long a round takes.
+    r"""A schedule whose period follows from the time that a round takes.
 
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min} \frac{v}{v_{\max}}, c\, \frac{t_{round}}{t_{step}}\big)\Big)
 
-    :math:`t_{round}` is the time of a round (the shorter of the last two), :math:`t_{step}` that of a step of this
-    replica, :math:`v` its speed and :math:`v_{\max}` that of the fastest. The period follows the link as it changes. A
-    slow replica takes fewer steps in a period, so that all are ready together.
+    :math:`t_{round}` is the time of a round (the shorter of the last two), :math:`t_{step}` is the time of a step of
+    this replica, :math:`v` its speed, and :math:`v_{\max}` the speed of the fastest replica. The period adapts when the
+    speed of the network changes. A slow replica takes fewer steps in a period, so that all are ready together.
 
     Args:
-        minimum: :math:`n_{\min}`. Default 8: more frequent rounds gain little with an outer optimizer.
-        maximum: :math:`n_{\max}`. Default 512.
-        factor: :math:`c`, periods in times of a round. Default 2.5: shorter ones make momentum overshoot.
+        minimum: :math:`n_{\min}`, steps. Default 8: more frequent rounds gain little with an outer optimizer.
+        maximum: :math:`n_{\max}`, steps. Default 512.
+        factor: :math:`c`, length of a period in times of a round. Default 2.5: in shorter ones momentum overshoots.
 
     Raises:
-        TypeError, ValueError: a number of steps is no int of at least 1, ``maximum`` less than ``minimum``, or
-            ``factor`` is less than 1.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``minimum`` is less than 1, ``maximum`` less than ``minimum``, or ``factor`` less than 1.
 
     Source: the period that hides a round, as in overlapped local SGD: Wang et al., "Overlap Local-SGD", 2020,
     https://arxiv.org/abs/2002.09539
@@ -66,27 +67,28 @@ Disagreement = Literal["replica_spread", "loss_variance"]
 
 @dataclass(frozen=True)
 class AdaptivePeriod(Schedule):
-    r"""A period that is short while replicas part fast, and grows as they agree.
+    r"""A schedule whose period is short while replicas diverge fast, and grows as they agree more.
 
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min}, n_{\min}\, m_0 / m\big)\Big)
 
-    :math:`m` is the metric in recent rounds and :math:`m_0` in the first four, which come every :math:`n_{\min}` steps.
-    "replica_spread" is the squared distance between replicas over the steps that made it: a round comes when replicas
-    are as far apart as in the first rounds. So the period grows as the learning rate falls: with its inverse square
-    where noise drives replicas apart, with its inverse where unlike data does. "loss_variance" is the root of the
-    variance over replicas of the mean training loss of their steps. All replicas measure the same.
+    :math:`m` is the metric in recent rounds, and :math:`m_0` is the metric in the first four rounds, which come every
+    :math:`n_{\min}` steps. "replica_spread" is the squared distance between replicas divided by the steps since they
+    agreed, so that a round comes when replicas are as far apart as in the first rounds. The period then grows as the
+    learning rate falls: with its inverse square where noise drives replicas apart, and with its inverse where different
+    data does. "loss_variance" is the root of the variance over replicas of the mean training loss of their steps. All
+    replicas measure the same value.
 
-    While the learning rate warms up replicas hardly part: `Warmup(AdaptivePeriod(), steps=...)` measures the first
-    rounds after that. With ``warmup_sync_every``, whose rounds would be the first ones, a strategy refuses it.
+    While the learning rate warms up, replicas hardly diverge. Use `Warmup(AdaptivePeriod(), steps=...)` to take the
+    rounds after the warm-up as the first ones. A strategy refuses ``warmup_sync_every``, whose rounds would be the first.
 
     Args:
-        minimum: :math:`n_{\min}`. Default 50.
-        maximum: :math:`n_{\max}`. Default 500.
-        metric: "replica_spread" (default) or "loss_variance".
+        minimum: :math:`n_{\min}`, steps. Default 50.
+        maximum: :math:`n_{\max}`, steps. Default 500.
+        metric: Metric, "replica_spread" or "loss_variance". Default "replica_spread".
 
     Raises:
-        TypeError, ValueError: a number of steps is no int of at least 1, ``maximum`` less than ``minimum``, or
-            ``metric`` another one.
+        TypeError: If a number of steps is no int.
+        ValueError: If ``minimum`` is less than 1, ``maximum`` less than ``minimum``, or ``metric`` is unknown.
 
     Source: rounds by the divergence of models as in Kamp et al., "Efficient Decentralized Deep Learning by Dynamic
     Model Averaging", 2018, https://arxiv.org/abs/1807.03210, relative to the beginning as in Wang & Joshi, "Adaptive
@@ -118,11 +120,11 @@ class AdaptivePeriod(Schedule):
 
 
 class Trend(NamedTuple):
-    r"""A measured number: its mean in the first rounds, and in recent ones.
+    r"""The trend of a measured number: its mean in the first rounds, and its mean in recent rounds.
 
     .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{\min(k, w)}, \qquad m_0 = m_w
 
-    It follows a rise at once, and a fall slowly.
+    A large measurement changes the mean at once, and small ones bring it down slowly.
 
     >>> trend = Trend()
     >>> for measured in (2.0, 4.0, 9.0):
@@ -136,7 +138,7 @@ class Trend(NamedTuple):
     recent: float = 0.0
 
     def add(self, measured: float, window: int) -> Trend:
-        """Return the trend with one more number, if that is finite; ``window`` is :math:`w`."""
+        """Return the trend with one more measurement; one that is not finite is left out. ``window`` is :math:`w`."""
         if not math.isfinite(measured):
             return self
         number = self.number + 1
@@ -145,7 +147,7 @@ class Trend(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """Recent numbers over the first ones; 1.0 while there are no others."""
+        """The recent mean divided by the first one; 1.0 while the first rounds last."""
         if self.recent == self.first:
             return 1.0
         return self.recent / self.first if self.first > 0.0 else math.inf
@@ -153,15 +155,15 @@ class Trend(NamedTuple):
 
 @dataclass(frozen=True)
 class AdaptiveDiLoCo(DiLoCoBase):
-    r"""DiLoCo whose outer learning rate and momentum follow from the steps of each round.
+    r"""A `DiLoCo` whose outer learning rate and momentum follow from the number of local steps in each round.
 
     .. math::
         \eta &= 0.3 + 0.025 \min(h, 16), \qquad x = \min\big(1, \max(0, \tfrac{h - 8}{8})\big) \\
         \mu &= (0.7 - 0.1\, x) \min\big(1, \tfrac{k h}{64}\big)
 
-    :math:`h` is the mean number of local steps in the messages, which headers say, so that all replicas choose alike,
-    and :math:`k` the number of rounds before this one: momentum grows over the first 64 steps of training, in which the
-    direction changes most. The rest is `DiLoCo`, with Nesterov's momentum.
+    :math:`h` is the mean number of local steps in the messages, which all replicas know from the headers, so that they
+    choose the same values. :math:`k` is the number of rounds before this one: momentum grows over the first 64 steps of
+    training, in which the direction changes most. The other equations are those of `DiLoCo` with Nesterov's momentum.
 
     Source: Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105
 
@@ -176,8 +178,8 @@ class AdaptiveDiLoCo(DiLoCoBase):
     def outer_settings(self, round: Round) -> tuple[float, float]:
         """Return the outer learning rate and the outer momentum of a round.
 
-        Found by simulation on a language model with AdamW. Delay and number of replicas made no difference beside the
-        steps; a larger learning rate with less momentum has the same gain and more noise.
+        The constants were found by simulations on a language model with AdamW. The delay and the number of replicas
+        made no further difference. A larger learning rate with less momentum has the same gain and more noise.
         """
         steps = [taken for taken, work in zip(round.steps, round.work, strict=False) if work > 0.0]
         mean = sum(steps) / len(steps) if steps else 0.0

@@ -1,8 +1,8 @@
-"""Averaging rules: what replicas send, and what the mean of all messages means.
+"""Averaging rules: what replicas send, and what each replica makes of the mean message.
 
-`AveragingRule` is what a rule must answer, without I/O, threads or clocks; `RuleBase` is what most rules share, so that
-a rule is little more than its equations. The messages of `Mean` and `DeltaMean` are the parameters themselves; with
-`EASGD` replicas keep models of their own.
+`AveragingRule` is the interface of a rule, without I/O, threads or clocks. `RuleBase` implements what most rules share,
+so that a rule is little more than its equations. `Mean` and `DeltaMean` send the parameters themselves; with `EASGD`,
+each replica keeps a model of its own.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ class Round(NamedTuple):
     """The facts of one averaging round that every replica knows before its payload moves.
 
     Args:
-        id: number of this round; committed rounds count up by one on all replicas.
-        rank: this replica.
-        work: every replica's work since its last round of this fragment (samples, or steps); zero for an absent one.
-        steps: every replica's optimizer steps since its last round of this fragment.
-        scalars: every replica's, from `AveragingRule.message_`.
-        lr: every replica's inner learning rate, 0 if absent; a rule must derive a common one.
-        fragment: number of the part of the parameters in this round.
-        past: rounds of this fragment that were committed before this one.
+        id: Number of this round, equal on all replicas; it grows by one with each committed round.
+        rank: Rank of this replica.
+        work: Work of each replica (samples or steps) since its last round of this fragment; zero for an absent one.
+        steps: Optimizer steps of each replica since its last round of this fragment.
+        scalars: Scalars that `AveragingRule.message_` has returned on each replica.
+        lr: Inner learning rate of each replica, 0 if absent. A rule must derive one that is common to all.
+        fragment: Number of the part of the parameters that this round moves.
+        past: Number of committed rounds of this fragment before this one.
     """
 
     id: int
@@ -45,7 +45,7 @@ class Round(NamedTuple):
     past: int = 0
 
     def is_absent(self) -> bool:
-        """Return whether no message of this replica is in the round.
+        """Return whether this replica has no message in the round.
 
         >>> Round(id=1, rank=0, work=(0.0, 2.0), steps=(0.0, 1.0)).is_absent()
         True
@@ -55,49 +55,50 @@ class Round(NamedTuple):
 
 @runtime_checkable
 class AveragingRule(Protocol[S]):
-    r"""The way in which replicas become one model again: a value without state of its own.
+    r"""An interface for the way in which replicas become one model; the rule itself keeps no state.
 
-    One round, seen from one replica. The engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
-    `message_` turns it into the message :math:`u`. All replicas exchange messages, and :math:`\bar u = \sum_i w_i u_i`
-    arrives, with the `weights` :math:`w_i`. `merge_` turns :math:`\bar u` into the *target* :math:`t`, where this
-    replica would stand had it done nothing meanwhile, and :math:`u` back into the snapshot. The engine then moves the
-    parameters by displacement, :math:`x \leftarrow x + (t - s)`, so that progress made since the snapshot is kept;
-    where there was none it copies :math:`t`. A replica that is absent (it has no work) moves from the last target to
-    the new one.
+    A round, seen from one replica: the engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
+    `message_` turns the snapshot into the message :math:`u`. All replicas exchange messages, and the mean
+    :math:`\bar u = \sum_i w_i u_i` arrives, with the `weights` :math:`w_i`. `merge_` turns :math:`\bar u` into the
+    *target* :math:`t`, the parameters that this replica would have if it had taken no step since the snapshot, and
+    turns :math:`u` back into the snapshot. Then the engine moves the parameters by displacement,
+    :math:`x \leftarrow x + (t - s)`, which keeps the progress since the snapshot; without progress it copies
+    :math:`t`. An absent replica (one without work) moves from the last target to the new one.
 
-    The state is a ``NamedTuple`` of flat fp32 tensors, equal on all replicas between rounds but for the fields in
-    `per_replica`. A rule treats every element, or every tensor of the layout, alike: a part of the parameters (a
-    fragment) has a state of its own.
+    The state of a rule is a ``NamedTuple`` of flat fp32 tensors. It is equal on all replicas between rounds, except for
+    the fields in `per_replica`. Each part of the parameters that rounds move by itself (a fragment) has its own state,
+    so a rule must treat all elements, or all tensors of the layout, alike.
 
-    Any class that has all of this will do. One that inherits it gets the defaults; `RuleBase` has more of them.
+    Any class with these attributes and methods is a rule. One that inherits from this class gets the defaults, and
+    `RuleBase` has more of them.
     """
 
-    num_scalars: int = 0  # how many scalars `message_` returns, to ride in the round's header
-    overlappable: bool = True  # whether `merge_` may happen while local steps go on. False for rules that overwrite.
+    num_scalars: int = 0  # number of scalars that `message_` returns for the round's header
+    overlappable: bool = True  # whether local steps may go on during a round; False for rules that overwrite parameters
     per_replica: frozenset[str] = frozenset()
-    """Fields of the state that differ between replicas (the residual of a compression, the weight of push-sum)."""
+    """The fields of the state that differ between replicas (a compression residual, or the weight of push-sum)."""
     absent_follow: bool = True
-    """Whether an absent replica moves with the target. False where replicas keep models of their own."""
+    """Whether an absent replica moves with the target; False where replicas keep models of their own."""
     restores_local: bool = False
-    """Whether a sync point only shows `agree`'s model, and each replica goes on from a copy of its own."""
+    """Whether a sync point only shows the model of `agree`, and each replica goes on from its own model."""
     mixes: bool = False
-    """Whether `mix_` decides on the progress since the snapshot, at the cost of a copy; else all of it is kept."""
+    """Whether `mix_` decides how much progress since the snapshot is kept, at the cost of a copy; else all is kept."""
     sends_difference: bool = False
-    """Whether messages are differences from what all replicas share: small, so that 8 bits per element hold them."""
+    """Whether messages are differences from a model that all replicas share, small enough for 8 bits per element."""
     keeps_residual: bool = False
-    """Whether what compression takes from a message, so that ``sent`` lacks it, stays with the rule, whose ``sent`` is
-    the snapshot again in any case; else it stays in the parameters."""
+    """Whether the rule itself keeps the compression error of its messages, and turns ``sent`` back into the exact
+    snapshot; else the error stays in the parameters."""
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
-        """Return the state where all replicas hold ``params`` (flat fp32; ``layout`` knows the shapes)."""
+        """Return the first state, where all replicas hold ``params`` (flat fp32; ``layout`` has the shapes)."""
         ...
 
     @abstractmethod
     def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
         """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header.
 
-        A message may be dropped, and made anew: what the rule learns from it, it learns in `merge_`.
+        A message may be dropped and made anew, so a rule must change its state in `merge_` only.
         """
         ...
 
@@ -105,17 +106,16 @@ class AveragingRule(Protocol[S]):
     def merge_(self, sent: Tensor | None, received: Tensor, state: S, round: Round) -> S:
         """Turn ``received`` (the mean message) into the target and ``sent`` back into the snapshot, in place.
 
-        ``sent`` is None on a replica that was absent, or not finite: that one takes over ``received``. Returns the
-        state after the round.
+        ``sent`` is None on a replica that was absent or not finite. Returns the state after the round.
         """
         ...
 
     def weights(self, round: Round) -> tuple[float, ...]:
-        r"""Return the weight of every replica's message; they add up to 1, and are the same on every replica.
+        r"""Return the weight of each replica's message; the weights add up to 1, and are equal on all replicas.
 
-        Asked before the payload moves: of ``round`` work, steps and scalars are known, and of an absent replica none.
-        Default: the shares of the work, :math:`w_i = n_i / \sum_j n_j`. Where nobody has any, the first replica that
-        brings steps stands for all.
+        This is called before the payload moves. The work, steps and scalars in ``round`` are known then; those of an
+        absent replica are zero. Default: the shares of the work, :math:`w_i = n_i / \sum_j n_j`. Where no replica has
+        work, the first replica that has taken steps gets all the weight.
 
         >>> DeltaMean().weights(Round(id=1, rank=0, work=(1.0, 3.0)))
         (0.25, 0.75)
@@ -129,21 +129,21 @@ class AveragingRule(Protocol[S]):
         return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
 
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
-        """Turn ``live``, the parameters now, into what they shall be, in place; called where `mixes`.
+        """Turn the present parameters ``live`` into the merged ones, in place; called only where `mixes` is True.
 
-        ``base`` is the snapshot (of an absent replica, the last target) and may be used up; ``target`` stays. Not
-        called where there was no progress: then the target is copied. Returns the state, of which only the fields in
-        `per_replica` may change. Default: all progress is kept, ``live + (target - base)``.
+        ``base`` is the snapshot (on an absent replica, the last target) and may be overwritten; ``target`` must stay.
+        Where there was no progress since the snapshot, the target is copied instead. Returns the state, of which only
+        the fields in `per_replica` may change. Default: all progress is kept, ``live + (target - base)``.
         """
         live.sub_(base.sub_(target))
         return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
-        """Return the model of a sync point, by the work-weighted ``mean`` of the parameters. Default: the mean."""
+        """Return the model of a sync point, given the work-weighted ``mean`` of the parameters. Default: the mean."""
         return mean
 
     def chosen(self, round: Round) -> dict[str, float]:
-        """Return the numbers that the rule has chosen by itself for a round, by name. Default: none."""
+        """Return the settings that the rule has chosen by itself for a round, by name. Default: none."""
         return {}
 
     @abstractmethod
@@ -153,7 +153,7 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def load_state_dict(self, state: S, saved: dict[str, Any]) -> S:
-        """Return ``state`` with the content of ``saved``."""
+        """Return ``state`` with the values of ``saved``."""
         ...
 
 
@@ -161,36 +161,36 @@ RuleS = TypeVar("RuleS", bound=NamedTuple)
 
 
 class AveragingState(NamedTuple):
-    """The memory of a rule that has none between rounds."""
+    """The state of a rule that remembers nothing between rounds."""
 
 
 class RuleBase(AveragingRule[RuleS], ABC):
-    """An averaging rule without scalars, whose state is a ``NamedTuple`` of flat tensors.
+    """A base for rules without scalars, whose state is a ``NamedTuple`` of flat tensors.
 
-    A rule states `message_` and `merge_`; `init` too, where it remembers anything.
+    A subclass defines `message_` and `merge_`, and `init` if it has any state.
     """
 
     saved_as: str = ""
-    """The name of another rule, whose state in checkpoints is this one's, too: each goes on from the other's."""
+    """The name of another rule with the same state, so that each of the two can load the other's checkpoints."""
 
     def init(self, params: Tensor, layout: FlatLayout) -> RuleS:
         return cast(RuleS, AveragingState())
 
     def state_dict(self, state: RuleS) -> dict[str, Any]:
-        """Return the state's tensors by name; references, not copies, as in torch."""
+        """Return the state's tensors by name, as references, not copies, as in torch."""
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """Overwrite in place the fields that `state_dict` names; raise ValueError where ``saved`` does not fit."""
+        """Overwrite the fields that `state_dict` names in place; raise ValueError where ``saved`` does not fit."""
         named = self.state_dict(state)
         copy_saved_(self, {name: value for name, value in state._asdict().items() if name in named}, saved)
         return state
 
 
 class RuleWrapper(RuleBase[Any]):
-    """A rule around another one, its ``rule``, whose state is the field ``inner`` of its own.
+    """A base for rules that wrap another one, ``rule``, whose state is the field ``inner`` of their own state.
 
-    It answers as that rule does where it does not say otherwise. A wrapper states `init`.
+    A method that a subclass does not override calls that of the wrapped rule. A subclass defines `init`.
     """
 
     rule: AveragingRule
@@ -208,7 +208,7 @@ class RuleWrapper(RuleBase[Any]):
         return self.rule.agree(mean, state.inner)
 
     def state_dict(self, state: Any) -> dict[str, Any]:
-        """Return the rule's state, and the wrapper's beside it."""
+        """Return the wrapped rule's state and the wrapper's own fields in one dict."""
         return {**self.rule.state_dict(state.inner), **_beside_inner(state)}
 
     def load_state_dict(self, state: Any, saved: dict[str, Any]) -> Any:
@@ -218,7 +218,7 @@ class RuleWrapper(RuleBase[Any]):
         return state._replace(inner=inner)
 
 
-for _name in (*AveragingRule.__annotations__, "weights", "chosen"):  # all that knows no state
+for _name in (*AveragingRule.__annotations__, "weights", "chosen"):  # all attributes and methods that take no state
     setattr(RuleWrapper, _name, property(attrgetter(f"rule.{_name}")))
 
 
@@ -227,7 +227,7 @@ def _beside_inner(state: Any) -> dict[str, Tensor]:
 
 
 def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any]) -> None:
-    """Copy ``saved`` into ``tensors`` in place, after a check that all of it fits."""
+    """Copy ``saved`` into ``tensors`` in place, after checking names and shapes; raise ValueError if they differ."""
     name = type(rule).__name__
     if set(saved) != set(tensors):
         raise ValueError(f"The saved state of `{name}` holds {sorted(saved)}, this one {sorted(tensors)}.")
@@ -243,7 +243,7 @@ def copy_saved_(rule: object, tensors: dict[str, Tensor], saved: dict[str, Any])
 
 
 class _ParameterMean(RuleBase[AveragingState]):
-    """A rule whose message is the snapshot, and whose target is the mean message."""
+    """A base for rules whose message is the snapshot and whose target is the mean message."""
 
     def message_(self, out: Tensor, state: AveragingState) -> tuple[float, ...]:
         return ()
@@ -258,7 +258,7 @@ class Mean(_ParameterMean):
 
     .. math:: x_i \leftarrow \bar x = \sum_j w_j x_j
 
-    A round stands between two steps; use `DeltaMean` to go on training while it travels.
+    No step is taken during a round; use `DeltaMean` to train on while messages travel.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
 
@@ -275,12 +275,12 @@ class Mean(_ParameterMean):
 
 @dataclass(frozen=True)
 class DeltaMean(_ParameterMean):
-    r"""Averaging that overlaps with training: parameters move by what the others did, and keep their own progress.
+    r"""Averaging that overlaps with training: parameters move by the others' work and keep their own progress.
 
     .. math:: x_i \leftarrow x_i + (\bar s - s_i), \qquad \bar s = \sum_j w_j s_j
 
-    :math:`s_i` is the snapshot that replica :math:`i` sent. With no step since the snapshot this is the plain
-    mean; with steps it conserves the work-weighted mean of the replicas.
+    :math:`s_i` is the snapshot that replica :math:`i` has sent. Without a step since the snapshot, the result is the
+    plain mean; with steps, the work-weighted mean of all replicas is conserved.
 
     Source: delayed parameter averaging with the delta rule, as in Bagua's asynchronous model averaging,
     https://github.com/BaguaSys/bagua, and in hivemind, https://github.com/learning-at-home/hivemind
@@ -294,9 +294,9 @@ class DeltaMean(_ParameterMean):
 
 
 class EASGDState(NamedTuple):
-    """The memory of elastic averaging between rounds."""
+    """The state of elastic averaging between rounds."""
 
-    center: Tensor  # equal on all replicas, flat fp32
+    center: Tensor  # the common center, flat fp32, equal on all replicas
 
 
 @dataclass(frozen=True)
@@ -308,18 +308,19 @@ class EASGD(RuleBase[EASGDState]):
         x_i &\leftarrow x_i - \alpha_i (s_i - c) \\
         c &\leftarrow c + \sum_j \alpha_j (s_j - c)
 
-    :math:`c` is the center, :math:`s_i` replica :math:`i`'s snapshot, :math:`n` of :math:`p` replicas are in the round.
-    With equal work :math:`\alpha_i = \beta / p`, as in the paper: the center moves to the mean by :math:`\beta`. What
-    the center gains the replicas lose, however unequal their work is. Sync points, and with them validations and
-    checkpoints, show the center; training goes on from each replica's own model, which a checkpoint holds beside it.
+    :math:`c` is the center, :math:`s_i` is the snapshot of replica :math:`i`, and :math:`n` of :math:`p` replicas take
+    part in the round. With equal work, :math:`\alpha_i = \beta / p`, as in the paper: the center moves towards the mean
+    by the part :math:`\beta` of the distance. The sum of center and replicas is conserved, even with unequal work. Sync
+    points, and thus validations and checkpoints, show the center. Training goes on from each replica's own model, which
+    checkpoints hold as well.
 
     Args:
-        beta: :math:`\beta`, the part of its way to the replicas' mean that the center goes in a round of all. Default:
-            0.9.
+        beta: :math:`\beta`, the part of the distance to the replicas' mean that the center moves in a round of all
+            replicas. Default: 0.9.
 
     Raises:
-        TypeError: ``beta`` is not a number.
-        ValueError: ``beta`` is not in (0, 1).
+        TypeError: If ``beta`` is not a number.
+        ValueError: If ``beta`` is not in (0, 1).
 
     Source: Zhang et al., "Deep learning with Elastic Averaging SGD", NeurIPS 2015, https://arxiv.org/abs/1412.6651
 
@@ -359,7 +360,7 @@ class EASGD(RuleBase[EASGDState]):
             received.copy_(state.center)
             return state
         sent.add_(state.center)
-        state.center.add_(moved)  # the same operations as above: it is the same to the bit everywhere
+        state.center.add_(moved)  # the same operation as on an absent replica, so that all get the same bits
         before = torch.sub(state.center, moved, out=moved)
         torch.lerp(sent, before, pull * weights[round.rank], out=received)
         return state

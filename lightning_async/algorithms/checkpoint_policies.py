@@ -1,7 +1,7 @@
-"""When to save a checkpoint, and which ones to keep: policies as pure functions.
+"""Policies that say when to save a checkpoint and which checkpoints to keep, as pure functions.
 
-A `KeepPolicy` sees the checkpoints that there are, a `SavePolicy` where training stands. Whatever a policy says, the
-newest checkpoint, the last good one and the one resumed from are kept.
+A `KeepPolicy` chooses among the existing checkpoints. A `SavePolicy` sees the progress of training. Whatever a policy
+chooses, the newest checkpoint, the last good one, and the one from which training was resumed are kept.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Saved:
     """A committed checkpoint, as a keep policy sees it.
 
     Args:
-        number: counts the saves of a directory.
-        step: optimizer steps taken by then.
-        metrics: logged by then.
-        good: whether it was marked as good afterwards.
+        number: Number of the save in its directory, counted up.
+        step: Number of optimizer steps taken before it.
+        metrics: Values logged before it, by name. Default: none.
+        good: Whether it was marked as good later, because training went on well. Default: False.
     """
 
     number: int
@@ -34,24 +34,25 @@ class Saved:
 
 @runtime_checkable
 class KeepPolicy(Protocol):
-    """A choice of checkpoints to keep. A policy of your own needs this one method."""
+    """An interface for the choice of checkpoints to keep; a policy of your own needs only this method."""
 
     def keep(self, saved: Sequence[Saved]) -> set[int]:
-        """Return the numbers of those to keep, out of all that there are."""
+        """Return the numbers of the checkpoints to keep, given all that exist."""
         ...
 
 
 @dataclass(frozen=True)
 class Latest:
-    r"""The ``n`` newest.
+    r"""A policy that keeps the ``n`` newest checkpoints.
 
     .. math:: \{i : i \text{ is one of the } n \text{ largest numbers}\}
 
     Args:
-        n: how many. Default: 1.
+        n: Number of checkpoints. Default: 1.
 
     Raises:
-        TypeError, ValueError: ``n`` is not an int of at least 1.
+        TypeError: If ``n`` is no int.
+        ValueError: If ``n`` is less than 1.
 
     Source: ``LatestN`` of Orbax, https://orbax.readthedocs.io
 
@@ -70,18 +71,18 @@ class Latest:
 
 @dataclass(frozen=True)
 class Best:
-    r"""The ``n`` best by a logged metric; of equal ones, the newer.
+    r"""A policy that keeps the ``n`` best checkpoints by a logged metric; of equal ones, the newer.
 
     .. math:: \{i : m_i \text{ is one of the } n \text{ smallest (or largest) finite values}\}
 
     Args:
-        monitor: name of the metric. A checkpoint without it, or with one that is not finite, is never among the best.
-        n: how many. Default: 1.
-        mode: ``"min"`` or ``"max"``. Default: ``"min"``.
+        monitor: Name of the metric. A checkpoint without a finite value of it is never among the best.
+        n: Number of checkpoints. Default: 1.
+        mode: ``"min"`` if small values are best, or ``"max"``. Default: ``"min"``.
 
     Raises:
-        TypeError: ``n`` is not an int, or ``monitor`` not a str.
-        ValueError: ``n`` is less than 1, ``monitor`` is empty, or ``mode`` is neither of the two.
+        TypeError: If ``n`` is no int, or ``monitor`` is no str.
+        ValueError: If ``n`` is less than 1, ``monitor`` is empty, or ``mode`` is neither of the two.
 
     Source: ``ModelCheckpoint(monitor=, save_top_k=)`` of Lightning, https://lightning.ai/docs
 
@@ -105,7 +106,7 @@ class Best:
         return {each.number for each in self.ranked(saved)[: self.n]}
 
     def ranked(self, saved: Sequence[Saved]) -> list[Saved]:
-        """Return those that have the metric, the best first."""
+        """Return the checkpoints that have the metric, the best first."""
         sign = 1 if self.mode == "min" else -1
         known = [each for each in saved if math.isfinite(each.metrics.get(self.monitor, math.nan))]
         return sorted(known, key=lambda each: (sign * each.metrics[self.monitor], -each.number))
@@ -113,15 +114,16 @@ class Best:
 
 @dataclass(frozen=True)
 class EveryNth:
-    r"""Every ``n``-th save, for good.
+    r"""A policy that keeps every ``n``-th save for ever.
 
     .. math:: \{i : i \equiv 0 \pmod n\}
 
     Args:
-        n: saves.
+        n: Number of saves from one that is kept to the next.
 
     Raises:
-        TypeError, ValueError: ``n`` is not an int of at least 1.
+        TypeError: If ``n`` is no int.
+        ValueError: If ``n`` is less than 1.
 
     Source: ``EveryNSteps`` of Orbax' preservation policies, https://orbax.readthedocs.io
 
@@ -140,7 +142,7 @@ class EveryNth:
 
 @dataclass(frozen=True)
 class LastGood:
-    r"""The newest one that was marked as good: training went on from it without harm.
+    r"""A policy that keeps the newest checkpoint that was marked as good, because training went on well from it.
 
     .. math:: \{\max \{i : i \text{ is good}\}\}
 
@@ -156,15 +158,16 @@ class LastGood:
 
 
 class KeepAny:
-    r"""The union of what several policies keep.
+    r"""A policy that keeps each checkpoint that any of several policies keeps.
 
     .. math:: K_1 \cup K_2 \cup \dots
 
     Args:
-        policies: at least one.
+        *policies: Keep policies, at least one.
 
     Raises:
-        TypeError, ValueError: one of them is no policy, or none is given.
+        TypeError: If one of them is no policy.
+        ValueError: If none is given.
 
     Source: ``AnyPreservationPolicy`` of Orbax, https://orbax.readthedocs.io
 
@@ -191,11 +194,11 @@ class SaveProgress:
     """The state of training, as a save policy sees it after a step.
 
     Args:
-        step: optimizer steps taken, their mean over the replicas while these are asynchronous.
-        saved_step: the step of the newest save, or where training was resumed or rolled back to.
-        seconds_since_save: since the newest save, or since the start.
-        save_cost_s: cost of a save, stall and slower steps together; None: not known.
-        epoch_end: whether an epoch has just ended.
+        step: Number of optimizer steps taken; the mean over all replicas while these are asynchronous.
+        saved_step: Step of the newest save, or the step at which training was resumed or rolled back.
+        seconds_since_save: Seconds since the newest save, or since the start.
+        save_cost_s: Seconds that a save costs, by stalls and slower steps; None while unknown.
+        epoch_end: Whether an epoch has just ended.
     """
 
     step: int
@@ -207,26 +210,27 @@ class SaveProgress:
 
 @runtime_checkable
 class SavePolicy(Protocol):
-    """A choice of moments to save. A policy of your own needs this one method."""
+    """An interface for the choice of moments to save; a policy of your own needs only this method."""
 
     def due(self, progress: SaveProgress) -> bool:
-        """Return whether to save now."""
+        """Return whether a save is due now."""
         ...
 
 
 @dataclass(frozen=True)
 class EveryNTrainSteps:
-    r"""A save whenever the steps have reached or passed a multiple of ``n``.
+    r"""A policy that saves whenever the steps have reached or passed a multiple of ``n``.
 
     .. math:: \lfloor s / n \rfloor > \lfloor s_\text{saved} / n \rfloor
 
-    So none is left out where steps come several at once, or where a save was not possible at the multiple itself.
+    No save is left out where several steps are counted at once, or where no save was possible at the multiple itself.
 
     Args:
-        n: optimizer steps.
+        n: Number of optimizer steps from one save to the next.
 
     Raises:
-        TypeError, ValueError: ``n`` is not an int of at least 1.
+        TypeError: If ``n`` is no int.
+        ValueError: If ``n`` is less than 1.
 
     Source: ``ModelCheckpoint(every_n_train_steps=)`` of Lightning, https://lightning.ai/docs
 
@@ -245,15 +249,16 @@ class EveryNTrainSteps:
 
 @dataclass(frozen=True)
 class EveryInterval:
-    r"""A save whenever a time has passed since the newest one.
+    r"""A policy that saves whenever a given time has passed since the newest save.
 
     .. math:: t \ge T
 
     Args:
-        interval: :math:`T`.
+        interval: :math:`T`, time from one save to the next.
 
     Raises:
-        TypeError, ValueError: ``interval`` is not a positive `timedelta`.
+        TypeError: If ``interval`` is no `timedelta`.
+        ValueError: If ``interval`` is not positive.
 
     Source: ``ModelCheckpoint(train_time_interval=)`` of Lightning, https://lightning.ai/docs
 
@@ -272,7 +277,7 @@ class EveryInterval:
 
 @dataclass(frozen=True)
 class AtEpochEnd:
-    r"""A save at the end of each epoch.
+    r"""A policy that saves at the end of each epoch.
 
     .. math:: \text{due} \iff \text{an epoch has ended}
 
@@ -288,19 +293,20 @@ class AtEpochEnd:
 
 @dataclass(frozen=True)
 class Adaptive:
-    r"""As many saves as a share of training time pays for.
+    r"""A policy that saves as often as a given share of the training time allows.
 
     .. math:: c \le \mathit{share} \cdot t
 
-    :math:`c` is the cost of a save, slower steps while it is written included, :math:`t` the time since the newest one.
-    The cost is measured again with each save, so the interval follows the size of the state and the speed of the disk.
-    The first save, before anything is measured, is due after the first step.
+    :math:`c` is the cost of a save in seconds, which includes slower steps while it is written, and :math:`t` is the
+    time since the newest save. The cost is measured at each save, so the interval follows the size of the state and the
+    speed of the disk. The first save is due after the first step, before any cost is known.
 
     Args:
-        share: of the training time, at most. Default: 0.05.
+        share: Largest share of the training time that saves may cost. Default: 0.05.
 
     Raises:
-        TypeError, ValueError: ``share`` is not a number between 0 and 1.
+        TypeError: If ``share`` is not a number.
+        ValueError: If ``share`` is not between 0 and 1.
 
     Source: Mohan et al., "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021,
     https://www.usenix.org/conference/fast21/presentation/mohan
@@ -318,20 +324,21 @@ class Adaptive:
     def due(self, progress: SaveProgress) -> bool:
         if progress.save_cost_s is None:
             return progress.step > progress.saved_step
-        # 0.05 is not 1/20 to the bit, nor are clocks: what is equal but for rounding is due
+        # The factor makes a save due where both sides are equal but for rounding: 0.05 is not exactly 1/20.
         return progress.save_cost_s <= self.share * progress.seconds_since_save * (1 + 1e-9)
 
 
 class AnySave:
-    r"""A save whenever one of several policies asks for it.
+    r"""A policy that saves whenever one of several policies does.
 
     .. math:: \text{due} = \text{due}_1 \lor \text{due}_2 \lor \dots
 
     Args:
-        policies: at least one.
+        *policies: Save policies, at least one.
 
     Raises:
-        TypeError, ValueError: one of them is no policy, or none is given.
+        TypeError: If one of them is no policy.
+        ValueError: If none is given.
 
     Source: ``AnySavePolicy`` of Orbax, https://orbax.readthedocs.io
 

@@ -1,4 +1,7 @@
-"""How messages are compressed: as codes of fewer bits, or a part of them; what a message lacks is in the next one."""
+"""Compressions of messages: by codes of fewer bits, by the largest elements, or by thin matrices.
+
+The error of one message, the residual, is added to the next one. `encode_` and `decode_` are for pushes to a server.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,9 @@ from lightning_async.flat import FlatLayout
 from lightning_async.ops.flat_ops import eager
 
 _LARGEST_PART = 1 << 30
-"""Bytes of fp32: places in a part are numbers of 32 bits."""
+"""Largest size of a part in bytes of fp32, so that the place of an element fits 32 bits."""
 _SECTION = 1 << 16
-"""Elements in which a place takes 16 bits."""
+"""Number of elements in a section, in which the place of an element fits 16 bits."""
 _quantize_ = eager(ops.quantize_)
 _dequantize_ = eager(ops.dequantize_average_)
 _quantize_2bit_ = eager(ops.quantize_2bit_)
@@ -28,7 +31,7 @@ _topk_accumulate_ = eager(ops.topk_accumulate_)
 
 
 class _Codes:
-    """A compression to codes of 8 or 16 bits; those of 8 with a scale for each 256 elements in front of them."""
+    """A base for codes of 8 or 16 bits; codes of 8 bits have a scale for each 256 elements before them."""
 
     dtype: torch.dtype
 
@@ -55,7 +58,7 @@ class _Codes:
 
 @dataclass(frozen=True)
 class Bf16(_Codes):
-    r"""Half the bytes: each element as bf16.
+    r"""Compression to half the bytes: each element as bf16.
 
     .. math:: q = \mathrm{bf16}(v)
 
@@ -68,7 +71,7 @@ class Bf16(_Codes):
 
 @dataclass(frozen=True)
 class Fp8(_Codes):
-    r"""A quarter of the bytes: each element as fp8 (e4m3), with a scale for each block of 256; see `ops.quantize_`.
+    r"""Compression to a quarter of the bytes: each element as fp8 (e4m3), with a scale for each 256 elements.
 
     .. math:: q = \sigma_b\, \mathrm{fp8}(v / \sigma_b), \qquad \sigma_b = \max_{j \in b} |v_j| / 448
 
@@ -81,7 +84,7 @@ class Fp8(_Codes):
 
 @dataclass(frozen=True)
 class Int8(_Codes):
-    r"""A quarter of the bytes: each element as an integer, with a scale for each block of 256; see `ops.quantize_`.
+    r"""Compression to a quarter of the bytes: each element as an integer, with a scale for each 256 elements.
 
     .. math:: q = \sigma_b\, \mathrm{round}(v / \sigma_b), \qquad \sigma_b = \max_{j \in b} |v_j| / 127
 
@@ -96,18 +99,19 @@ class Int8(_Codes):
 
 @dataclass(frozen=True)
 class TwoBit:
-    r"""A sixteenth of the bytes: of each element the threshold with its sign, once so much has come together, or 0.
+    r"""Compression to a sixteenth of the bytes: plus or minus the threshold for each element that reaches it, else 0.
 
     .. math:: q = t\,[v \ge t] - t\,[v \le -t]
 
-    An element moves by the threshold in one push at most: where gradients are mostly larger it lags behind for ever,
-    where they are mostly smaller it moves rarely.
+    :math:`v` is the gradient plus the residual. One push moves an element by at most the threshold. Where gradients are
+    mostly larger, the residual grows without end; where they are mostly smaller, the element moves rarely.
 
     Args:
-        threshold: :math:`t`, in the gradient's units. Default 0.5, as MXNet's.
+        threshold: :math:`t`, in the units of the gradient. Default 0.5, as in MXNet.
 
     Raises:
-        TypeError, ValueError: ``threshold`` is not a number above 0.
+        TypeError: If ``threshold`` is not a number.
+        ValueError: If ``threshold`` is not above 0.
 
     Source: MXNet's gradient compression, after Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
     Computing", 2015
@@ -133,21 +137,22 @@ class TwoBit:
 
 @dataclass(frozen=True)
 class TopK:
-    r"""The elements of largest magnitude travel, each with its place: 6 bytes, or 2.3, for each, from every rank.
+    r"""Compression to the elements of largest magnitude, with their places: 6 bytes for each, or 2.3 with 2 bits.
 
     .. math:: q = Q\big(v \odot [\,|v| \ge |v|_{(k)}\,]\big), \qquad k = \lceil \text{fraction} \cdot n \rceil
 
-    Without ``bits`` :math:`Q` leaves values as they are. With 2 bits it keeps the signs, and of each 256 values that
-    travel, one after the other, two magnitudes: the mean of those above the mean of all, and the mean of the rest;
-    where zeros are among them, 0 and the mean of the others.
-    What a message lacks is never larger than the message: :math:`\|v - q\|^2 = \|v\|^2 - \|q\|^2`.
+    Without ``bits``, :math:`Q` leaves values as they are. With 2 bits, it keeps the signs and two magnitudes for each
+    block of 256 values that travel: the mean of the magnitudes above the block's mean, and the mean of the others. If
+    there are zeros in the block, the two are 0 and the mean of the values that are not 0. The error is never larger
+    than the vector: :math:`\|v - q\|^2 = \|v\|^2 - \|q\|^2`.
 
     Args:
-        fraction: of the elements. Default 0.01.
-        bits: of a value: 2, or None (default) for fp32.
+        fraction: Part of the elements that travels. Default 0.01.
+        bits: Number of bits of a value: 2, or None for fp32. Default None.
 
     Raises:
-        TypeError, ValueError: ``fraction`` is not a number in (0, 1], or ``bits`` neither 2 nor None.
+        TypeError: If ``fraction`` is not a number.
+        ValueError: If ``fraction`` is not in (0, 1], or ``bits`` is neither 2 nor None.
 
     Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599; with 2 bits: Sarfi et
     al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025, https://arxiv.org/abs/2508.15706
@@ -186,7 +191,7 @@ class TopK:
         self.add_(out.zero_(), message)
 
     def add_(self, out: Tensor, message: Tensor, weight: float = 1.0) -> None:
-        """Add what a message holds, times ``weight``."""
+        """Add the decoded message, times ``weight``, to ``out``."""
         for part, total in self._parts(message, out):
             starts, values, places, codes = self._fields(part, total.numel())
             order = torch.arange(len(places), dtype=torch.int32, device=out.device)
@@ -195,7 +200,7 @@ class TopK:
             _topk_accumulate_(total, taken, _SECTION * sections + (places.long() & (_SECTION - 1)), weight)
 
     def _field_bytes(self, numel: int) -> list[int]:
-        """Return the bytes of a part's sections' first places, values or their magnitudes, places, and codes."""
+        """Return the bytes of a part's fields: first place in each section, values or magnitudes, places, and codes."""
         count = self.count(numel)
         sections = -(-numel // _SECTION)
         if self.bits is None:
@@ -218,14 +223,14 @@ class TopK:
 
 
 def _encode_magnitudes_(codes: Tensor, magnitudes: Tensor, values: Tensor) -> Tensor:
-    """Encode each value by its sign and one of its block's two magnitudes; return what that lacks of them."""
+    """Encode each value by its sign and one of the two magnitudes of its block; return the errors."""
     numel = values.numel()
     room = ops.blocks(numel) * ops.BLOCK
-    # In fp64 equal magnitudes have them as their mean, to the bit: a message that is encoded again stays what it is.
+    # In fp64 the mean of equal magnitudes is exact, so that encoding a decoded message gives the same message again.
     sizes = torch.nn.functional.pad(values.abs().double(), (0, room - numel)).view(-1, ops.BLOCK)
     present = (torch.arange(room, device=values.device) < numel).view(-1, ops.BLOCK)
     bound = sizes.sum(1) / present.sum(1)
-    bound.masked_fill_(((sizes == 0.0) & present).any(1), 0.0)  # zeros stay zeros: perhaps nobody uses these elements
+    bound.masked_fill_(((sizes == 0.0) & present).any(1), 0.0)  # zeros stay zeros: their parameters may be unused
     large = sizes > bound[:, None]
     for row, chosen in zip(magnitudes.view(2, -1), (present & ~large, large), strict=True):
         row.copy_(torch.where(chosen, sizes, 0.0).sum(1) / chosen.sum(1).clamp(min=1))
@@ -250,17 +255,18 @@ def _part_sizes(numel: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    r"""Each matrix of gradients travels as two thin ones, which one step of power iteration improves every time.
+    r"""Compression of each matrix of gradients to two thin matrices, by one step of power iteration each time.
 
     .. math:: P = \mathrm{orth}\Big(\sum_i M_i Q\Big), \qquad Q \leftarrow \sum_i M_i^\top P, \qquad \hat M = P Q^\top
 
-    Parameters of one dimension, and matrices that would not become smaller, travel as they are.
+    Parameters of one dimension, and matrices that would not become smaller, travel uncompressed.
 
     Args:
-        rank: columns of :math:`P` and :math:`Q`. Default 1.
+        rank: Number of columns of :math:`P` and :math:`Q`. Default 1.
 
     Raises:
-        TypeError, ValueError: ``rank`` is not an int of at least 1.
+        TypeError: If ``rank`` is no int.
+        ValueError: If ``rank`` is less than 1.
 
     Source: Vogels et al., "PowerSGD", NeurIPS 2019, https://arxiv.org/abs/1905.13727
 
@@ -275,23 +281,23 @@ class PowerSGD:
 
 
 PushCompression = Bf16 | Fp8 | Int8 | TwoBit | TopK
-r"""A message's way from a worker to a server: :math:`v = g + r`, :math:`r \leftarrow v - \mathrm{C}(v)`.
+r"""A compression of pushes from a worker to a server: :math:`v = g + r`, :math:`r \leftarrow v - \mathrm{C}(v)`.
 
-`encode_` fills a message of `message_bytes` with its part of a flat fp32 source and residual, which becomes the rest;
-`decode_` fills a flat fp32 tensor with it. Messages are flat uint8, in memory that is aligned for fp32. Numbers that
-are not finite are sent as NaN, and their residual begins at zero again.
+`encode_` writes a message of `message_bytes` for a flat fp32 source plus its residual, which becomes the error.
+`decode_` writes the decoded message into a flat fp32 tensor. Messages are flat uint8, in memory that is aligned for
+fp32. Numbers that are not finite are sent as NaN, and their residual becomes zero.
 """
 PushCompressionName = Literal["none", "bf16", "fp8", "int8", "2bit", "topk"]
 PUSHES: dict[str, type[Any]] = {"bf16": Bf16, "fp8": Fp8, "int8": Int8, "2bit": TwoBit, "topk": TopK}
-"""The compressions of pushes to a parameter server, by short names."""
+"""The compressions of pushes to a parameter server, by short name."""
 
 
 def make_compression(owner: str, compression: object) -> PushCompression | None:
-    """Return a compression of pushes by its short name, with its defaults, or as it is; None for "none".
+    """Return the compression with a given short name, with its defaults, or the given compression; None for "none".
 
     Raises:
-        ValueError: there is none of this name.
-        TypeError: it is neither a name nor one of these classes.
+        ValueError: If no compression has this name.
+        TypeError: If ``compression`` is neither a name nor a compression of pushes.
 
     >>> make_compression("Strategy", "2bit"), make_compression("Strategy", "none")
     (TwoBit(threshold=0.5), None)
@@ -309,7 +315,7 @@ def make_compression(owner: str, compression: object) -> PushCompression | None:
 
 
 def described(compression: PushCompression | None) -> list[Any] | None:
-    """Describe a compression in JSON's terms: its short name and its arguments.
+    """Describe a compression by values that JSON can hold: its short name and its arguments.
 
     >>> described(TwoBit(0.25))
     ['2bit', {'threshold': 0.25}]
@@ -321,7 +327,7 @@ def described(compression: PushCompression | None) -> list[Any] | None:
 
 
 def from_description(description: Sequence[Any] | None) -> PushCompression | None:
-    """Return the compression that `described` was given; raise ValueError or TypeError for another value.
+    """Return the compression from a result of `described`; raise ValueError or TypeError for another value.
 
     >>> from_description(["topk", {"fraction": 0.5}])
     TopK(fraction=0.5, bits=None)

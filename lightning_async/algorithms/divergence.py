@@ -1,4 +1,4 @@
-"""Signals of training that are out of bounds, and remedies: statistics and decisions as plain values."""
+"""Bounds of training signals, such as the loss, and the choice of remedies when a signal exceeds its bound."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ __all__ = [
     "Absolute", "Escalation", "History", "Relative", "Remedy", "SignalAlarm", "Threshold", "Track", "climb",
 ]  # fmt: skip
 
-_MAD = 1.4826  # what a median absolute deviation is multiplied by to be a normal distribution's standard deviation
+_MAD = 1.4826  # standard deviation of a normal distribution / its median absolute deviation
 
 
-_SKIPS = 3  # of batches, before something severer is tried
+_SKIPS = 3  # times that gradients are dropped before a severer remedy
 
 
 class Remedy(enum.IntEnum):
-    """An answer to a finding, in order of severity."""
+    """A remedy for a signal that is out of bounds, in order of severity."""
 
     NONE = 0
     LOG = 1  # a warning in the log
-    ALERT = 2  # a call of the user's, and the loggers
-    SYNC_MORE = 3  # rounds twice as often, until all is calm
+    ALERT = 2  # a call of the user's function, and a metric for the loggers
+    SYNC_MORE = 3  # rounds twice as often, until all signals are calm
     SYNC = 4  # all replicas become one model now
     CUT_LR = 5  # lower learning rates
     SKIP = 6  # drop the gradients of the batches at hand: no parameter moves
     RESET = 7  # a replica takes over the others' model and begins its optimizers' state anew
-    ROLL_BACK = 8  # all go back to the last good state; the data goes on
+    ROLL_BACK = 8  # all ranks load the last good state; the data is not rewound
     STOP = 9  # end training with an error
 
 
 class SignalAlarm(NamedTuple):
-    """A signal that is out of bounds."""
+    """A finding: a signal that is out of bounds."""
 
-    signal: str  # its name
-    value: float  # what it was
-    limit: float = math.inf  # what it should not have exceeded; infinite where it should have been finite
-    start: Remedy = Remedy.LOG  # the mildest remedy that can be of use
+    signal: str  # name of the signal
+    value: float  # value of the signal
+    limit: float = math.inf  # largest value within bounds; infinite where any finite value is
+    start: Remedy = Remedy.LOG  # the mildest remedy that can help
 
     def __str__(self) -> str:
         if math.isfinite(self.limit):
@@ -54,27 +54,29 @@ class SignalAlarm(NamedTuple):
 
 @runtime_checkable
 class Threshold(Protocol):
-    """A bound of a signal, as a function of its history."""
+    """An interface for the bound of a signal, which may depend on the signal's recent values."""
 
     def limit(self, median: float, deviation: float) -> float:
-        """Return the largest value that is in bounds.
+        """Return the largest value that is within bounds.
 
         Args:
-            median: of its recent values; NaN while there are too few.
-            deviation: their median absolute deviation, as a normal distribution's standard deviation.
+            median: Median of the signal's recent values; NaN while there are too few.
+            deviation: Median absolute deviation of these values, scaled to the standard deviation of a normal
+                distribution.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Absolute(Threshold):
-    """A fixed limit.
+    """A fixed bound.
 
     Args:
-        value: the limit.
+        value: Largest value within bounds.
 
     Raises:
-        TypeError, ValueError: it is not a finite number.
+        TypeError: If ``value`` is not a number.
+        ValueError: If ``value`` is not finite.
 
     >>> Absolute(3.0).limit(math.nan, 0.0)
     3.0
@@ -91,19 +93,20 @@ class Absolute(Threshold):
 
 @dataclass(frozen=True)
 class Relative(Threshold):
-    r"""So many deviations above the signal's own median.
+    r"""A bound that lies a number of deviations above the median of the signal.
 
     .. math:: \text{limit} = m + k \max(\sigma, f |m|)
 
-    :math:`m` is the median, :math:`\sigma` the deviation of the recent values.
+    :math:`m` is the median and :math:`\sigma` the deviation of the recent values.
 
     Args:
-        times: :math:`k`. Default 10.
-        floor: :math:`f`: the least deviation, as a share of the median, so that a signal that hardly moves is not
-            out of bounds when it moves a little. Default 0.1.
+        times: :math:`k`, number of deviations. Default 10.
+        floor: :math:`f`, smallest deviation as a part of the median, so that a small change of a steady signal is not
+            out of bounds. Default 0.1.
 
     Raises:
-        TypeError, ValueError: not positive numbers.
+        TypeError: If an argument is not a number.
+        ValueError: If ``times`` is not positive, or ``floor`` is negative.
 
     Source: the median absolute deviation as in Leys et al., 2013, https://doi.org/10.1016/j.jesp.2013.03.013
 
@@ -126,15 +129,18 @@ class Relative(Threshold):
 
 @dataclass(frozen=True)
 class History:
-    """The part of a signal's past that counts.
+    """The numbers of values and steps over which signals are judged.
 
     Args:
-        window: values that the median is taken of; steps without a finding after which all is calm. Default 100.
-        warmup: values before which nothing is out of relative bounds. Default 20.
-        cooldown: steps between a remedy and the next one, for signals that are finite: time for it to help. Default 10.
+        window: Number of recent values of which the median is taken, and number of steps without a finding after which
+            all signals are calm. Default 100.
+        warmup: Number of values before a relative bound applies. Default 20.
+        cooldown: Steps between a remedy and the next one while signals are finite, in which it may help. Default 10.
 
     Raises:
-        TypeError, ValueError: out of range.
+        TypeError: If an argument is no int.
+        ValueError: If ``window`` or ``warmup`` is less than 2, ``cooldown`` is negative, or ``warmup`` exceeds
+            ``window``.
     """
 
     window: int = 100
@@ -150,7 +156,7 @@ class History:
 
 
 class Track:
-    """The recent values of one signal.
+    """A track of the recent values of one signal, with their median.
 
     >>> track = Track(History(window=4, warmup=3))
     >>> [track.add(x, Relative(10.0)) for x in (1.0, 2.0, 3.0, 50.0)]
@@ -163,7 +169,7 @@ class Track:
         self._sorted: list[float] = []
 
     def add(self, value: float, threshold: Threshold) -> float:
-        """Add ``value``, if it is finite; return its limit, by the values before it."""
+        """Add ``value`` if it is finite; return the limit that follows from the values before it."""
         limit = threshold.limit(*self.median_and_deviation())
         if math.isfinite(value):
             if len(self._values) == self._history.window:
@@ -173,7 +179,7 @@ class Track:
         return limit
 
     def median_and_deviation(self) -> tuple[float, float]:
-        """Return NaN and 0 while there are too few values."""
+        """Return the median and the deviation of the values; NaN and 0 while there are too few."""
         if len(self._sorted) < self._history.warmup:
             return math.nan, 0.0
         median = statistics.median(self._sorted)
@@ -181,12 +187,12 @@ class Track:
 
 
 def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]) -> Remedy:
-    """Return the mildest remedy from ``start`` on that has not been tried often enough; a message, where all have.
+    """Return the mildest remedy from ``start`` on that may still be tried; else `ALERT` or `LOG`, if available.
 
     Args:
-        start: milder ones are of no use.
-        used: how often each was tried.
-        tries: how often each may be; one that is not in it is not available.
+        start: Mildest remedy that can help.
+        used: Number of times that each remedy was tried.
+        tries: Number of times that each may be tried; a remedy that is not in it is not available.
 
     >>> tries = {Remedy.LOG: 1, Remedy.SKIP: 2, Remedy.STOP: 1}
     >>> [climb(Remedy.LOG, used, tries).name for used in ({}, {Remedy.LOG: 1}, {Remedy.LOG: 1, Remedy.SKIP: 2})]
@@ -200,12 +206,12 @@ def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]
 
 
 class Escalation:
-    """A rank's remedies, step by step: each finding that comes back asks for a severer one.
+    """A rank's choice of remedies, which become severer each time that a finding returns.
 
     Args:
-        remedies: the available ones.
-        history: when all is calm again, and how long a remedy may take to help.
-        max_rollbacks: in all; the others begin anew when all is calm.
+        remedies: Available remedies.
+        history: Number of steps after which all is calm again, and number of steps in which a remedy may help.
+        max_rollbacks: Number of rollbacks in the whole run; the counts of other remedies start over when all is calm.
     """
 
     def __init__(self, remedies: Collection[Remedy], history: History, max_rollbacks: int) -> None:
@@ -218,7 +224,7 @@ class Escalation:
 
     @property
     def calm(self) -> bool:
-        """Whether nothing was out of bounds for as long as counts."""
+        """Whether no signal was out of bounds in the last `History.window` steps."""
         return self.clean_steps >= self._history.window
 
     def next(self, findings: Collection[SignalAlarm]) -> Remedy:
@@ -232,7 +238,7 @@ class Escalation:
         start = max(finding.start for finding in findings)
         remedy = self.climb(start)
         spent = self.used.get(remedy, 0) >= self._tries.get(remedy, 1)
-        # What was just done may need time to help; what was done often enough need not be said at every step.
+        # A remedy that was just applied may need time to help, and one that is used up is not repeated at each step.
         return Remedy.NONE if self._quiet and (start is Remedy.LOG or spent) else remedy
 
     def climb(self, start: Remedy) -> Remedy:

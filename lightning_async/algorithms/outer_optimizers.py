@@ -1,4 +1,4 @@
-"""Rules with an outer optimizer: the replicas' common progress is a gradient for the last agreed parameters."""
+"""Rules with an outer optimizer, for which the replicas' mean progress is a gradient of the agreed parameters."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _NESTEROV = True
 
 
 class DiLoCoState(NamedTuple):
-    """The memory of DiLoCo between rounds."""
+    """The state of DiLoCo between rounds."""
 
     anchor: Tensor  # the last agreed parameters, flat fp32
-    momentum: Tensor  # the outer momentum, flat fp32; without elements where an ``outer_optimizer`` keeps its own
-    optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer`` over shaped views of ``anchor``
+    momentum: Tensor  # the outer momentum, flat fp32; empty with an ``outer_optimizer``
+    optimizer: torch.optim.Optimizer | None = None  # built by ``outer_optimizer``, over views of ``anchor``
 
 
 class DiLoCoBase(RuleBase[DiLoCoState]):
-    """A rule that steps the anchor by the equations of `DiLoCo`. It states `outer_settings`."""
+    """A base for rules that move the anchor by the equations of `DiLoCo`; a subclass defines `outer_settings`."""
 
     nesterov: bool = _NESTEROV
     sends_difference = True
@@ -68,27 +68,27 @@ class DiLoCo(DiLoCoBase):
         a &\leftarrow a - \eta\, (g + \mu m) \text{ with nesterov, else } a - \eta\, m \\
         x_i &\leftarrow x_i + (a - s_i)
 
-    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot. With
-    :math:`\eta = 1, \mu = 0` this is local SGD. Meant for many local steps per round: at 32 or fewer, plain
-    averaging tends to do better than a momentum of 0.9.
+    :math:`a` is the anchor (the last agreed parameters), and :math:`s_i` is the snapshot of replica :math:`i`. With
+    :math:`\eta = 1, \mu = 0` this is local SGD. The rule is meant for many local steps per round: with 32 or fewer,
+    plain averaging tends to do better than a momentum of 0.9.
 
     Args:
-        outer_lr: :math:`\eta`. Default: 0.7.
-        outer_momentum: :math:`\mu`. Default: 0.9.
-        nesterov: look ahead along the new momentum. Default: True.
-        outer_optimizer: builds any `torch.optim.Optimizer` (one that steps without a closure) for the anchor, which
-            it is given as one fp32 tensor per parameter, in its shape; it must take all of them. A checkpoint
-            restores the optimizer's options too, as in torch. Default: None, the equations above.
-        mixing: :math:`\alpha`, where a replica has taken steps while the round travelled: in place of the
-            displacement :math:`x_i \leftarrow \alpha\, x_i + (1 - \alpha)\, a`. Replicas stay closer together, and
-            lose :math:`1 - \alpha` of those steps, and of what compression took from the message: `TopK`, which takes
-            most, is refused. An absent replica, whose steps no message holds, keeps all of them. Default: None, all
-            local progress is kept.
+        outer_lr: :math:`\eta`, the outer learning rate. Default: 0.7.
+        outer_momentum: :math:`\mu`, the outer momentum. Default: 0.9.
+        nesterov: Whether a step looks ahead along the new momentum. Default: True.
+        outer_optimizer: Function that builds a `torch.optim.Optimizer` for the anchor; the optimizer must step without
+            a closure. The function gets one fp32 tensor for each parameter, in its shape, and must use all of them. A
+            checkpoint restores the optimizer's options, too, as in torch. Default: None, the equations above.
+        mixing: :math:`\alpha`, for a replica that has taken steps during the round: the merge is
+            :math:`x_i \leftarrow \alpha\, x_i + (1 - \alpha)\, a` in place of the displacement. Replicas stay closer
+            together, but lose the part :math:`1 - \alpha` of these steps, and of the compression error of their
+            messages; for `TopK` that is most of a message, so it is refused. An absent replica keeps all of its steps,
+            as no message holds them. Default: None, all local progress is kept.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: ``outer_lr`` is not positive, ``outer_momentum`` or ``mixing`` not in [0, 1), or one of the first
-            three is set besides ``outer_optimizer``, which would ignore it.
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``outer_lr`` is not positive, ``outer_momentum`` or ``mixing`` is not in [0, 1), or one of the
+            first three is set together with ``outer_optimizer``, which would ignore it.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
     https://arxiv.org/abs/2311.08105; ``mixing``: Douillard et al., "Streaming DiLoCo with overlapping communication",
@@ -174,14 +174,14 @@ class DiLoCo(DiLoCoBase):
         return {"anchor": state.anchor, "optimizer": state.optimizer.state_dict()}
 
     def load_state_dict(self, state: DiLoCoState, saved: dict[str, Any]) -> DiLoCoState:
-        """Overwrite ``state`` in place with ``saved``; raise ValueError where that does not fit."""
+        """Overwrite ``state`` in place with ``saved``; raise ValueError where ``saved`` does not fit."""
         if ("optimizer" in saved) != (state.optimizer is not None):
             which = "has" if "optimizer" in saved else "lacks"
             raise ValueError(f"The saved state of `DiLoCo` {which} a torch optimizer, unlike this `outer_optimizer`.")
         if state.optimizer is None:
             return super().load_state_dict(state, saved)
         copy_saved_(self, {"anchor": state.anchor}, {key: v for key, v in saved.items() if key != "optimizer"})
-        # torch keeps references to what it loads; a copy keeps two states that load the same dict apart
+        # Torch keeps references to the tensors that it loads: with a copy, two states may load the same dict.
         state.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         return state
 
@@ -192,7 +192,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) -> None:
     parameters = _parameters(optimizer)
-    for p in parameters:  # a view of the anchor knows its own place, whatever group the optimizer sorted it into
+    for p in parameters:  # their order may be another one, but views know their place in the anchor
         start = p.storage_offset() - anchor.storage_offset()
         p.grad = gradient[start : start + p.numel()].view(p.shape)
     optimizer.step()
@@ -201,26 +201,26 @@ def _step(optimizer: torch.optim.Optimizer, anchor: Tensor, gradient: Tensor) ->
 
 
 class SlowMoState(NamedTuple):
-    """The memory of slow momentum between rounds."""
+    """The state of slow momentum between rounds."""
 
     anchor: Tensor  # the last agreed parameters, flat fp32
-    momentum: Tensor  # of gradients, not of displacements: its size does not depend on the learning rate
+    momentum: Tensor  # in units of gradients, so that it does not depend on the learning rate
 
 
 @dataclass(frozen=True)
 class SlowMo(RuleBase[SlowMoState]):
-    r"""Slow momentum: heavy-ball momentum on the mean progress, measured in steps of the inner learning rate.
+    r"""Slow momentum: heavy-ball momentum on the mean progress, divided by the inner learning rate.
 
     .. math::
         u &\leftarrow \beta u + \frac{1}{\gamma} \sum_j w_j (a - s_j) \\
         a &\leftarrow a - \alpha \gamma u \\
         x_i &\leftarrow x_i + (a - s_i)
 
-    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot, and :math:`\gamma`
-    the inner learning rate: the largest of all replicas' at their snapshots, which may be at different places of a
-    schedule. As it decays, momentum from larger steps decays with it; with a constant one this is `DiLoCo` without
-    nesterov. Where :math:`\gamma` is 0 for all, there is no momentum in the step: :math:`a` moves by :math:`\alpha`
-    times the mean progress, the equations' limit.
+    :math:`a` is the anchor (the last agreed parameters), and :math:`s_i` is the snapshot of replica :math:`i`.
+    :math:`\gamma` is the inner learning rate: the largest one at all replicas' snapshots, which may be at different
+    places of a schedule. As the learning rate decays, momentum from earlier, larger steps decays with it. With a
+    constant learning rate, this is `DiLoCo` without ``nesterov``. Where :math:`\gamma` is 0 on all replicas, :math:`a`
+    moves by :math:`\alpha` times the mean progress without momentum, which is the limit of the equations.
 
     Args:
         beta: :math:`\beta`, the slow momentum. The authors used 0.2 with 4 replicas, 0.5 with 8 and 0.6 with 16.
@@ -228,8 +228,8 @@ class SlowMo(RuleBase[SlowMoState]):
         alpha: :math:`\alpha`, the slow learning rate. Default: 1.0.
 
     Raises:
-        TypeError: an argument is not a number.
-        ValueError: ``beta`` is not in [0, 1), or ``alpha`` not positive.
+        TypeError: If an argument is not a number.
+        ValueError: If ``beta`` is not in [0, 1), or ``alpha`` is not positive.
 
     Source: Wang et al., "SlowMo: Improving Communication-Efficient Distributed SGD with Slow Momentum", ICLR 2020,
     https://arxiv.org/abs/1910.00643
@@ -276,19 +276,19 @@ class SlowMo(RuleBase[SlowMoState]):
         return state
 
 
-_KNOWN = 10  # of so many norms a replica's statistics are known
+_KNOWN = 10  # number of norms after which the statistics of a replica are known
 
 
 class PenaltyState(NamedTuple):
-    """The memory of a pseudo-gradient penalty between rounds."""
+    """The state of a pseudo-gradient penalty between rounds."""
 
-    inner: Any  # the rule's
-    norms: Tensor  # of this replica's messages: how many, their mean and their variance; float64
+    inner: Any  # the state of the wrapped rule
+    norms: Tensor  # count, mean and variance of the norms of this replica's messages, in float64
 
 
 @dataclass(frozen=True)
 class PseudoGradientPenalty(RuleWrapper):
-    r"""A rule whose messages weigh less the larger they are, and nothing where they are anomalous.
+    r"""A wrapper that gives large messages less weight, and anomalous messages none.
 
     .. math::
         z_i &= \frac{G_i - \mu_i}{\sigma_i}, \qquad G_i = \lVert u_i \rVert \\
@@ -296,22 +296,23 @@ class PseudoGradientPenalty(RuleWrapper):
         \bar u &\leftarrow \bar u\, \min\Big(1, \frac{\varphi}{\lVert \bar u \rVert}\Big),
         \qquad \bar u = \sum_i w_i u_i
 
-    :math:`u_i` is replica :math:`i`'s message, :math:`n_i` the weight that the rule gives it, :math:`\mu_i` and
-    :math:`\sigma_i` are running statistics of its own norms. Nothing is anomalous in its first ten rounds; an anomalous
-    norm enters the statistics as :math:`\mu_i + \delta \sigma_i`, so that larger ones become usual where they stay.
-    Where all are anomalous :math:`\bar u` is 0. A replica with weight zero takes over what the others learned; its own
-    steps since the snapshot stay.
+    :math:`u_i` is the message of replica :math:`i`, and :math:`n_i` is the weight that the wrapped rule gives it.
+    :math:`\mu_i` and :math:`\sigma_i` are running statistics of the norms of that replica's messages. No message of its
+    first ten rounds is anomalous. An anomalous norm enters the statistics as :math:`\mu_i + \delta \sigma_i`, so that
+    norms that stay larger become usual. Where all messages are anomalous, :math:`\bar u` is 0. A replica with weight
+    zero takes over the others' model in place of its message, and keeps only its steps since the snapshot.
 
     Args:
-        rule: the rule; it must send differences, as `DiLoCo` does.
-        threshold: :math:`\delta`. Default: 3.0.
-        clip: :math:`\varphi`. Default: 10.0.
-        decay: the weight of a new norm in the running statistics, once they hold more than the inverse. Default: 0.02.
+        rule: Wrapped rule, which must send differences, as `DiLoCo` does.
+        threshold: :math:`\delta`, number of deviations from which a norm is anomalous. Default: 3.0.
+        clip: :math:`\varphi`, largest norm of the mean message. Default: 10.0.
+        decay: Weight of a new norm in the running statistics, once these hold more than 1 / ``decay`` norms. Default:
+            0.02.
 
     Raises:
-        TypeError: an argument has the wrong type.
-        ValueError: ``rule`` sends no differences, or keeps a residual, ``threshold`` or ``clip`` is not positive, or
-            ``decay`` is not in (0, 1).
+        TypeError: If an argument has the wrong type.
+        ValueError: If ``rule`` sends no differences, sends scalars, makes no common model, or keeps a residual, if
+            ``threshold`` or ``clip`` is not positive, or if ``decay`` is not in (0, 1).
 
     Source: Cheng et al., "EDiT: A Local-SGD-Based Efficient Distributed Training Method for Large Language Models",
     ICLR 2025, https://arxiv.org/abs/2412.07210
@@ -328,7 +329,7 @@ class PseudoGradientPenalty(RuleWrapper):
     clip: float = 10.0
     decay: float = 0.02
 
-    num_scalars = 2  # the norm, and how unusual it is
+    num_scalars = 2  # the norm, and its distance from the mean in deviations
 
     def __post_init__(self) -> None:
         check_protocol("PseudoGradientPenalty", "rule", self.rule, AveragingRule, "an averaging rule such as DiLoCo()")
@@ -372,7 +373,7 @@ class PseudoGradientPenalty(RuleWrapper):
         return tuple(share / total for share in shares)
 
     def _usual(self, weights: tuple[float, ...], round: Round) -> list[int]:
-        """Return the ranks in the round whose messages are not anomalous."""
+        """Return the ranks whose messages in the round have weight and are not anomalous."""
         return [rank for rank, w in enumerate(weights) if w > 0.0 and round.scalars[rank][1] <= self.threshold]
 
     def merge_(self, sent: Tensor | None, received: Tensor, state: PenaltyState, round: Round) -> PenaltyState:
@@ -385,7 +386,7 @@ class PseudoGradientPenalty(RuleWrapper):
         return super().merge_(sent, received, state, self._heard(round))
 
     def _heard(self, round: Round) -> Round:
-        """Return the round as the rule is told of it: with no work of those whose messages are anomalous."""
+        """Return the round for the wrapped rule: without the work of ranks whose messages are anomalous."""
         usual = self._usual(self.rule.weights(round), round)
         if not usual:
             return round
@@ -399,7 +400,7 @@ class PseudoGradientPenalty(RuleWrapper):
         count, mean, variance = norms.tolist()
         if count >= _KNOWN and variance > 0.0:
             norm = min(norm, mean + self.threshold * math.sqrt(variance))
-        rate = max(self.decay, 1 / (count + 1))  # at first all count the same
+        rate = max(self.decay, 1 / (count + 1))  # at first all norms count the same
         change = norm - mean
         learned = count + 1, mean + rate * change, (1 - rate) * (variance + rate * change**2)
         norms.copy_(torch.tensor(learned, dtype=torch.float64))

@@ -1,7 +1,7 @@
-"""Schedules: when replicas talk, as pure functions of one replica's own clock.
+"""Schedules, which decide when rounds come, as pure functions of one replica's clock.
 
-A `Schedule` answers each `ReplicaClock` with an `Action`. `Pace` is the speed of a replica, and `straggler` finds the
-slow one, and why.
+A `Schedule` returns an `Action` for each `ReplicaClock`. `Pace` holds the time of a replica's batch, and `straggler`
+finds the slowest replica and the reason why it is slow.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _REASONS: tuple[Reason, ...] = ("data", "compute", "communication")
 
 
 class Pace(NamedTuple):
-    """The time that a batch takes of one replica; waiting for others is in no pace."""
+    """The time that a batch takes on one replica, without waiting for other replicas."""
 
-    data_s: float = 0.0  # until the loader has it
-    compute_s: float = 0.0  # training on it
-    communication_s: float = 0.0  # packing and merging, on the training thread
-    samples: float = 0.0  # in it; 0.0 while nothing is known
+    data_s: float = 0.0  # time until the loader has the batch
+    compute_s: float = 0.0  # time of training on it
+    communication_s: float = 0.0  # time of packing and merging on the training thread
+    samples: float = 0.0  # number of samples in the batch; 0.0 while unknown
 
     @property
     def batch_s(self) -> float:
@@ -47,9 +47,9 @@ class Straggler(NamedTuple):
     """
 
     name: str  # its stable rank id
-    slower: float  # its time for a sample, over the others' (median)
-    reason: Reason  # the largest part of the difference
-    share: float  # of that part in the difference
+    slower: float  # its time for a sample, divided by the median of the others
+    reason: Reason  # the part of a batch with the largest difference
+    share: float  # share of that part in the whole difference
 
     def __str__(self) -> str:
         return (
@@ -59,13 +59,13 @@ class Straggler(NamedTuple):
 
 
 def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | None:
-    r"""Return the replica that takes much longer for a sample than the others do; None where none does.
+    r"""Return the replica that takes much longer for a sample than the others; None if there is none.
 
     .. math:: t_i > f\, \operatorname{median}_{j \ne i} t_j
 
     Args:
-        paces: by name; those that are not known are left out.
-        factor: :math:`f`. Default 1.5.
+        paces: Pace of each replica by its stable id; unknown paces are left out.
+        factor: :math:`f`, how many times longer it must take. Default 1.5.
 
     >>> found = straggler({"0": Pace(0.0, 0.1, 0.0, 4), "1": Pace(0.2, 0.1, 0.0, 4)})
     >>> found.name, found.reason, round(found.slower, 3)
@@ -92,28 +92,28 @@ def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | Non
 
 
 class Action(enum.Enum):
-    """A replica's way to take the coming optimizer step."""
+    """The way in which a replica takes its next optimizer step."""
 
-    LOCAL = "local"  # step alone
-    GRADIENTS = "gradients"  # step with gradients averaged over all replicas (synchronous training)
-    ROUND = "round"  # step alone, then start an averaging round
+    LOCAL = "local"  # a local step
+    GRADIENTS = "gradients"  # a step with gradients averaged over all replicas (synchronous training)
+    ROUND = "round"  # a local step, after which an averaging round starts
 
 
 class ReplicaClock(NamedTuple):
-    """One replica's own facts, before it takes its next optimizer step.
+    """The facts that one replica knows before it takes its next optimizer step.
 
     Args:
-        step: optimizer steps that this replica has completed.
-        epoch: epochs that it has completed.
-        steps_since_round: completed steps that no round's snapshot holds yet.
-        seconds_since_round: seconds since the last round was committed (or since training began).
-        step_s: measured seconds per local step, 0.0 while unknown.
-        round_s: measured seconds of one round's exchange, the shorter of the last two; 0.0 while there were fewer.
-        speed: this replica's steps per second, over those of the fastest; 1.0 while unknown.
-        relative_spread: squared distance between replicas over the steps that made it, in recent rounds, over the same
-            in the first rounds; 1.0 while unknown.
-        relative_loss_variance: variance of the training loss over replicas, in recent rounds, over the same in the
-            first rounds; 1.0 while unknown.
+        step: Number of optimizer steps that this replica has completed.
+        epoch: Number of epochs that this replica has completed.
+        steps_since_round: Number of completed steps since the last round's snapshot.
+        seconds_since_round: Seconds since the last round was committed, or since training began.
+        step_s: Measured seconds of a local step; 0.0 while unknown.
+        round_s: Measured seconds of a round's exchange, the shorter of the last two; 0.0 before two rounds.
+        speed: Steps per second of this replica, divided by those of the fastest; 1.0 while unknown.
+        relative_spread: Squared distance between replicas per local step, in recent rounds divided by the first rounds;
+            1.0 while unknown.
+        relative_loss_variance: Variance of the training loss over replicas, in recent rounds divided by the first
+            rounds; 1.0 while unknown.
     """
 
     step: int
@@ -129,29 +129,31 @@ class ReplicaClock(NamedTuple):
 
 @runtime_checkable
 class Schedule(Protocol):
-    """A choice of steps with rounds: a pure function of one replica's clock."""
+    """An interface for the choice of the next step's action: a pure function of one replica's clock."""
 
     @abstractmethod
     def next(self, clock: ReplicaClock) -> Action:
-        """Return what to do with the step that comes after ``clock``."""
+        """Return the action for the step that follows ``clock``."""
         ...
 
 
 @dataclass(frozen=True)
 class DyLU(Schedule):
-    r"""Dynamic local updates: steps per round in proportion to speed.
+    r"""Dynamic local updates: a schedule whose steps per round are in proportion to speed.
 
     .. math:: \text{round} \iff h + 1 \ge \max\big(n_{\min}, [\, n\, v / v_{\max} ]\big)
 
-    :math:`h` counts the completed steps that no round holds yet, :math:`v` is this replica's speed, as measured of
-    late, and :math:`v_{\max}` that of the fastest. So a slow replica takes fewer steps, and no snapshot waits for long.
+    :math:`h` is the number of completed steps since the last round's snapshot, :math:`v` is the recent speed of this
+    replica, and :math:`v_{\max}` is the speed of the fastest. A slow replica takes fewer steps, so that no snapshot
+    waits for long.
 
     Args:
-        n: local steps per round of the fastest replica.
-        minimum: :math:`n_{\min}`, of the slowest. Default 1.
+        n: Number of local steps per round on the fastest replica.
+        minimum: :math:`n_{\min}`, smallest number of local steps per round. Default 1.
 
     Raises:
-        TypeError, ValueError: an argument is not an int of at least 1, or ``n`` less than ``minimum``.
+        TypeError: If an argument is no int.
+        ValueError: If ``minimum`` is less than 1, or ``n`` is less than ``minimum``.
 
     Source: Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, https://arxiv.org/abs/2401.09135
 
@@ -174,19 +176,20 @@ class DyLU(Schedule):
 
 @dataclass(frozen=True)
 class Denser(Schedule):
-    r"""Rounds ``times`` as often as another schedule has them.
+    r"""A schedule with rounds ``times`` as often as another one.
 
     .. math:: \text{next}(h, t) = \text{schedule.next}(k h + k - 1, k t)
 
-    :math:`h` and :math:`t` are the steps and the seconds since the last round, :math:`k` is ``times``. What is counted
-    over the whole of training is left as it is.
+    :math:`h` and :math:`t` are the steps and the seconds since the last round, and :math:`k` is ``times``. Counts since
+    the beginning of training stay as they are.
 
     Args:
-        schedule: the other one.
-        times: how many times as often. Default 2.
+        schedule: Other schedule.
+        times: Factor by which rounds are more frequent. Default 2.
 
     Raises:
-        TypeError, ValueError: ``schedule`` is no schedule, or ``times`` no int of at least 1.
+        TypeError: If ``schedule`` is no schedule, or ``times`` is no int.
+        ValueError: If ``times`` is less than 1.
 
     >>> clock = ReplicaClock(step=15, epoch=0, steps_since_round=15, seconds_since_round=0.0)
     >>> EveryNSteps(32).next(clock).name, Denser(EveryNSteps(32)).next(clock).name
@@ -211,18 +214,19 @@ class Denser(Schedule):
 
 @dataclass(frozen=True)
 class EveryNSteps(Schedule):
-    r"""A round after every ``n`` steps of a replica's own.
+    r"""A schedule with a round after every ``n`` local steps of a replica.
 
     .. math:: \text{round} \iff h + 1 \ge n
 
-    :math:`h` counts the completed steps that no round holds yet. The slowest replica sets the pace of the
-    rounds; a faster one takes more steps, which its share of the work repays.
+    :math:`h` is the number of completed steps since the last round's snapshot. The slowest replica determines when a
+    round comes. A faster replica takes more steps meanwhile, and has a larger weight in the mean.
 
     Args:
-        n: local steps per round.
+        n: Number of local steps per round.
 
     Raises:
-        TypeError, ValueError: ``n`` is not an int of at least 1.
+        TypeError: If ``n`` is no int.
+        ValueError: If ``n`` is less than 1.
 
     Source: the synchronisation interval H of local SGD, https://arxiv.org/abs/1805.09767
 
@@ -242,18 +246,19 @@ class EveryNSteps(Schedule):
 
 @dataclass(frozen=True)
 class EverySeconds(Schedule):
-    r"""A round whenever a time has passed since the last committed one, however many steps each replica took.
+    r"""A schedule with a round whenever a given time has passed since the last one, whatever the number of steps.
 
     .. math:: \text{round} \iff t \ge T
 
-    :math:`t` counts the seconds since the last committed round; the coming step always is work to send. Right for
-    replicas of unequal speed: none sets the pace.
+    :math:`t` is the time since the last committed round. This is for replicas of unequal speed, as none of them
+    determines when a round comes.
 
     Args:
-        seconds: :math:`T`.
+        seconds: :math:`T`, seconds from one round to the next.
 
     Raises:
-        TypeError, ValueError: ``seconds`` is not a positive and finite number.
+        TypeError: If ``seconds`` is not a number.
+        ValueError: If ``seconds`` is not positive and finite.
 
     Source: the time-triggered averaging of Bagua's asynchronous model averaging, https://github.com/BaguaSys/bagua
 
@@ -273,7 +278,7 @@ class EverySeconds(Schedule):
 
 @dataclass(frozen=True)
 class Synchronous(Schedule):
-    r"""Every step on gradients averaged over all replicas: ordinary data-parallel training.
+    r"""Ordinary data-parallel training: a schedule in which every step uses gradients averaged over all replicas.
 
     .. math:: \text{gradients, always}
 
@@ -290,26 +295,26 @@ class Synchronous(Schedule):
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    r"""Synchronous training at first (or frequent rounds), then another schedule: post-local SGD.
+    r"""Post-local SGD: a schedule with synchronous training or frequent rounds at first, and another schedule later.
 
     .. math::
         \text{gradients (or a round every } k \text{ steps)} \quad &\text{while } \mathit{step} < \mathit{steps}
             \;\text{ or }\; \mathit{epoch} < \mathit{epochs} \\
         \text{schedule} \quad &\text{afterwards}
 
-    Averaging gradients needs all replicas at the same step. Where they have unequal amounts of data, give ``steps``
-    rather than ``epochs``: epochs would end at different steps.
+    For averaged gradients, all replicas must be at the same step. Where replicas have unequal amounts of data, set
+    ``steps`` rather than ``epochs``, because their epochs end at different steps.
 
     Args:
-        schedule: what follows.
-        steps: length of the warm-up in optimizer steps. Default: None.
-        epochs: length of the warm-up in epochs. Default: None. Exactly one of the two must be given.
-        warmup_sync_every: :math:`k`, a round after every so many local steps in place of averaged gradients.
-            Default: None, averaged gradients.
+        schedule: Schedule after the warm-up.
+        steps: Length of the warm-up in optimizer steps. Default: None.
+        epochs: Length of the warm-up in epochs. Default: None. Exactly one of the two must be given.
+        warmup_sync_every: :math:`k`, number of local steps from one round to the next during the warm-up. Default:
+            None, averaged gradients in place of rounds.
 
     Raises:
-        TypeError: ``schedule`` has no ``next``, or a number is not an int.
-        ValueError: not exactly one of ``steps`` and ``epochs`` is given, or a number is less than 1.
+        TypeError: If ``schedule`` is no schedule, or a number is no int.
+        ValueError: If not exactly one of ``steps`` and ``epochs`` is given, or a number is less than 1.
 
     Source: Lin et al., "Don't Use Large Mini-Batches, Use Local SGD", ICLR 2020, https://arxiv.org/abs/1808.07217
 

@@ -1,4 +1,4 @@
-"""The rule `SparseLoCo`: DiLoCo with each replica's own residual in place of outer momentum, for sparse messages."""
+"""The rule `SparseLoCo`: DiLoCo for sparse messages, with a residual on each replica in place of outer momentum."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ from lightning_async.flat import FlatLayout
 
 
 class SparseLoCoState(NamedTuple):
-    """The memory of SparseLoCo between rounds."""
+    """The state of SparseLoCo between rounds."""
 
     anchor: Tensor  # the last agreed parameters, flat fp32
-    error: Tensor  # what this replica's messages have lacked so far, times the decay: the next one begins with it
-    snapshot: Tensor  # of the message under way
+    error: Tensor  # residual: decayed sum of what this replica's messages did not send
+    snapshot: Tensor  # the snapshot of the message under way
 
 
 @dataclass(frozen=True)
 class SparseLoCo(RuleBase[SparseLoCoState]):
-    r"""DiLoCo for messages of which little travels: what a message lacked is its replica's momentum.
+    r"""A `DiLoCo` for sparse messages: what a message did not send takes the place of outer momentum.
 
     .. math::
         e_i &\leftarrow \beta e_i + (a - s_i), \qquad q_i = \mathrm{C}(e_i), \qquad e_i \leftarrow e_i - q_i \\
         a &\leftarrow a - \eta \sum_j w_j q_j \\
         x_i &\leftarrow x_i + (a - s_i)
 
-    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` replica :math:`i`'s snapshot, and :math:`C` the
-    strategy's ``compression``, by default ``TopK(0.02, bits=2)``. Between rounds replicas are at the anchor, but for
-    what they have learned since the snapshot: what is yet to come is not in the parameters, but in :math:`e_i`, which
-    is each replica's own, and in its checkpoints. One that joins, or whose residual is lost, begins with zeros. Without
-    compression :math:`q_i = a - s_i` and :math:`e_i = 0`. A replica whose message had no weight keeps its
-    :math:`e_i` as it is.
+    :math:`a` is the anchor (the last agreed parameters), :math:`s_i` is the snapshot of replica :math:`i`, and
+    :math:`C` is the strategy's ``compression``, by default ``TopK(0.02, bits=2)``. After a round, parameters
+    are the anchor plus the progress since the snapshot. What was not sent is in the residual :math:`e_i` instead, which
+    differs between replicas and is in checkpoints. A replica that joins, or has lost its residual, begins with zeros.
+    Without compression, :math:`q_i = a - s_i` and :math:`e_i = 0`. A replica whose message had no weight keeps its
+    :math:`e_i`.
 
     Args:
-        outer_lr: :math:`\eta`. Default: 1.0.
-        decay: :math:`\beta`, of the residual from one round to the next. Default: 0.95.
+        outer_lr: :math:`\eta`, the outer learning rate. Default: 1.0.
+        decay: :math:`\beta`, the factor of the residual from one round to the next. Default: 0.95.
 
     Raises:
-        TypeError: an argument is no number.
-        ValueError: ``outer_lr`` is not positive, or ``decay`` not in [0, 1].
+        TypeError: If an argument is not a number.
+        ValueError: If ``outer_lr`` is not positive, or ``decay`` is not in [0, 1].
 
     Source: Sarfi et al., "Communication Efficient LLM Pre-training with SparseLoCo", 2025,
     https://arxiv.org/abs/2508.15706
@@ -78,7 +78,7 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
         return SparseLoCoState(anchor, torch.zeros_like(anchor), torch.zeros_like(anchor))
 
     def message_(self, out: Tensor, state: SparseLoCoState) -> tuple[float, ...]:
-        # The residual changes in `merge_` only: a message that is abandoned has taken nothing from it.
+        # The residual changes in `merge_` only, so that a dropped message leaves it as it is.
         state.snapshot.copy_(out)
         torch.sub(state.anchor, out, out=out)
         out.add_(state.error)
@@ -89,8 +89,9 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
         received.mul_(self.outer_lr)
         torch.sub(anchor, received, out=received)
         if sent is not None:
-            if self.weights(round)[round.rank] > 0.0:  # else nothing of the message has travelled
-                # By the operations of `message_`, in the anchor's room: without compression nothing is left, exactly.
+            if self.weights(round)[round.rank] > 0.0:  # else nothing of the message was used
+                # The operations are those of `message_`, in the memory of the anchor, so that without compression the
+                # residual is exactly zero.
                 torch.sub(anchor.sub_(state.snapshot).add_(state.error), sent, out=state.error)
                 state.error.mul_(self.decay)
             sent.copy_(state.snapshot)
@@ -98,5 +99,5 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
         return state
 
     def state_dict(self, state: SparseLoCoState) -> dict[str, Any]:
-        """Return anchor and residual by name; no message is under way where training goes on from them."""
+        """Return anchor and residual by name, without the snapshot of a message: a resumed run makes a new message."""
         return {"anchor": state.anchor, "error": state.error}

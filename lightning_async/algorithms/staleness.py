@@ -1,11 +1,12 @@
-"""Corrections of staleness: by a parameter server for each push, and by replicas whose steps are one window late.
+"""Corrections of staleness, on a parameter server for each push, and on replicas for windows that are one step late.
 
-A server's policy is a frozen dataclass that extends `StalenessPolicy`. A server asks it once for each push, with the
-`PushFacts` that it has measured; a policy keeps nothing itself. `register_policy` gives one a short name. `make_policy`
-finds one by its name, by what suits an optimizer, or by its description in JSON's terms.
+A server's policy is a frozen dataclass that extends `StalenessPolicy`. The server calls it once for each push, with the
+`PushFacts` that it has measured; the policy itself keeps no state. `register_policy` gives a policy a short name.
+`make_policy` returns a policy by its name, by the optimizer that it suits, or by its description.
 
-Replicas with a delay take a `GradientCorrection`, which changes the late gradient, or a `Prediction`, which says where
-gradients are computed instead. `DelayCompensation` and `WeightPrediction` are both a policy and one of these.
+Replicas with a delay use a `GradientCorrection`, which changes the late gradient, or a `Prediction`, which predicts the
+parameters for which gradients are computed. `DelayCompensation` and `WeightPrediction` are both a policy and one of
+these.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ Form = Literal["exponential", "inverse", "sqrt", "linear"]
 
 
 class PushFacts(NamedTuple):
-    """The facts of a push before a server applies it; each shard by itself.
+    """The facts of a push that a server knows before applying it; each shard measures its own.
 
     Args:
-        lag: updates since the worker pulled the weights that its gradient was computed at.
-        moved: the norm of how far the weights have gone since. 0 where ``lag`` is.
-        typical: the running mean of the norm of one update. 0 where there was none.
-        norm: of the gradient.
+        lag: Staleness: number of updates since the worker pulled the weights for which its gradient was computed.
+        moved: Norm of the weights' change since that pull; 0 where ``lag`` is 0. Default 0.
+        typical: Running mean of the norm of an update; 0 before the first. Default 0.
+        norm: Norm of the gradient. Default 0.
     """
 
     lag: int
@@ -46,8 +47,8 @@ class Weight(NamedTuple):
     """The weight of a push.
 
     Args:
-        rate: factor of the learning rate, of the update that the push is applied with.
-        gradient: factor of the gradient, before the optimizer sees it.
+        rate: Factor of the learning rate of the update. Default 1.
+        gradient: Factor of the gradient, before the optimizer sees it. Default 1.
     """
 
     rate: float = 1.0
@@ -55,69 +56,69 @@ class Weight(NamedTuple):
 
 
 class StalenessPolicy:
-    """A server's answer to staleness: here, nothing.
+    """A base for the ways in which a server treats stale pushes; this base applies every push as it is.
 
-    A policy of your own extends this in a module that the server's process can import, as a frozen dataclass whose
-    fields JSON can hold (or are policies), and changes `weigh`.
+    A policy of your own extends this class and overrides `weigh`. It must be a frozen dataclass in a module that the
+    server's process can import, and its fields must be values that JSON can hold, or policies.
     """
 
     measures: frozenset[str] = frozenset()
-    """Facts of `PushFacts` to be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. The first makes the server
-    keep the weights that each worker has pulled."""
-    decay: float = 0.99  # of the running mean ``typical``
+    """The fields of `PushFacts` that must be measured: ``"moved"`` (with ``"typical"``) and ``"norm"``. With the first,
+    the server keeps the weights that each worker has pulled."""
+    decay: float = 0.99  # decay of the running mean ``typical``
     adjusts: bool = False
-    """Whether `adjust_` does anything; the server then keeps the weights that each worker has pulled."""
-    fields: tuple[str, ...] = ()  # names of the state of `adjust_`: zeros at first, of the parameters' size
-    predicts: bool = False  # whether `look_ahead_` says what is pulled
-    momentum_by_worker: bool = False  # whether each worker has a momentum of its own, and pulls where all of them lead
-    buffer_size: int = 1  # pushes that an update is the mean of
+    """Whether `adjust_` is called; then the server keeps the weights that each worker has pulled."""
+    fields: tuple[str, ...] = ()  # names of tensors in the state of `adjust_`, zeros at first, in the parameters' size
+    predicts: bool = False  # whether workers pull the result of `look_ahead_`
+    momentum_by_worker: bool = False  # whether each worker has its own momentum, see `Dana`
+    buffer_size: int = 1  # number of pushes that one update averages
 
     def weigh(self, late: PushFacts) -> Weight | None:
-        """Return the weight of a push; None: it is left out."""
+        """Return the weight of a push, or None to drop it."""
         return Weight()
 
     def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Correct a gradient in place, by elements: a server may ask for one piece after another.
+        """Correct a gradient in place, element by element, because a server may pass it in pieces.
 
         Args:
-            gradient: flat, fp32.
-            moved: the parameters now, less those that it was computed at; may be used up.
-            state: of the `fields`, updated in place.
+            gradient: Gradient, flat and fp32.
+            moved: Present parameters minus those for which it was computed; may be overwritten.
+            state: Tensors of `fields`, by name, to be updated in place.
         """
 
     def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
-        """Put what workers are to pull in place of ``before``.
+        """Overwrite ``before`` by the parameters that workers shall pull.
 
         Args:
-            before: the parameters ahead of the last update.
-            now: after it.
-            late: the running mean of the lag.
+            before: Parameters before the last update.
+            now: Parameters after it.
+            late: Running mean of the lag.
         """
 
 
 @runtime_checkable
 class GradientCorrection(Protocol):
-    """A correction of late gradients."""
+    """An interface for corrections of late gradients."""
 
     def correct_(self, gradient: Tensor, moved: Tensor) -> None:
         """Correct a gradient in place.
 
         Args:
-            gradient: the mean of all replicas, flat, fp32.
-            moved: the parameters now, less those that it was computed at; may be used up.
+            gradient: Mean of all replicas' gradients, flat and fp32.
+            moved: Present parameters minus those for which it was computed; may be overwritten.
         """
 
 
 @runtime_checkable
 class Prediction(Protocol):
-    """A prediction of the parameters with which gradients are stepped."""
+    """An interface for predictions of the parameters to which a gradient will be applied."""
 
     def predict_(self, before: Tensor, now: Tensor) -> None:
-        """Put the prediction in place of ``before``.
+        """Overwrite ``before`` by the prediction.
 
         Args:
-            before: one parameter ahead of the last step, in its own precision.
-            now: the same after it.
+            before: Parameter before the last step, in its own precision.
+            now: The same parameter after it.
         """
 
 
@@ -126,7 +127,7 @@ DelayCorrection: TypeAlias = GradientCorrection | Prediction
 
 AUTO = "auto"
 NAMES: dict[str, partial[StalenessPolicy]] = {}
-"""Registered short names, each with what makes its policy."""
+"""The registered short names, each with a constructor of its policy."""
 PolicyClass = TypeVar("PolicyClass", bound=type[StalenessPolicy])
 
 
@@ -134,18 +135,17 @@ def register_policy(name: str, *arguments: Any) -> Callable[[PolicyClass], Polic
     """Register the decorated class under a short name, which ``staleness=`` takes.
 
     Args:
-        name: which no other class has; one that is defined again, as by a cell of a notebook, takes its own place.
-        arguments: of the class, for the policy that the name stands for.
+        name: Short name that no other class has. A class that is defined again, as in a notebook, keeps its name.
+        *arguments: Arguments of the class for the policy with this name.
 
     Raises:
-        TypeError: the name is no str, or what is decorated no class that extends `StalenessPolicy`.
-        ValueError: another policy has the name.
+        TypeError: If the name is no str, or the decorated object is no class that extends `StalenessPolicy`.
+        ValueError: If another policy has the name.
 
     >>> register_policy("auto")(NoCorrection)
     Traceback (most recent call last):
     ValueError: `register_policy('auto')` for NoCorrection: another policy has this name.
     """
-
     shown = f"`register_policy({name!r})`"
     if not isinstance(name, str) or not name:
         raise TypeError(f'{shown} must be given a name first: `@register_policy("name")`, above the class.')
@@ -169,7 +169,7 @@ def _place(cls: Any) -> tuple[str, str]:
 @register_policy("none")
 @dataclass(frozen=True)
 class NoCorrection(StalenessPolicy):
-    r"""Every push counts, as it comes.
+    r"""A policy that applies every push as it is.
 
     .. math:: x_{t+1} = \mathrm{Opt}(x_t,\; g(x_{t-\tau}))
 
@@ -189,7 +189,7 @@ def _of_policy(name: str) -> Any:
 
 
 class PolicyWrapper(StalenessPolicy):
-    """A policy around another one, ``policy``, to which it leaves all that it does not change."""
+    """A base for policies that wrap another one, ``policy``, whose attributes and methods they share by default."""
 
     policy: StalenessPolicy
 
@@ -218,7 +218,7 @@ class PolicyWrapper(StalenessPolicy):
 @register_policy("adaptive_lr")
 @dataclass(frozen=True)
 class AdaptiveLr(StalenessPolicy):
-    r"""The learning rate of a push falls with its lag.
+    r"""A policy whose learning rate falls with the lag of a push.
 
     .. math::
         \eta_\tau = \eta \cdot \begin{cases}
@@ -229,12 +229,12 @@ class AdaptiveLr(StalenessPolicy):
         \end{cases}
 
     Args:
-        factor: :math:`f`. Default: 0.9 for the exponential form, 0.1 for the linear one; the others have none.
-        form: as above. Default: ``"exponential"``.
+        factor: :math:`f`. Default: 0.9 for the exponential form, 0.1 for the linear form; the other forms have none.
+        form: Form of the equation above. Default: ``"exponential"``.
 
     Raises:
-        TypeError: ``factor`` is not a number.
-        ValueError: ``factor`` is not in (0, 1], or the form has none; there is no such form.
+        TypeError: If ``factor`` is not a number.
+        ValueError: If ``factor`` is not in (0, 1], the form takes no factor, or there is no such form.
 
     Source: Chan and Lane, "Distributed Asynchronous Optimization of Convolutional Neural Networks", 2014 (exponential);
     Zhang et al., "Staleness-aware Async-SGD", 2016, https://arxiv.org/abs/1511.05950 (inverse); Nguyen et al.,
@@ -271,18 +271,19 @@ class AdaptiveLr(StalenessPolicy):
 @register_policy("bounded", 16)
 @dataclass(frozen=True)
 class Bounded(StalenessPolicy):
-    r"""A push whose lag reaches a bound is dropped; its worker goes on from the newest weights.
+    r"""A policy that drops a push whose lag reaches a bound; its worker goes on from the newest weights.
 
     .. math:: x_{t+1} = \begin{cases} \mathrm{Opt}(x_t,\; g) & \tau < R \\ x_t & \text{else} \end{cases}
 
-    To have workers wait in place of dropping what they did, take ``mode="ssp"``. About a push of each worker comes
-    between two of one's own, so a bound below the number of workers drops much.
+    With ``mode="ssp"`` workers wait, and no push is dropped. Between two pushes of one worker, there is about one push
+    of each other worker, so a bound below the number of workers drops many pushes.
 
     Args:
-        max_staleness: :math:`R`, updates.
+        max_staleness: :math:`R`, lag from which a push is dropped, in updates.
 
     Raises:
-        TypeError, ValueError: ``max_staleness`` is not an int of at least 1.
+        TypeError: If ``max_staleness`` is no int.
+        ValueError: If ``max_staleness`` is less than 1.
 
     Source: Maranjyan et al., "Ringmaster ASGD", 2025, https://arxiv.org/abs/2501.16168
 
@@ -303,21 +304,21 @@ class Bounded(StalenessPolicy):
 @register_policy("rennala", 10, Bounded(1))
 @dataclass(frozen=True)
 class Buffered(PolicyWrapper):
-    r"""An update is the mean of so many pushes, whoever they are of.
+    r"""A policy whose updates are means of several pushes, of any workers.
 
     .. math:: x_{t+1} = \mathrm{Opt}\Big(x_t,\; \frac{1}{K} \sum_{k=1}^{K} w_k\, g_k\Big)
 
-    ``Buffered(K, AdaptiveLr(form="sqrt"))`` is FedBuff, ``Buffered(K, Bounded(1))`` Rennala SGD, which takes gradients
-    of the newest weights only. A lag counts updates, and so is :math:`K` times shorter.
+    ``Buffered(K, AdaptiveLr(form="sqrt"))`` is FedBuff. ``Buffered(K, Bounded(1))`` is Rennala SGD, which takes only
+    gradients of the newest weights. The lag counts updates, so it is :math:`K` times shorter than in pushes.
 
     Args:
-        buffer_size: :math:`K`. Default: 10.
-        policy: that says how much each counts, :math:`w`. Default: all of it.
+        buffer_size: :math:`K`, number of pushes in an update. Default: 10.
+        policy: Policy that gives each push its weight, :math:`w`. Default: weight 1.
 
     Raises:
-        TypeError: ``buffer_size`` is not an int, or ``policy`` no policy.
-        ValueError: ``buffer_size`` is below 1, or ``policy`` gathers pushes itself, gives each worker a momentum, or
-            has a state of its own.
+        TypeError: If ``buffer_size`` is no int, or ``policy`` is no policy.
+        ValueError: If ``buffer_size`` is less than 1, or ``policy`` gathers pushes itself, gives each worker a
+            momentum, or has state.
 
     Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", 2022,
     https://arxiv.org/abs/2106.06639; Tyurin and Richtárik, "Optimal Time Complexities of Parallel Stochastic
@@ -343,18 +344,19 @@ class Buffered(PolicyWrapper):
 @register_policy("clipping")
 @dataclass(frozen=True)
 class Clipping(PolicyWrapper):
-    r"""A gradient is scaled down to a norm, so that what is late and large does not lead far astray.
+    r"""A policy that scales large gradients down to a given norm, because a late one can do much harm.
 
     .. math:: w = w_{\text{policy}} \cdot \min(1,\; c / \lVert g \rVert)
 
-    The norm is that of a shard: of a server's part of the parameters.
+    The norm is that of one shard of the gradient, the part of one server.
 
     Args:
-        max_norm: :math:`c`. Default: 1.
-        policy: that says how much a push counts besides. Default: all of it.
+        max_norm: :math:`c`, largest norm. Default: 1.
+        policy: Policy that gives a push its weight otherwise. Default: weight 1.
 
     Raises:
-        TypeError, ValueError: ``max_norm`` is not a number above 0, or ``policy`` no policy.
+        TypeError: If ``max_norm`` is not a number, or ``policy`` is no policy.
+        ValueError: If ``max_norm`` is not above 0.
 
     Source: Pascanu et al., "On the Difficulty of Training Recurrent Neural Networks", 2013,
     https://arxiv.org/abs/1211.5063
@@ -387,21 +389,21 @@ Scales = Literal["rate", "gradient"]
 @register_policy("gap_aware")
 @dataclass(frozen=True)
 class GapAware(StalenessPolicy):
-    r"""A push counts the less, the more steps the weights have gone since its worker pulled them.
+    r"""A policy that gives a push less weight the farther the weights have moved since its worker pulled them.
 
     .. math::
         w = \frac{1}{1 + \lVert x_t - x_{t-\tau} \rVert / C}, \qquad
         C \leftarrow d\, C + (1 - d) \lVert x_{t+1} - x_t \rVert
 
     Args:
-        scales: what :math:`w` is a factor of. ``"rate"``: the learning rate of the update. ``"gradient"``: the
-            gradient, as in the paper; of use with optimizers that are linear in it only: Adam's steps are as long for a
-            small one.
-            Default: ``"rate"``.
-        decay: :math:`d`. Default: 0.99.
+        scales: What is multiplied by :math:`w`: ``"rate"`` for the learning rate of the update, or ``"gradient"`` for
+            the gradient, as in the paper. The latter helps only with optimizers whose steps are proportional to the
+            gradient, which Adam's are not. Default: ``"rate"``.
+        decay: :math:`d`, decay of the running mean of an update's norm. Default: 0.99.
 
     Raises:
-        TypeError, ValueError: ``decay`` is not a number in [0, 1), or ``scales`` is none of the two.
+        TypeError: If ``decay`` is not a number.
+        ValueError: If ``decay`` is not in [0, 1), or ``scales`` is neither of the two.
 
     Source: Barkai et al., "Gap-Aware Mitigation of Gradient Staleness", 2020, https://arxiv.org/abs/1909.10802
 
@@ -428,23 +430,23 @@ class GapAware(StalenessPolicy):
 @register_policy("dana_gap_aware", GapAware("gradient"))
 @dataclass(frozen=True)
 class Dana(PolicyWrapper):
-    r"""Each worker has its own momentum, and pulls where the momenta of all of them are about to lead.
+    r"""A policy with a momentum for each worker, by which workers pull a prediction of the weights.
 
     .. math::
         v_i &\leftarrow \mu\, v_i + w\, g_i, \qquad x \leftarrow x - \eta\, v_i \\
         \hat x &= x - \eta \mu \sum_j v_j
 
-    What worker :math:`i` pulls is :math:`\hat x`: about where the weights will be when its gradient comes back. With
-    one worker that is SGD with Nesterov's momentum. It is for SGD with momentum, whose ``momentum`` is :math:`\mu`, and
-    takes the room of two copies of the parameters for each worker.
+    Worker :math:`i` pulls :math:`\hat x`, which is about where the weights will be when its gradient arrives. With one
+    worker, this is SGD with Nesterov's momentum. The policy is for SGD with momentum, whose ``momentum`` is
+    :math:`\mu`, and takes the memory of two copies of the parameters for each worker.
 
     Args:
-        policy: that says how much a push counts, :math:`w`. Default: all of it; with ``GapAware("gradient")`` it is
-            DANA with gap-awareness.
+        policy: Policy that gives a push its weight, :math:`w`. Default: weight 1. With ``GapAware("gradient")``, this
+            is DANA with gap-awareness.
 
     Raises:
-        TypeError: ``policy`` is no policy.
-        ValueError: ``policy`` looks ahead itself, or gathers pushes of several workers.
+        TypeError: If ``policy`` is no policy.
+        ValueError: If ``policy`` predicts weights itself, or gathers pushes of several workers.
 
     Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
     https://arxiv.org/abs/1907.11612
@@ -468,15 +470,16 @@ class Dana(PolicyWrapper):
 @register_policy("delay_compensation")
 @dataclass(frozen=True)
 class DelayCompensation(StalenessPolicy, GradientCorrection):
-    r"""A Taylor expansion to the parameters of now, with the gradient's square in place of the Hessian.
+    r"""A Taylor expansion of a late gradient at the present parameters, with its square in place of the Hessian.
 
     .. math:: g \leftarrow g + \lambda\, g \odot g \odot (x_{\text{now}} - x_{\text{then}})
 
     Args:
-        strength: :math:`\lambda`. Default 0.04, the paper's for a constant one.
+        strength: :math:`\lambda`. Default 0.04, the constant value in the paper.
 
     Raises:
-        TypeError, ValueError: ``strength`` is not a number, negative, or not finite.
+        TypeError: If ``strength`` is not a number.
+        ValueError: If ``strength`` is negative or not finite.
 
     Source: DC-ASGD (Zheng et al., ICML 2017), https://arxiv.org/abs/1609.08326
 
@@ -504,20 +507,20 @@ class DelayCompensation(StalenessPolicy, GradientCorrection):
 @register_policy("adaptive_delay_compensation")
 @dataclass(frozen=True)
 class AdaptiveDelayCompensation(StalenessPolicy):
-    r"""`DelayCompensation` whose strength is each element's own: the smaller, the larger its gradients are.
+    r"""A `DelayCompensation` with a strength for each element, which is smaller where gradients are larger.
 
     .. math::
         s &\leftarrow m\, s + (1 - m)\, g \odot g, \qquad \lambda = \lambda_0 / \sqrt{s + \epsilon} \\
         g &\leftarrow g + \lambda \odot g \odot g \odot (x_{\text{now}} - x_{\text{then}})
 
     Args:
-        strength: :math:`\lambda_0`. Default 2.0, the paper's.
-        decay_square: :math:`m`. Default 0.95.
+        strength: :math:`\lambda_0`. Default 2.0, as in the paper.
+        decay_square: :math:`m`, decay of the mean square of gradients. Default 0.95.
         eps: :math:`\epsilon`. Default 1e-7.
 
     Raises:
-        TypeError, ValueError: an argument is not a number, negative or not finite, ``decay_square`` not below 1, or
-            ``eps`` 0.
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is negative or not finite, ``decay_square`` is not below 1, or ``eps`` is 0.
 
     Source: DC-ASGD-a (Zheng et al., ICML 2017), https://arxiv.org/abs/1609.08326
 
@@ -550,20 +553,21 @@ class AdaptiveDelayCompensation(StalenessPolicy):
 @register_policy("weight_prediction")
 @dataclass(frozen=True)
 class WeightPrediction(StalenessPolicy, Prediction):
-    r"""Gradients that will be late are computed where the last step, taken again, would lead.
+    r"""A prediction of the parameters to which a late gradient is applied: the last step is repeated.
 
     .. math:: \hat x = x_t + s\,\tau\,(x_t - x_{t-1})
 
-    The last step is the optimizer's own: :math:`-\eta v` with momentum, as in SpecTrain, and
-    :math:`-\eta\, \hat m / (\sqrt{\hat v} + \epsilon)` with Adam, as in XPipe, its weight decay included. :math:`\tau`
-    is how many steps a gradient is late: 1 where windows of gradients are, on a parameter server the running mean of
-        the lag.
+    The last step is that of the optimizer: :math:`-\eta v` with momentum, as in SpecTrain, and
+    :math:`-\eta\, \hat m / (\sqrt{\hat v} + \epsilon)` with Adam, as in XPipe, with weight decay. :math:`\tau` is the
+    number of steps by which a gradient is late: 1 for windows of gradients, and the running mean of the lag on a
+    parameter server.
 
     Args:
-        steps: :math:`s`, steps ahead for each that a gradient is late. Default 1.0.
+        steps: :math:`s`, number of predicted steps for each step by which a gradient is late. Default 1.0.
 
     Raises:
-        TypeError, ValueError: ``steps`` is not a number, negative, or not finite.
+        TypeError: If ``steps`` is not a number.
+        ValueError: If ``steps`` is negative or not finite.
 
     Source: SpecTrain (Chen et al., 2018), https://arxiv.org/abs/1809.02839, and XPipe (Guan et al., 2019),
     https://arxiv.org/abs/1911.04610
@@ -591,11 +595,11 @@ class WeightPrediction(StalenessPolicy, Prediction):
 
 
 def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> StalenessPolicy:
-    """Choose for an optimizer: DANA with gap-awareness for SGD with momentum, gap-aware rates for others.
+    """Return the policy that suits an optimizer: gap-aware DANA for SGD with momentum, gap-aware rates for others.
 
     Args:
-        optimizer: the name of its class, or ``"delta"``.
-        arguments: of its constructor. Default: none.
+        optimizer: Name of the optimizer's class, or ``"delta"``.
+        arguments: Arguments of its constructor. Default: none.
 
     >>> auto("SGD", {"lr": 0.1, "momentum": 0.9})
     Dana(policy=GapAware(scales='gradient', decay=0.99))
@@ -609,11 +613,12 @@ def auto(optimizer: str, arguments: Mapping[str, Any] | None = None) -> Stalenes
 
 
 def momentum_warning(policy: StalenessPolicy, optimizer: str, arguments: Mapping[str, Any] | None = None) -> str | None:
-    """Return a warning of momentum whose staleness nothing is done about; None where there is none.
+    """Return a warning where an optimizer has momentum and the policy corrects no staleness; else None.
 
     Args:
-        policy: of the server.
-        optimizer, arguments: as of `auto`.
+        policy: Policy of the server.
+        optimizer: Name of the optimizer's class.
+        arguments: Arguments of its constructor. Default: none.
 
     >>> momentum_warning(NoCorrection(), "SGD", {"momentum": 0.9})
     "`SGD(momentum=0.9)` with `staleness='none'`: ..."
@@ -632,15 +637,16 @@ def make_policy(
     optimizer: str | None = None,
     arguments: Mapping[str, Any] | None = None,
 ) -> StalenessPolicy:
-    """Return a policy by its short name, as it is, or from what `described` says of it.
+    """Return a policy by its short name, or from its description; return a policy as it is.
 
     Args:
-        policy: one of `NAMES` or ``"auto"``, a policy, or a description.
-        optimizer, arguments: what ``"auto"`` is for, see `auto`; the others need none.
+        policy: One of `NAMES` or ``"auto"``, a policy, or a result of `described`.
+        optimizer: Name of the optimizer's class, for ``"auto"`` only. Default: none.
+        arguments: Arguments of its constructor, for ``"auto"`` only. Default: none.
 
     Raises:
-        ValueError: there is none of this name.
-        TypeError: it is none of these, or its arguments are wrong.
+        ValueError: If no policy has this name.
+        TypeError: If ``policy`` is none of these, or its arguments are wrong.
 
     >>> make_policy("fedbuff").buffer_size
     10
@@ -671,10 +677,10 @@ def make_policy(
 
 
 def described(policy: StalenessPolicy) -> dict[str, Any]:
-    """Describe a policy in JSON's terms: its class and its arguments.
+    """Describe a policy by values that JSON can hold: its class and its arguments.
 
     Raises:
-        TypeError: another process could not make it of that.
+        TypeError: If another process could not make the policy from its description.
 
     >>> described(Bounded(8))
     {'policy': 'Bounded', 'arguments': {'max_staleness': 8}}

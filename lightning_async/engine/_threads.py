@@ -1,7 +1,7 @@
-"""Work on large memory by several threads: one alone does not use what the memory could move.
+"""A work queue for operations on large memory, because one thread alone does not use the whole memory bandwidth.
 
-Each thread takes the next piece of one queue when it is free. Threads that meet at barriers, as those of torch's own
-operations do, wait for whichever the system does not let run.
+Each thread takes the next piece of one queue when it is free. The threads of torch's own operations meet at barriers
+instead, where all wait for the one thread that the operating system has suspended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 def share_out(do: Callable[[Piece], T], pieces: Iterable[Piece], threads: int) -> list[T]:
-    """Return what ``do`` makes of all pieces, in no order; the calling thread works, too.
+    """Call ``do`` with every piece on several threads, the calling one included; return the results in any order.
 
-    ``do`` should be native code without the interpreter's lock, mostly. Its first error is raised; pieces that were not
-    begun are left.
+    ``do`` should be mostly native code that releases the interpreter's lock. The first error that it raises ends the
+    work, with some pieces left undone, and is raised here.
 
     >>> sorted(share_out(lambda piece: piece * piece, range(4), threads=2))
     [0, 1, 4, 9]
@@ -34,7 +34,7 @@ def share_out(do: Callable[[Piece], T], pieces: Iterable[Piece], threads: int) -
         while left and not errors:
             try:
                 piece = left.popleft()
-            except IndexError:  # another one was quicker
+            except IndexError:  # another thread took the last piece after `while` had looked
                 return
             try:
                 results.append(do(piece))

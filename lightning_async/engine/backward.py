@@ -1,8 +1,9 @@
-"""A backward pass, as it makes gradients: parts of them are taken as soon as they are whole, from the tail on.
+"""A watch over backward passes, which takes each part of the gradients once it is complete, the last layers first.
 
-A part is whole as soon as those of its parameters have a gradient that had one in any pass before; in the first pass,
-all. Other gradients (of a parameter that was never used, by a second backward pass, by a hook) are found at the end, by
-identity and version.
+A part of the layout is complete as soon as all of its parameters that had a gradient in an earlier pass have one now;
+in the first pass, as soon as all of its parameters have one. Gradients that come or change later (of a parameter that
+was never used before, by a second backward pass, by a hook) are found at the end of the pass: each parameter's gradient
+is compared with the one that was taken, by identity and by torch's version counter.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ _PART_BYTES = 25 << 20
 
 
 class LayoutSpan(NamedTuple):
-    """Neighbours in a layout that leave together: parameters ``first`` to ``last``, elements ``start`` to ``end``."""
+    """A run of parameters in a layout that are taken together.
+
+    It holds the parameters ``first`` to ``last`` and the elements ``start`` to ``end``, without ``last`` and ``end``.
+    """
 
     first: int
     last: int
@@ -29,10 +33,11 @@ class LayoutSpan(NamedTuple):
 
 @functools.lru_cache(maxsize=4)
 def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object, ...] = ()) -> list[LayoutSpan]:
-    """Split a layout from its tail, by whole parameters, into parts of some MB; the first is small, to leave early.
+    """Split a layout into spans of whole parameters, from its end to its start.
 
-    A part has ``part_bytes`` at most, unless one parameter has more; 0: each parameter is by itself. Default: 25 MiB,
-    as in DDP. Parameters of different ``kinds`` do not leave together. Default: all are of one.
+    The first span is small (1 MiB), so that communication begins early in the backward pass. A span has at most
+    ``part_bytes``, unless one parameter alone has more; 0 gives each parameter a span. Default: 25 MiB, as in DDP.
+    Parameters with different entries in ``kinds`` never share a span. Default: all parameters are of one kind.
 
     >>> import torch
     >>> [span[:2] for span in spans(FlatLayout([torch.empty(1 << 20), torch.empty(6 << 20), torch.empty(8)]))]
@@ -57,10 +62,10 @@ def spans(layout: FlatLayout, part_bytes: int | None = None, kinds: tuple[object
 
 
 class Backward:
-    """One model's backward passes; on the training thread.
+    """A watch over the backward passes of one model, on the training thread.
 
-    ``take`` is called with parts of the layout that have become whole, each once in a pass, in order. It may take
-    gradients from the parameters: what comes after it is a change.
+    ``take`` is called with the spans of the layout that have just become complete, in order, each once in a pass. From
+    that call on, every difference in one of their gradients counts as a change, which `finish` reports.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class Backward:
         self._expected: set[int] = set()
         self._first = True
         self.under_way = False  # `begin` was called, and not `finish`
-        self.filled = 0  # parts that were taken in this pass
+        self.filled = 0  # number of spans that were taken in this pass
         self._missing: list[set[int]] = []
         self._came: set[int] = set()
         self._taken: list[tuple[Any, int]] = []
@@ -111,7 +116,7 @@ class Backward:
             return
         self._came.add(i)
         if (number := self._span_of[i]) < self.filled:
-            return
+            return  # its span has left without it: `finish` finds the change
         missing = self._missing[number]
         missing.discard(i)
         if not missing:
@@ -128,7 +133,7 @@ class Backward:
                 self._taken = [*(_mark(p) for p in self._params[span.first : span.last]), *self._taken]
 
     def finish(self) -> list[int]:
-        """Have the rest taken; return the parameters whose gradients have changed since they were."""
+        """End the pass: have all other spans taken, and return the parameters whose gradients changed after that."""
         for missing in self._missing:
             missing.clear()
         self._tell()

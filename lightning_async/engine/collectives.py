@@ -1,9 +1,9 @@
-"""Lightning's collectives over all ranks: real where all ranks stand, local while replicas are asynchronous.
+"""Lightning's collectives over all ranks: real at sync points, local while replicas are asynchronous.
 
-Read `LightningCollectives` first. Its operations are `ReplayableCalls`: numbered, of the training thread, and able to
-outlive the groups that they began in. The engine may form all groups anew at any time, and then some ranks have the
-answer to a call that others lost. So each rank keeps its last answers, and after every reconfiguration the ranks
-compare numbers: a rank that is ahead hands its answers over; where none is, all repeat the call.
+Read `LightningCollectives` first. The training thread makes its operations through `ReplayableCalls`, which numbers
+them and repeats them when groups fail. The engine may form new groups at any time; then some ranks have the answer
+to a call, and others have lost it. Therefore each rank keeps its last answers, and after every reconfiguration the
+ranks compare their call numbers: a rank that is ahead hands over its answers; if none is ahead, all repeat the call.
 """
 
 from __future__ import annotations
@@ -29,37 +29,40 @@ from lightning_async.flat import FlatLayout
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-_ROW_BYTES = 2048  # of an operation, by each rank: its text, three numbers, and the first bytes of its data
+_ROW_BYTES = 2048  # what each rank says of an operation: its name, three numbers, and the first bytes of its data
 _TEXT_BYTES = 128
 _DATA_AT = 160
 _ROOM = _ROW_BYTES - _DATA_AT
 _NOTHING = torch.empty(0, dtype=torch.uint8)
-_PART_BYTES = 8 << 20  # of a state that is handed over, at once
-_SMALL_BYTES = 1 << 18  # tensors up to this size go along with others
-_AHEAD = 4  # parts that are under way
+_PART_BYTES = 8 << 20  # of one broadcast when a state is handed over
+_SMALL_BYTES = 1 << 18  # tensors up to this size share a broadcast
+_AHEAD = 4  # broadcasts under way at a time
 _BEAT = timedelta(seconds=0.2)
-_KEPT = 3  # answers: a broadcast's source may be done while others have yet to answer the call before
+_KEPT = 3  # answers: the source of a broadcast may be done while others still wait for the call before
 
 
 class Packed(NamedTuple):
-    """An object as it was, to be handed over."""
+    """A copy of an object, ready to be handed over to other ranks."""
 
     text: str  # see `serialization.take_apart`
-    tensors: list[Tensor]  # that go with it, contiguous, on the CPU, and nobody else's
-    is_pickle: bool  # the one tensor is the object, pickled
+    tensors: list[Tensor]  # contiguous copies on the CPU that nothing else uses
+    is_pickle: bool  # whether the only tensor is the pickled object
 
 
 class LightningCollectives:
-    """Reduce, gather and broadcast for a strategy, over a communicator of its own, for CPU tensors.
+    """The collectives of a strategy (reduce, gather, broadcast), over a communicator of their own for CPU tensors.
 
-    While ``asynchronous``, a wait for all replicas would be a lockstep, or a deadlock where they take unequal numbers
-    of steps. Then every operation answers with this rank's own value and says so once.
+    While ``asynchronous`` is set, waiting for all replicas would force them into lockstep, and would deadlock where
+    they take unequal numbers of steps. Then every operation returns this rank's own value and logs one warning.
 
-    With each operation the ranks compare what they are about to do: where one came for something else (other metrics,
-    say), all get an error that names both, instead of a hang. Short data goes along with that, in one exchange.
+    Before each operation the ranks compare its name and shape. Where one rank calls something else (for other metrics,
+    say), all ranks get an error that names both calls, instead of a hang. Short data travels in that same exchange.
 
-    While it waits it calls ``check``, which raises if a peer was lost. ``deadline`` is for each operation; ``blame`` is
-    how long it may take until a dead rank is known.
+    Args:
+        collectives: Communicator for CPU tensors that only this object uses.
+        check: Function that is called during every wait; it raises if a peer was lost.
+        deadline: Longest time for one operation. Default 30 minutes.
+        blame: Time within which the death of a rank becomes known. Default 3 s.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class LightningCollectives:
         self._warned: set[str] = set()
 
     def follow(self, before: LightningCollectives) -> None:
-        """Give no warning again that the one before has given."""
+        """Give no warning again that ``before``, the object of an earlier run, has given."""
         self._warned = before._warned
 
     @property
@@ -87,10 +90,10 @@ class LightningCollectives:
         return self._collectives.world_size
 
     def in_one_generation(self, operation: Callable[[], T]) -> T:
-        """Return the answer to several calls that the same ranks have answered; else repeat all of them.
+        """Return the result of ``operation``, all of whose calls were answered by the same ranks.
 
-        Which ranks have answered which call is known alike everywhere, so all repeat, or none. ``operation`` leaves its
-        inputs as they are.
+        Where new groups were formed between its calls, the operation is repeated. All ranks know in which generation a
+        call was answered, so all of them repeat it, or none. ``operation`` must leave its inputs as they are.
         """
         while True:
             with self.calls.recorded() as generations:
@@ -98,13 +101,13 @@ class LightningCollectives:
                     answer = operation()
                 except Exception:
                     if len(generations) > 1:
-                        continue  # it took answers of more ranks, or of others, for those of these
+                        continue  # the error may come from mixing the answers of two sets of ranks
                     raise
             if len(generations) <= 1:
                 return answer
 
     def generation(self) -> int:
-        """Return the generation in which all have met here; while asynchronous, this rank's."""
+        """Meet all ranks, and return the generation in which they met; while asynchronous, this rank's generation."""
         if self.asynchronous:
             return self.calls.generation
         self._compare("who is left")
@@ -161,7 +164,7 @@ class LightningCollectives:
         return self.in_one_generation(lambda: self._gather_rows(what, mine)).to(tensor.device)
 
     def gather_uneven(self, tensor: Tensor) -> list[Tensor]:
-        """Gather every rank's tensor; shapes may differ in size, not in number of dimensions."""
+        """Gather every rank's tensor; sizes may differ, the number of dimensions may not."""
         if self.world_size == 1 or self.asynchronous:
             return [tensor]
         mine = _to_cpu(tensor)
@@ -175,9 +178,9 @@ class LightningCollectives:
         return [row.view(shape).to(tensor.device) for row, shape in zip(values, shapes, strict=True)]
 
     def broadcast(self, obj: T, src: int = 0) -> T:
-        """Return rank ``src``'s object: plain values and tensors as they are, others pickled.
+        """Return rank ``src``'s object; objects other than plain values and tensors are pickled.
 
-        Raises CollectiveError where other bytes have come than were sent.
+        Raises CollectiveError where the bytes that arrived are not those that were sent.
         """
         if self._is_local("broadcast", "returns this replica's own object"):
             return obj
@@ -202,10 +205,10 @@ class LightningCollectives:
         return cast(T, pickle.loads(data.numpy().tobytes()) if pickled else decode(data))
 
     def hand_over(self, state: Packed | None, src: int = 0) -> Any:
-        """Return rank ``src``'s object, as `broadcast` does; None on that rank, which has ``state``.
+        """Send the packed ``state`` of rank ``src`` to all others, which get the object; rank ``src`` gets None.
 
-        For large objects: tensors go from memory straight to memory, part by part. Nothing is kept, nor repeated where
-        groups are formed anew.
+        This is for large objects: large tensors move in parts, straight into the memory of the receiver. Unlike
+        `broadcast`, it keeps no answer and is not repeated when new groups are formed.
         """
         text, is_pickle = self.broadcast(("", False) if state is None else (state.text, state.is_pickle), src)
         plain, tensors = (None, state.tensors) if state is not None else make_room(text)
@@ -223,6 +226,7 @@ class LightningCollectives:
                         tensor.copy_(bytes_)
 
         for part in _parts(tensors):
+            # Several parts are under way at a time, so that copies and checksums overlap with the transport.
             data = part[0] if len(part) == 1 else torch.cat(part)
             if state is not None:
                 checksum = _checksum(data, checksum)
@@ -244,11 +248,11 @@ class LightningCollectives:
         )
 
     def gather_objects(self, obj: T) -> list[T]:
-        """Gather every rank's object: plain values and tensors, else it raises TypeError."""
+        """Gather every rank's object; raise TypeError for objects other than plain values and tensors."""
         return [decode(row) for row in self.gather_uneven(encode(obj))]
 
     def make_equal_(self, tensors: list[Tensor]) -> None:
-        """Give all ranks rank 0's tensors."""
+        """Overwrite the tensors of all ranks by those of rank 0."""
         under_way = [(tensor, self._collectives.broadcast(_to_cpu(tensor), 0)) for tensor in tensors]
         with torch.no_grad():
             for tensor, pending in under_way:
@@ -268,9 +272,10 @@ class LightningCollectives:
     def _compare(
         self, what: str, data: Tensor = _NOTHING, checksum: int = 0, pickled: bool = False
     ) -> tuple[list[list[int]], Tensor]:
-        """Return every rank's number of bytes and other numbers, and the first of its bytes.
+        """Compare what all ranks are about to do; return each rank's three numbers, and the first bytes of its data.
 
-        Raises GateMismatch on every rank, where they came for different things.
+        The numbers are the size of the data, its checksum, and whether it is pickled. Raises GateMismatch on every rank
+        where the ranks call different operations.
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
         text = bytearray(what.encode()[:_TEXT_BYTES])
@@ -297,13 +302,13 @@ class LightningCollectives:
         return [row[:size] for row, size in zip(rows, sizes, strict=True)]
 
     def _gather_rows(self, what: str, tensor: Tensor) -> Tensor:
-        """Gather every rank's tensor, all of one shape, as rows of one."""
+        """Gather every rank's tensor, all of one shape, as rows of one tensor."""
         rows = self._gather(what, as_bytes(tensor))
         return torch.cat(rows).view(tensor.dtype).view(len(rows), *tensor.shape)
 
 
 class _GatherWithGrad(torch.autograd.Function):
-    """`LightningCollectives.all_gather` whose gradient is the sum of all ranks' gradients of this rank's row."""
+    """A `LightningCollectives.all_gather` with a gradient: the sum of all ranks' gradients of this rank's row."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: LightningCollectives) -> Tensor:
@@ -318,9 +323,10 @@ class _GatherWithGrad(torch.autograd.Function):
 
 
 def packed(obj: object, copies: Callable[[list[Tensor]], list[Tensor]] | None = None) -> Packed:
-    """Pack an object as it is now, to be handed over later; values that are neither plain nor tensors are pickled.
+    """Return a copy of an object as it is now, for `LightningCollectives.hand_over` later.
 
-    ``copies`` makes copies of tensors, contiguous and on the CPU. Default: each in memory of its own.
+    Objects that hold other values than plain ones and tensors are pickled. ``copies`` returns contiguous copies of
+    tensors on the CPU. Default: a copy of each in new memory.
     """
     try:
         text, tensors = take_apart(obj)
@@ -342,7 +348,7 @@ def _pickled(obj: object) -> Tensor:
 
 
 def _parts(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield the bytes of all tensors: a part of a large one, or several small ones whole."""
+    """Yield lists of byte tensors to send together: one part of a large tensor, or several small tensors whole."""
     small: list[Tensor] = []
     size = 0
     for data in map(as_bytes, tensors):
@@ -369,24 +375,29 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 
 
 class CallRecovery(NamedTuple):
-    """An engine's answers to a call that failed."""
+    """The engine's functions for a call that has failed."""
 
-    report: Callable[[PeerLost | CollectiveError], None]  # has the groups formed anew, because of this error
+    report: Callable[[PeerLost | CollectiveError], None]  # asks for new groups, because of this error
     check: Callable[[], None]  # raises if the engine has failed itself
     survives: Callable[[PeerLost], bool]
-    """Whether the others go on without the ranks that are lost: then groups are formed anew, too."""
+    """Returns whether the live ranks go on without the lost ones; then new groups are formed, too."""
 
 
 class CallAnswer(NamedTuple):
-    """The answer to one call, the same on all ranks that have it."""
+    """The answer to one call; equal on all ranks that have it."""
 
     value: Tensor | None
-    generation: int  # in which all ranks have answered
+    generation: int  # the generation in which all ranks took part
     world_size: int
 
 
 class ReplayableCalls:
-    """Calls over all ranks, one at a time and in the same order everywhere, whose answers are equal on all ranks."""
+    """The training thread's collective calls: one at a time, numbered, in the same order on all ranks.
+
+    Answers are equal on all ranks. A call that fails is repeated in the next generation, or its answer is handed over
+    by a rank that has it. The training thread makes the calls and waits on `_changed`; the engine's thread calls
+    `suspend`, `settle` and `abandon`.
+    """
 
     def __init__(
         self, collectives: Collectives, check: Callable[[], None], deadline: timedelta, blame: timedelta
@@ -395,7 +406,7 @@ class ReplayableCalls:
         self._check = check
         self._deadline = deadline
         self._blame = blame
-        self.recovery: CallRecovery | None = None  # set while an engine runs that can form groups anew
+        self.recovery: CallRecovery | None = None  # set while an engine runs that can form new groups
         self._changed = threading.Condition()
         self._begun = self._done = 0
         self._answers: dict[int, CallAnswer] = {}  # the last ones, by number
@@ -403,14 +414,14 @@ class ReplayableCalls:
         self._seen: set[int] = set()
         self._forming = False
         self._formed = self.generation = 0
-        """The number of times that groups were formed anew, and the number of their generation."""
+        """The number of times that new groups were formed, and the number of their generation."""
         self._ranks = {0: collectives.rank}  # this rank's number, by generation
 
     def __call__(self, what: str, start: Callable[[Collectives], Pending[Any]]) -> Any:
-        """Return the answer to the call that ``start`` begins; ``what`` names it in messages.
+        """Make the call that ``start`` begins, and return its answer; ``what`` names the call in messages.
 
-        It may be repeated, so ``start`` leaves its tensors as they are. Raises PeerLost, which names the rank that is
-        gone, or CollectiveError, where no rank is to blame.
+        The call may be repeated, so ``start`` must leave its tensors as they are. Raises PeerLost, which names the rank
+        that is lost, or CollectiveError where no rank is known to be lost.
         """
         started = time.monotonic()
         with self._changed:
@@ -429,10 +440,11 @@ class ReplayableCalls:
                     answer = CallAnswer(_copy(value), self.generation, self._collectives.world_size)
                     self._keep({self._begun: answer})
                     return self._returned(answer)
-                # The groups go: an answer that the others do not know of does not count.
+                # New groups are formed meanwhile. The answer does not count, as other ranks may not have it and
+                # this one has not reported it.
 
     def wait(self, what: str, pending: Pending[Any]) -> None:
-        """Wait for an operation that is no call: nobody keeps its answer or repeats it. Raises as a call does."""
+        """Wait for an operation outside the numbered calls, which is not repeated. Raises as a call does."""
         started = time.monotonic()
         formed = self._formed
         try:
@@ -477,7 +489,7 @@ class ReplayableCalls:
             return self._formed
 
     def _recheck(self, recovery: CallRecovery | None, started: float) -> None:
-        if recovery is not None:  # also one that is abandoned by now: its engine's failure is the cause
+        if recovery is not None:  # of an engine that has ended meanwhile, too: its failure is the cause
             recovery.check()
         if time.monotonic() - started > self._deadline.total_seconds():
             raise CollectiveTimeout(f"rank {self._collectives.rank}: no answer within {self._deadline}.")
@@ -488,7 +500,7 @@ class ReplayableCalls:
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
-        """Raise the cause of a failure where nobody goes on without the rank; else have the call repeated."""
+        """Raise the cause of a failure; return where new groups were formed, so that the call can be repeated."""
         recovery = self.recovery
         if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
             raise error
@@ -501,7 +513,8 @@ class ReplayableCalls:
                     self._recheck(recovery, started)
             recovery.check()
             return
-        until = time.monotonic() + self._blame.total_seconds()  # a peer's connections close before its death is known
+        # The connections of a dead peer close some time before its death is known: wait for its name.
+        until = time.monotonic() + self._blame.total_seconds()
         while time.monotonic() < until:
             try:
                 self._check()
@@ -516,13 +529,13 @@ class ReplayableCalls:
         ) from error
 
     def suspend(self) -> None:
-        """Begin to form the groups anew: calls under way do not count any more."""
+        """Note that new groups are being formed: answers of calls under way do not count any more."""
         with self._changed:
             self._forming = True
             self._changed.notify_all()
 
     def abandon(self) -> None:
-        """End the engine: calls that fail from now on are not repeated."""
+        """Note that the engine has ended: calls that fail from now on are not repeated."""
         with self._changed:
             self.recovery = None
             self._forming = False
@@ -531,9 +544,10 @@ class ReplayableCalls:
     def settle(
         self, gather: Callable[[Tensor], Tensor], broadcast: Callable[[Tensor, int], Tensor], generation: int
     ) -> None:
-        """Compare the calls of all ranks' engines in a new generation; those that are ahead hand over their answers.
+        """Compare the call numbers of all ranks in a new generation; a rank that is ahead hands over its answers.
 
-        Raises AsyncTrainingError where ranks are further apart than they can be if they run the same program.
+        All engines' threads call this together. Raises AsyncTrainingError where the numbers differ by more than they
+        can on ranks that run the same program.
         """
         with self._changed:
             done = self._done

@@ -1,4 +1,4 @@
-"""The mean of all replicas' messages, moved as codes or by their largest elements: fewer bytes, and nothing is lost."""
+"""The mean of all replicas' messages, moved compressed: as codes of 8 or 16 bits, or by their largest elements."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from lightning_async.comm.collectives import Collectives, Pending
 Compression = Literal["none", "bf16", "fp8", "int8"]
 CODES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 _GATHERED = 2
-"""Up to so many ranks everyone gets every message: as few bytes as by columns, one trip less, and encoded once."""
-Result = Callable[[Pending[Tensor]], Tensor]  # waits for a part of a payload, see `Transfer.result`
-Rows = tuple[Tensor, Tensor | None]  # codes, and the scales of their blocks: none for bf16
+"""Up to this many ranks each rank gathers all messages: as few bytes as by columns, one trip less, encoded once."""
+Result = Callable[[Pending[Tensor]], Tensor]  # waits for one part of a payload, see `Transfer.result`
+Rows = tuple[Tensor, Tensor | None]  # codes, and the scale of each block; bf16 has no scales
 
 
 class CompressedMean(ABC):
-    r"""A mean of compressed messages, whose error each replica keeps, and brings along with its next message.
+    r"""A mean of compressed messages, with error feedback: each replica sends the error with its next message.
 
     .. math:: q_i = \mathrm{C}(u_i), \qquad \bar q = \sum_i w_i q_i
 
-    The message :math:`u_i` is overwritten by what arrives of it, :math:`q_i`: the replica then counts as one that stood
-    where :math:`q_i` says, and moves by the displacement from there. The rest, :math:`u_i - q_i`, stays in its
-    parameters and is part of its next message: error feedback without a buffer, and with nothing to keep in step when a
-    round fails. Gradients have no parameters to stay in: their errors go into a ``residual``, and the message is left
-    as it is.
+    For parameters, the message :math:`u_i` is overwritten by :math:`q_i`, which the other ranks decode. The replica is
+    then treated as if it had been at :math:`q_i`, and moves by the displacement from there. So the error
+    :math:`u_i - q_i` stays in its parameters and becomes part of its next message. This is error feedback without a
+    buffer, and a round that fails leaves nothing to undo. Gradients do not stay anywhere, so their errors are added to
+    a ``residual``, and the message is left as it is.
 
-    Messages move in parts of these ``sizes``. Of the mean of each, ``num_carried`` elements have a residual.
+    Messages move in parts of the given ``sizes``. For each part, ``num_carried`` elements of the mean, which this rank
+    averages and encodes for all others, have a residual of their own.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """
@@ -45,23 +46,28 @@ class CompressedMean(ABC):
         self._result = result
         self._sizes = sizes
         self._num_carried = num_carried
-        self.world_size = collectives.world_size  # of the generation that this has room for
+        self.world_size = collectives.world_size  # ranks of the generation that this mean was made for
         self.carried_residual = torch.zeros(sum(num_carried), device=device)
-        """The loss of this rank's part of the means to their encoding, which the next ones will bring."""
+        """The error of encoding this rank's part of the mean, which the next mean adds."""
 
     def move_(
         self, out: Tensor, message: Tensor | None, weights: Sequence[float], residual: Tensor | None = None
     ) -> Tensor:
-        """Put the weighted mean of all ranks' messages into ``out``, flat fp32, the same bits everywhere.
+        """Put the weighted mean of all ranks' messages into ``out``, with the same bits on every rank.
+
+        All ranks call this together.
 
         Args:
-            message: this rank's, finite; overwritten by what of it arrives. None: it has none. With a residual it is
-                left as it is, and may be ``out``.
-            weights: every rank's; zero for one without a message.
-            residual: added to the message; becomes what of both, and of this rank's part of the means, is yet to be
-                delivered. With weights of 1, sum and residuals together are what they were.
+            out: Flat fp32 tensor for the mean.
+            message: Message of this rank, finite, or None if it has none. It is overwritten by its decoding; with a
+                residual it is left as it is, and may be the same tensor as ``out``.
+            weights: Weight of each rank; zero for a rank without a message.
+            residual: Errors of earlier messages, which are added to this message. It becomes the error of the two, and
+                of this rank's part of the mean. With weights of 1, the sum of all messages and residuals before equals
+                the result and the residuals after.
 
-        Returns the next `carried_residual`, for when the round commits; zeros with a residual.
+        Returns:
+            The `carried_residual` to keep when the round commits; zeros where there is a residual.
         """
         carried_residual = self.carried_residual.clone()
         start = 0
@@ -76,16 +82,16 @@ class CompressedMean(ABC):
     def _average(
         self, part: Tensor, message: Tensor | None, weights: Sequence[float], carried: Tensor, residual: Tensor | None
     ) -> None:
-        """Move one part as `move_` does; ``carried`` is its part of the `carried_residual`."""
+        """Average one part as `move_` does; ``carried`` is its slice of `carried_residual`, and is updated."""
         ...
 
 
 class CodedMean(CompressedMean):
     """A mean of messages whose elements travel as codes: "int8" or "fp8" with a scale per 256 elements, or "bf16".
 
-    Of two ranks each gathers both messages and averages them. Of more, each rank receives its part of all
-    messages, averages that and encodes it again for all; the next round brings its part's rounding error, unless a sync
-    point ends it.
+    Two ranks gather both messages and average them. With more ranks, each rank receives one part of all messages,
+    averages it, and encodes the average for all others. The rounding error of this second encoding is added in the next
+    round, unless a sync point clears it.
 
     Source: the second encoding as in Tang et al., "DoubleSqueeze", 2019, https://arxiv.org/abs/1905.05957
     """
@@ -119,7 +125,7 @@ class CodedMean(CompressedMean):
     def _average_by_columns(
         self, part: Tensor, message: Tensor | None, shares: Tensor, carried: Tensor, residual: Tensor | None
     ) -> None:
-        """Average this rank's own columns of all messages, and gather all averages."""
+        """Average this rank's columns of all messages, and gather the averages of all ranks."""
         width = len(carried)
         self._encode(part, message, self.world_size * width, residual)
         peers = self._received.rows(self.world_size, width)
@@ -134,7 +140,7 @@ class CodedMean(CompressedMean):
             carried.zero_()
 
     def _encode(self, part: Tensor, message: Tensor | None, room: int, residual: Tensor | None) -> None:
-        """Encode ``room`` elements, the message and then zeros; without a residual it becomes their decoding."""
+        """Encode the message, padded with zeros to ``room`` elements; without a residual it becomes its decoding."""
         numel = len(part) if message is not None else 0
         codes, scales = self._sent.row(room)
         codes[numel:].view(torch.uint8).zero_()
@@ -153,7 +159,7 @@ class CodedMean(CompressedMean):
 
 
 class SparseCode(Protocol):
-    """An encoding of a part of a message, such as `TopK`."""
+    """An interface for encodings of a part of a message by its largest elements, such as `TopK`."""
 
     def message_bytes(self, numel: int) -> int: ...
 
@@ -163,9 +169,9 @@ class SparseCode(Protocol):
 
 
 class SparseMean(CompressedMean):
-    """A mean of messages of which the largest elements travel, from every rank to all, which average them.
+    """A mean of messages of which only the largest elements travel; every rank gathers and averages them.
 
-    A message that is encoded again, as after a failure, is the same.
+    Encoding a message a second time, after a failure, gives the same elements again.
 
     Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599
     """
@@ -201,7 +207,7 @@ def mean_of(
     part_bytes: int,
     device: torch.device,
 ) -> CompressedMean:
-    """Return the mean of messages of ``numel`` elements that are compressed in this way."""
+    """Return a `CompressedMean` for messages of ``numel`` elements that move in parts of about ``part_bytes``."""
     if isinstance(compression, str):
         dtype = CODES[compression]
         part = max(ops.BLOCK, part_bytes // dtype.itemsize)
@@ -214,7 +220,7 @@ def _sizes(numel: int, part: int) -> list[int]:
 
 
 class _CodeMemory:
-    """Memory for so many rows of codes and, but for bf16, one scale per block."""
+    """Memory for ``count`` rows of ``numel`` codes, with one scale for each block unless the codes are bf16."""
 
     def __init__(self, count: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self._codes = torch.zeros(count * numel, dtype=dtype, device=device)

@@ -1,11 +1,12 @@
-"""The control plane of one rank: what its components share, the engine's thread, and the recovery after a failure.
+"""The control plane of one rank: shared parts of its components, the engine's thread, and recovery from failures.
 
     IDLE --> HEADER --> PAYLOAD --> COMMIT --> IDLE
-    any of these --(an operation fails)--> FAILED --(the groups are formed anew)--> IDLE
+    any of these --(an operation fails)--> FAILED --(new groups are formed)--> IDLE
 
-Components and strategies see `ControlPlane` only. `EngineLoop` answers every header for its rank and carries out what
-all headers decide. `GroupRecovery` forms the groups of the next generation. A failed exchange forks nothing: all ranks
-apply it when all have its payload, or at once, where a rank that has it can still give it to the others.
+Components and strategies use `ControlPlane` only. `EngineLoop` is the engine's thread: it answers every header for its
+rank and carries out the decision of all headers. `GroupRecovery` forms the groups of the next generation. A failed
+exchange never leaves ranks with different models: all ranks commit it when all have its payload, or each does at once,
+if a rank that has the payload can still give it to the others.
 """
 
 from __future__ import annotations
@@ -57,23 +58,26 @@ from lightning_async.membership.generation import Generation, listed
 from lightning_async.membership.membership import Membership
 
 log = logging.getLogger(__name__)
-_SLICE = timedelta(seconds=1)
-_HEARSAY_S = 2.0
+_SLICE = timedelta(seconds=1)  # of the wait for a generation, between two looks at `closing`
+_HEARSAY_S = 2.0  # time for heartbeats to tell which rank has failed
 _BEAT_S = 0.1
-_PROMPT = timedelta(seconds=0.2)
+_PROMPT = timedelta(seconds=0.2)  # before a ready rank rings, where others were silent at the last header
 
 
 class ControlPlane:
-    """The state of one rank's two threads, the transfer, and the engine's thread, which its components share.
+    """The parts that all components of one rank share: shared state, buckets, transfer, and the engine's thread.
 
     Args:
-        collectives: the root communicator, for CPU tensors; headers go over a fork of it.
-        membership: liveness, generations, and the bell that calls for a header at once; its owner starts and closes it.
-        replica: the tensors to move. All ranks must start with equal parameters.
-        payload: the communicator of which payloads use a fork. Default: ``collectives``.
-        calls: of the training thread over all ranks, which go on when groups are formed anew.
-        min_replicas: fewer ranks do not go on. Default: all that there are.
-        forks: see `forks_of`. Default: they are made here.
+        collectives: Root communicator for CPU tensors; headers go over a fork of it.
+        membership: Liveness, generations, and the bell that calls for a header at once. Its owner starts and closes it.
+        replica: The tensors to move. All ranks must start with equal parameters.
+        timeouts: Timeouts of headers, payloads and recovery.
+        payload: Root communicator of which payloads use a fork. Default: ``collectives``.
+        part_bytes: Largest size of one part of a payload. Default 16 MiB.
+        now: Clock in seconds. Default: `time.monotonic`.
+        calls: Collective calls of the training thread, which are repeated when new groups are formed.
+        min_replicas: Smallest number of ranks that go on. Default: all that there are, so that none may be lost.
+        forks: Communicators of headers and payloads, see `forks_of`. Default: they are forked here.
     """
 
     def __init__(
@@ -110,19 +114,19 @@ class ControlPlane:
 
     @property
     def reforming(self) -> bool:
-        """Whether the groups are being formed anew."""
+        """Whether new groups are being formed after a failure."""
         return self._loop.stage is Stage.FAILED
 
     def register(self, component: EngineComponent) -> None:
-        """Add a component; before `start`, in the same order on all ranks."""
+        """Add a component, before `start` and in the same order on all ranks."""
         self.components.append(component)
 
     def on_mark(self, copy: Callable[[InFlightRound], Any]) -> None:
-        """Have ``copy`` called with every marked exchange; the shared state has its result with the hand-over."""
+        """Have ``copy`` called with every marked exchange when it commits; `SharedState.marked` gets the result."""
         self._loop.on_mark = copy
 
     def start(self) -> None:
-        """Begin to serve: every replica's parameters are equal now."""
+        """Start the engine's thread; every replica's parameters are equal now."""
         self.shared_state.last_seen = self.now()
         self.shared_state.last_exchange = self.shared_state.next_exchange
         self.buckets.begin(self.transfer.registered)
@@ -131,7 +135,7 @@ class ControlPlane:
         self._thread.start()
 
     def close(self, timeout: timedelta) -> bool:
-        """End the thread, which waits for no peer; return whether it has ended. Idempotent."""
+        """End the engine's thread, which waits for no peer then; return whether it has ended. Idempotent."""
         with self.shared_state.changed:
             self.shared_state.closing = True
             self.shared_state.changed.notify_all()
@@ -140,7 +144,7 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """Note that the training thread lives, raise failures, and pass on a signal's vote. Under the lock."""
+        """Note that the training thread lives, raise the engine's failure, and vote for a signal. Under the lock."""
         box = self.shared_state
         box.last_seen = self.now()
         if box.error is not None:
@@ -170,8 +174,9 @@ class ControlPlane:
             self.shared_state.changed.notify_all()
 
     def ring(self) -> None:
-        """Ask every rank, ready or not, to answer the header that will carry what is in the shared state now."""
+        """Ask every rank, ready or not, to answer the header that will carry this rank's shared state as it is now."""
         with self.shared_state.changed:
+            # A header that is composed already does not carry the newest state: then the next one is rung for.
             seq = max(self._loop.seq, self.shared_state.composed + 1)
             self.shared_state.changed.notify_all()
         self.membership.ring(seq)
@@ -181,7 +186,7 @@ class ControlPlane:
             self.shared_state.changed.notify_all()
 
     def vacated(self) -> Tensor:
-        """Return `Buckets.received` to be overwritten; what others may lack of it is copied first."""
+        """Return the bucket `received` to be overwritten, after copying a payload in it that other ranks may lack."""
         self._loop.held.keep()
         return self.buckets.received
 
@@ -190,12 +195,12 @@ class ControlPlane:
 
 
 def forks_of(collectives: Collectives, payload: Collectives, timeouts: Timeouts) -> tuple[Collectives, Collectives]:
-    """Return the communicators of headers and of payloads: forks of these."""
+    """Fork the communicators of headers and of payloads from the root communicators."""
     return collectives.fork("header", timedelta(days=7)), payload.fork("payload", timeouts.payload)
 
 
 class Stage(enum.Enum):
-    """The state of the exchange in flight on this rank."""
+    """The phase of the exchange under way on this rank."""
 
     IDLE = "idle"
     HEADER = "header"
@@ -208,13 +213,16 @@ _NEXT = {Stage.IDLE: Stage.HEADER, Stage.HEADER: Stage.PAYLOAD, Stage.PAYLOAD: S
 
 
 class EngineLoop:
-    """The engine's thread of one rank: it serves headers for all components of its control plane."""
+    """The engine's thread of one rank, which serves headers for all components of its control plane.
+
+    Read `run`, `_serve`, `_exchange` and `_apply`, in this order.
+    """
 
     def __init__(self, control: ControlPlane) -> None:
         self.stage = Stage.IDLE
         self.seq = _first_seq(control.membership.generation.number)  # number of the next header
         self.held = UncommittedRound(control.buckets, control.transfer)
-        self.on_mark: Callable[[InFlightRound], Any] = lambda exchange: None  # what a marked one has made is copied
+        self.on_mark: Callable[[InFlightRound], Any] = lambda exchange: None  # copies what a marked exchange has made
         self._components = control.components
         self._buckets = control.buckets
         self._box = control.shared_state
@@ -226,7 +234,7 @@ class EngineLoop:
         self._some_silent = self._compare = False
 
     def run(self) -> None:
-        """Serve until the training thread closes the engine, or an error ends it."""
+        """Serve headers until the training thread closes the engine, or an error ends it."""
         box = self._box
         try:
             with side_stream(self._buckets.replica.device):
@@ -237,7 +245,7 @@ class EngineLoop:
             with box.changed:
                 box.error = box.error or error
                 self._buckets.release()
-            if not box.closing and not isinstance(error, PeerLost):  # who lost a peer is not to blame
+            if not box.closing and not isinstance(error, PeerLost):  # a rank that lost a peer is not to blame
                 self._membership.fail(f"{type(error).__name__}: {error}")
         finally:
             self._regroup.close()
@@ -253,13 +261,13 @@ class EngineLoop:
                 self._recover(error)
 
     def _wait_for_cause(self) -> bool:
-        """Wait until this rank has a reason to answer the next header; return False when closing."""
+        """Wait until this rank has a reason to take part in the next header; return False when the engine closes."""
         box = self._box
         with box.changed:
             while not box.closing:
-                if self._has_cause() or box.trouble is not None:  # `_serve` meets that again, where it is handled
+                if self._has_cause() or box.trouble is not None:  # `_serve` raises the trouble where it is handled
                     return True
-                box.changed.wait(1.0)
+                box.changed.wait(1.0)  # `membership` notifies, but time that passes (`_is_stalled`) does not
                 try:
                     self._membership.check()
                 except (PeerLost, GenerationChanged):
@@ -270,11 +278,11 @@ class EngineLoop:
         box = self._box
         buckets = self._buckets
         if buckets.owner is BucketOwner.TRAINING or (buckets.arrived is not None and not self._is_stalled()):
-            return False  # the training thread uses them, or is about to
+            return False  # the training thread uses the buckets, or is about to
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
-        """Return whether the training thread is silent for so long that nobody need wait. Under the lock."""
+        """Return whether the training thread is silent for so long that no rank need wait for it. Under the lock."""
         silent_s = self._now() - self._box.last_seen
         return silent_s > self._timeouts.grace.total_seconds() and not any(
             component.is_indispensable() for component in self._components
@@ -295,7 +303,8 @@ class EngineLoop:
         compare = self._compare and header.sync_point is not SyncPointKind.NONE
         parts = [component.complete(d, message, compare) for component, d in zip(self._components, drafts, strict=True)]
         self._to(Stage.HEADER)
-        # A rank that is ready rings for those whose training threads are silent for long.
+        # A rank that waits in a header with a message rings after a while: then the engines of ranks whose training
+        # threads are silent answer for them.
         patience = _PROMPT if self._some_silent else self._timeouts.grace
         row = torch.tensor(to_row([header, *parts]), dtype=torch.float64)
         ring = None if message is None else (patience, self._ring_for_this)
@@ -359,7 +368,7 @@ class EngineLoop:
             box.speed = relative_speed(mine.pace, box.paces, unknown=box.speed)
             votes = common.votes.lasting if decision.opens or common.late else common.votes
             unheard = Vote.NONE if decision.plan is not None else between_steps(headers)
-            box.agreed |= votes & ~(Vote.SAVE | unheard)  # saves are carried out by the engine's threads
+            box.agreed |= votes & ~(Vote.SAVE | unheard)  # the engines' threads carry saves out
             if decision.opens or (common.late and box.num_opened < max(h.opened for h in headers)):
                 self._open(common)
             box.changed.notify_all()
@@ -374,14 +383,15 @@ class EngineLoop:
         self._regroup.attempts = 0
         for component in self._components:
             component.opened(box.stands_at(common.place))
-        self._buckets.release()  # no exchange follows: the first step from here on may already have a message
+        self._buckets.release()  # no exchange follows, and the next step may already have a message
         box.open_sync_point(common.place, self._now())
 
     def _exchange(
         self, kind: RoundType, plan: ComponentPlan, parts: Sequence[Any], headers: Sequence[Header], waited: float
     ) -> None:
-        """Move a payload, and apply it if all ranks have it: a rank without it misses the last gather."""
+        """Move a payload, and commit it once all ranks are known to have it, or at once where the round allows that."""
         self._to(Stage.PAYLOAD)
+        # All ranks were in this header, and none has to catch up: no rank lacks the exchange before this one.
         self.held.forget()
         self._buckets.claim()
         started = self._now()
@@ -392,21 +402,24 @@ class EngineLoop:
             exchange.mark = mark_of(headers, members)
             exchange.places = places_of(headers, members)
         if exchange.at_once:
+            # Another rank may have the payload first and commit it, even if this rank's `move` fails.
             self.held.behind = exchange
         kind.move(exchange)
-        exchange.exchange_s = self._now() - started  # what is known, should the answer to the commit be lost
+        exchange.exchange_s = self._now() - started  # the time so far, in case the answer to the commit is lost
         self._to(Stage.COMMIT)
         if exchange.at_once or self.held.all_have(exchange):
             exchange.exchange_s = self._now() - started
             self._apply(exchange)
 
     def _catch_up(self, id: int, headers: Sequence[Header]) -> None:
-        """Commit an exchange that other ranks committed, and whose last answer, or payload, this one lost."""
+        """Commit an exchange that other ranks have committed, and whose last answer or payload this rank has lost."""
         if (exchange := self.held.catch_up(id, source_of(headers, id), self._box.next_exchange <= id)) is not None:
             log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
             self._apply(exchange)
 
     def _apply(self, exchange: InFlightRound) -> None:
+        # `committing` keeps checkpoints from reading the rule's state while it changes, without holding up the training
+        # thread, which takes `changed` at every step.
         with self._box.committing:
             exchange.kind.commit(exchange)
             self._box.next_exchange += 1
@@ -423,7 +436,7 @@ class EngineLoop:
         self._regroup.attempts = 0
 
     def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Meet all live ranks in a new generation, and ring for its first header: the failed one's bell is gone."""
+        """Meet all live ranks in a new generation, and ring for its first header: older bells do not count."""
         self._to(Stage.FAILED)
         self.seq = _first_seq(self._regroup.after(error))
         self._to(Stage.IDLE)
@@ -433,20 +446,24 @@ class EngineLoop:
         self._membership.ring(self.seq)
 
     def _to(self, stage: Stage) -> None:
-        done = stage in (Stage.IDLE, Stage.FAILED)  # there may be nothing to exchange, or to commit
+        done = stage in (Stage.IDLE, Stage.FAILED)  # from any stage: there may be nothing to exchange or commit
         assert done or stage is _NEXT.get(self.stage), f"{self.stage} -> {stage}"
         self.stage = stage
 
 
 def _first_seq(generation: int) -> int:
-    """Return a generation's first header number: a bell is for one header, and newer generations count higher."""
+    """Return the first header number of a generation, which is higher than any number of older generations.
+
+    A bell names the header that it rings for, so a bell of an older generation rings for no header of this one.
+    """
     return (generation << 32) + 1
 
 
 class GroupRecovery:
-    """The recovery from a failure: it forms the groups anew with the live ranks, as long as these are enough.
+    """The recovery from a failure: it forms new groups with the live ranks, as long as there are enough of them.
 
-    ``roots`` are the communicators for CPU tensors and for payloads, which may be the same.
+    ``roots`` are the root communicators for CPU tensors and for payloads, which may be the same. All methods run on the
+    engine's thread, but for `survives`, which the training thread calls, too.
     """
 
     def __init__(
@@ -456,7 +473,7 @@ class GroupRecovery:
         distinct = [first] if second is first else [first, second]
         self._roots = [root for root in distinct if isinstance(root, ElasticCollectives)]
         self.possible = len(self._roots) == len(distinct)
-        """False where the transport cannot: then the first failure is the last."""
+        """Whether the transport can form new groups; if not, the first failure ends training."""
         membership = control.membership
         self._membership = membership
         self._shared_state = control.shared_state
@@ -466,11 +483,11 @@ class GroupRecovery:
         self._now = control.now
         self._min_replicas = membership.generation.world_size if min_replicas is None else min_replicas
         self.on_loss: Callable[[Generation, str], None] = lambda generation, why: None
-        """Called with a new generation, and with why others are not in it, once its groups are formed."""
+        """Called with a new generation, and why some ranks are not in it, once its groups are formed."""
         self._may_lose = self._min_replicas < membership.generation.world_size
         if self._may_lose:
             membership.keep(self._min_replicas)
-        self._lost: list[str] = []  # why ranks are not in the generation that is being formed
+        self._lost: list[str] = []  # why ranks are missing in the generation that is being formed
         self.attempts = 0  # failures in a row
 
     def survives(self, error: PeerLost) -> bool:
@@ -478,16 +495,16 @@ class GroupRecovery:
         return self.possible and not isinstance(error, (StoreLost, Evicted)) and left >= self._min_replicas
 
     def after(self, error: PeerLost | CollectiveError) -> int:
-        """Try until all live ranks have met again; return the number of their generation.
+        """Form groups until all live ranks have met again; return the number of their generation.
 
-        Raises the last failure where too few are left, the others have gone on, or too many attempts have failed.
+        Raises the last failure where too few ranks are left, this rank was evicted, or too many attempts have failed.
         """
         box = self._shared_state
         box.failed += 1
         while True:
             if isinstance(error, PeerLost):
                 if not self.survives(error):
-                    if isinstance(error, Evicted):  # the error itself is the line that people read
+                    if isinstance(error, Evicted):  # the error says it to the user; this is for the log of events
                         tell("evicted", logging.INFO, str(error), rank=self._transfer.rank)
                     raise error
             else:
@@ -525,7 +542,7 @@ class GroupRecovery:
         started = self._now()
         members = self._membership.generation.members
         if self._calls is not None:
-            self._calls.suspend()
+            self._calls.suspend()  # before the groups go: an answer that comes meanwhile is not known to all ranks
         while True:
             if self._shared_state.closing:
                 raise Closed
@@ -541,7 +558,7 @@ class GroupRecovery:
         for root in self._roots:
             root.reconfigure(generation)
         self._shared_state.trouble = None
-        if self._lost:  # before the training thread goes on, by numbers that are others now
+        if self._lost:  # before the training thread goes on, because ranks have other numbers now
             self.on_loss(generation, "; ".join(self._lost))
             self._lost = []
         if self._calls is not None:
@@ -552,7 +569,7 @@ class GroupRecovery:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
 
     def look_for_the_cause(self) -> None:
-        """Wait shortly until heartbeats tell who has failed; raise PeerLost, which says why."""
+        """Wait up to 2 s for heartbeats to tell which rank has failed, and raise PeerLost, which names it."""
         until = self._now() + _HEARSAY_S
         while self._now() < until and not self._shared_state.closing:
             self._membership.check()
@@ -564,26 +581,27 @@ class GroupRecovery:
             self._calls.abandon()
 
     def _go_on_without(self, missing: list[str]) -> None:
-        """Go on without ranks that are not in the next generation.
+        """Go on without the ``missing`` ranks, which are not in the next generation.
 
-        Raises `Closed` where they left through the last sync point, and PeerLost where too few are left.
+        Raises `Closed` where they left through the last sync point, and PeerLost where too few ranks are left.
         """
         box = self._shared_state
         left = self._membership.left()
         generation = self._membership.generation
         with box.changed:
             if box.sync_point in (SyncPointKind.TRAIN_END, SyncPointKind.STOP) and left.issuperset(missing):
-                # Nobody leaves in order but through the last sync point, whose answer this rank has lost.
+                # Ranks leave in order only after the last sync point has opened: this rank has lost that answer.
                 box.open_sync_point(box.sync_point, self._now())
                 raise Closed
-            box.last_clock = math.nan  # the sum of other ranks' steps: what comes next is no longer equal with it
-            box.saved += 1  # a rank that has failed may have saved alone, by the number that came next
+            box.last_clock = math.nan  # a sum over other ranks, with which no later sum can be compared
+            box.saved += 1  # a rank that failed may have used the next save number alone
         if generation.world_size >= self._min_replicas:
             self._lost.append(self._membership.why(missing))
             return
-        missing = [rank for rank in missing if rank not in left] or missing  # those that left may have lost a peer too
+        # Ranks that left in order may have done so because they had lost a peer, too: rather name those that failed.
+        missing = [rank for rank in missing if rank not in left] or missing
         raise PeerLost(
             f"Rank {self._transfer.rank} ends: {self._membership.why(missing)}. See the log of rank(s) "
             f"{listed(missing)}{START_AGAIN}.",
-            tuple(map(int, missing)),  # of the first generation, which all of these were in
+            tuple(map(int, missing)),  # stable ids are the rank numbers of the first generation
         )

@@ -1,6 +1,7 @@
-"""The decision that all headers make together: pure functions of the gathered rows, the same on every rank.
+"""The decision that follows from all ranks' headers: pure functions of the gathered headers, equal on every rank.
 
-A row holds float64 numbers (exact for integers below 2**53): a header's common part, then each component's own.
+Read `decide` first. Headers travel as rows of float64 numbers (exact for integers below 2**53): a header's common part,
+then the part of each component.
 """
 
 from __future__ import annotations
@@ -26,71 +27,79 @@ _ASKED_BY_STANDING = {
 
 @dataclass(frozen=True)
 class ComponentPlan:
-    """A component's conclusion from all headers, the same on every rank."""
+    """A component's plan for the next exchange, which follows from all headers and is equal on every rank."""
 
-    kind: RoundType | None  # of the round; None: nobody has anything, and the messages that are ready are dropped
-    weights: tuple[float, ...] = ()  # every rank's share in the mean; they add up to 1, a rank that is absent has 0
+    kind: RoundType | None  # None: no message holds anything, and those that are ready are dropped
+    weights: tuple[float, ...] = ()  # each rank's share in the mean, 0 for an absent rank; they add up to 1
 
 
 class EngineComponent:
-    """A capability, as the control plane sees it. All calls come on the engine's thread. This base sends nothing.
+    """A capability that is registered with the control plane, such as averaging; this base sends nothing.
 
-    ``headers`` and ``parts`` hold the common and the component's own part of every rank's header. `is_due`, `plan` and
-    `settle` must be pure functions of these, so that all ranks decide alike.
+    All methods are called on the engine's thread. ``headers`` holds the common part of each rank's header, ``parts``
+    the component's own part. `is_due`, `plan` and `settle` must be pure functions of these, so that all ranks decide
+    alike.
     """
 
     blank: Any = ()
-    """A part that says nothing: a NamedTuple of numbers."""
+    """The component's part of a header when it has nothing to say: a NamedTuple of numbers."""
 
     def is_indispensable(self) -> bool:
-        """Return whether nobody goes on without this rank, however late it is. Under the lock."""
+        """Return whether the others must wait for this rank, however late it is. Under the lock."""
         return False
 
     def compose(self) -> Any:
-        """Return this rank's part without its message. Under the lock."""
+        """Return this rank's part of the header, without its message. Under the lock."""
         return self.blank
 
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
-        """Return the part with its message; ``compare``: all stand at one sync point and say what they hold."""
+        """Return ``part`` with the facts of ``message``.
+
+        With ``compare``, all ranks stand at one sync point, and the part also holds fingerprints of the model.
+        """
         return part
 
     def is_due(self, parts: Sequence[Any]) -> bool:
-        """Return whether a message is to be served before a sync point can open."""
+        """Return whether some message must be served before a sync point can open."""
         return False
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
-        """Plan the round of this priority, for which all are ready; None: it is another component's."""
+        """Plan the round of this priority, for which all ranks are ready; return None if it is another component's."""
         return None
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
-        """Return whether a sync point where all stand may open, and else what is exchanged first."""
+        """Return whether the sync point at which all ranks stand may open, and the plan of an exchange before it."""
         return True, None
 
     def opened(self, here: bool) -> None:
-        """Note that a sync point has opened; ``here``: this rank stood at it. Under the lock."""
+        """Note that a sync point has opened, with ``here`` where this rank stood at it. Under the lock."""
 
     def drop(self) -> None:
-        """Drop the messages that were ready: they hold nothing. Under the lock."""
+        """Drop this rank's message, as no rank's message holds anything. Under the lock."""
 
 
 class RoundDecision(NamedTuple):
-    """The decision of all headers."""
+    """The decision that follows from all headers."""
 
     common: CommonDecision  # the part that does not depend on a component
     plan: ComponentPlan | None = None  # the exchange to come
-    component: int = 0  # whose plan it is, by number
+    component: int = 0  # number of the component that made the plan
     opens: bool = False  # the sync point at which all ranks stand opens
 
     @property
     def compare(self) -> bool:
-        """Whether the next header says what each rank holds, as all stand at a sync point that is still closed."""
+        """Whether the next header compares models, as all ranks stand at a sync point that is still closed."""
         return self.common.place is not SyncPointKind.NONE and not self.opens and not self.common.late
 
 
 def decide(
     headers: Sequence[Header], parts: Sequence[Sequence[Any]], components: Sequence[EngineComponent]
 ) -> RoundDecision:
-    """Decide on these headers; ``parts`` by component, then by rank. Raises as `survey` does."""
+    """Return the decision for these headers; ``parts`` is indexed by component, then by rank.
+
+    A rank that is behind is helped first. Then, where all ranks stand at a sync point, it opens, or an exchange makes
+    them equal. Otherwise the round of the highest priority for which all are ready goes ahead. Raises as `survey` does.
+    """
     due = any(component.is_due(own) for component, own in zip(components, parts, strict=True))
     common = survey(headers, busy=due)
     if common.catch_up is not None or common.late:
@@ -114,18 +123,18 @@ def decide(
 
 
 class CommonDecision(NamedTuple):
-    """The part of a decision for which no component is asked."""
+    """The part of a decision that does not depend on components."""
 
     votes: Vote = Vote.NONE  # the union of all ranks' votes
-    catch_up: int | None = None  # the exchange that some ranks committed and the others commit now
+    catch_up: int | None = None  # id of the exchange that some ranks committed, and the others commit now
     late: bool = False  # the last sync point opened for some ranks only; it opens for the others now
-    place: SyncPointKind = SyncPointKind.NONE  # the sync point of all, which may open; of ``late``, has
-    moved: bool = False  # whether the model has changed, on any rank, since the sync point before that
-    clock: float = 0.0  # steps of all ranks when that sync point opens
+    place: SyncPointKind = SyncPointKind.NONE  # the sync point that may open; with ``late``, the one that has opened
+    moved: bool = False  # whether any rank's model has changed since the sync point before
+    clock: float = 0.0  # sum of all ranks' steps when that sync point opens
 
 
 def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
-    """Decide on what all components share; ``busy``: a message comes before a sync point can open.
+    """Return the part of the decision that needs no component; ``busy``: a message must be served before a sync point.
 
     Raises GateMismatch where all ranks stand at different sync points, LayoutMismatch where they hold different
     parameters there, and CollectiveError where their exchanges differ by more than one.
@@ -155,13 +164,13 @@ def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
 
 
 def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
-    """Return the sync point at which all stand; NONE where some must go to another one first."""
+    """Return the sync point at which all ranks stand; NONE where some must go to another one first."""
     places = {(h.sync_point, h.sync_point_index if h.sync_point is SyncPointKind.EPOCH_END else 0) for h in headers}
     synchronise = any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
     sync_point = SyncPointKind.SYNCHRONISE if synchronise else headers[0].sync_point
     if len(places) > 1 and votes & (Vote.VALIDATE | Vote.STOP | Vote.DECIDE):
         return SyncPointKind.NONE  # the others join that one and come back
-    if len(places) > 1 and sync_point is not SyncPointKind.SYNCHRONISE:  # that opens while others wait elsewhere
+    if len(places) > 1 and sync_point is not SyncPointKind.SYNCHRONISE:  # SYNCHRONISE opens while others wait elsewhere
         where = ", ".join(f"rank {rank} at {h.sync_point.name} {h.sync_point_index}" for rank, h in enumerate(headers))
         raise GateMismatch(
             f"Ranks came to different sync points: {where}. Epoch-end work (checkpoints, metrics, early "
@@ -169,15 +178,16 @@ def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
             "`max_steps`, or validate with `val_check_interval` instead of at the end of epochs."
         )
     if Vote.STOP in votes and sync_point is not SyncPointKind.STOP:
-        return SyncPointKind.NONE  # all leave together, by that one
+        return SyncPointKind.NONE  # all ranks leave through STOP, together
     return sync_point
 
 
 def between_steps(headers: Sequence[Header]) -> Vote:
     """Return the votes that headers without an exchange leave for the next ones, which repeat them.
 
-    Such a header may come when one rank has passed the batch boundary at which another would act, and would so take its
-    next synchronous step alone. With an exchange all ranks in step are in one step.
+    A header without an exchange may come when one rank has passed its batch boundary and another has not. If they acted
+    on the vote at their next boundaries, one would take its next synchronous step alone. With an exchange, all ranks
+    that take synchronous steps are in the same step.
 
     >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
     (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
@@ -186,33 +196,34 @@ def between_steps(headers: Sequence[Header]) -> Vote:
     """
     if not any(h.in_step and not h.excused for h in headers):
         return Vote.NONE
-    # A rank that stops was asked to behind the last step: the others lost that.
+    # A rank at STOP acted on a vote of the last exchange, whose answer the others have lost: they stop now, too.
     leaves = any(h.sync_point is SyncPointKind.STOP for h in headers)
     return Vote.END if leaves else Vote.STOP | Vote.END
 
 
 def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:
-    """Return, by name, the place in its data of each rank that takes part: of all, in a consensus."""
+    """Return the place in its data of each rank that takes part, by stable id; in a consensus all ranks do."""
     ready = max(h.ready for h in headers)
     return {name: h.place for name, h in zip(names, headers, strict=True) if h.ready == ready}
 
 
 def ready_for(headers: Sequence[Header]) -> int:
-    """Return the priority of the round that can go ahead; 0: none can.
+    """Return the priority of the round that can go ahead, or 0 if none can.
 
-    It is the highest that a rank has a message for, once every rank has one for it or for a lower one, or is excused.
+    That is the highest priority for which any rank has a message, once every rank has a message for this or a lower
+    priority, or is excused.
 
     >>> ready_for([Header(ready=1), Header(excused=True)]), ready_for([Header(ready=1), Header()])
     (1, 0)
     """
     wanted = max(h.ready for h in headers)
     there = all(h.ready == wanted or h.excused or 0 < h.ready < wanted for h in headers)
-    # Where layouts differ for a while, some ranks have yet to follow a change of theirs.
+    # Versions differ for a while where some ranks have yet to follow a change of the layout (unfrozen parameters).
     return wanted if there and len({h.version for h in headers}) == 1 else 0
 
 
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
-    """Return the checkpoint that some rank asks for; it belongs to the round that these headers begin.
+    """Return the checkpoint that a rank asks for, which belongs to the round of these headers; None without one.
 
     >>> standing = Header(sync_point=SyncPointKind.TRAIN_END)
     >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
@@ -228,7 +239,7 @@ def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
 
 
 def _check_layouts(headers: Sequence[Header]) -> None:
-    """Raise LayoutMismatch where they differ: unequal sizes would abort the process inside the transport."""
+    """Raise LayoutMismatch where layouts differ, because unequal sizes would abort the process inside the transport."""
     if len({h.layout for h in headers}) > 1:
         raise LayoutMismatch(
             f"The replicas' parameters differ: layout fingerprints by rank are {[h.layout for h in headers]}. Were "
@@ -237,7 +248,7 @@ def _check_layouts(headers: Sequence[Header]) -> None:
 
 
 def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
-    """Lay out a header's parts, one behind the other, as numbers.
+    """Return the numbers of a header's parts, one part after the other.
 
     >>> to_row([Header(ready=2, votes=Vote.END)])[:3]
     [1.0, 2.0, 2.0]
@@ -246,7 +257,7 @@ def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
 
 
 def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]) -> list[list[Any]]:
-    """Return the parts that `to_row` laid out, each like its blank: by part, then by rank.
+    """Return the parts that `to_row` has turned into rows, by part, then by rank; each has the type of its blank.
 
     >>> from_rows([Header()], [to_row([Header(sync_point=SyncPointKind.STOP)])])[0][0].sync_point
     <SyncPointKind.STOP: 4>
@@ -272,12 +283,12 @@ def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _casts(blank: tuple[Any, ...]) -> list[Any]:
-    """Return the type of each number; None for a float."""
+    """Return the type of each number in a part; None for a float."""
     return [None if isinstance(x, float) else type(x) for x in _flat(blank)]
 
 
 def batches_per_second(pace: tuple[float, ...]) -> float:
-    """Return the speed of a rank with this pace; 0.0 where it is not known.
+    """Return a rank's batches per second from its pace; 0.0 where the pace is unknown.
 
     >>> batches_per_second((0.1, 0.3, 0.1, 8.0))
     2.0
@@ -287,7 +298,7 @@ def batches_per_second(pace: tuple[float, ...]) -> float:
 
 
 def relative_speed(pace: tuple[float, ...], paces: Iterable[tuple[float, ...]], unknown: float) -> float:
-    """Return the speed of a rank over that of the fastest; ``unknown`` where some rank's is not known.
+    """Return a rank's speed divided by that of the fastest; ``unknown`` where some rank's speed is unknown.
 
     >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.25, 0.0, 8.0)], unknown=1.0)
     0.5

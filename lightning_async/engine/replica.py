@@ -1,10 +1,11 @@
-r"""One replica's tensors, and how they lie in a flat bucket.
+r"""The tensors of one replica, their layout in a flat bucket, and how they take up a mean that arrives late.
 
-`Replica` packs and merges; only the training thread calls it. `ModuleTensors` says which tensors a module holds, and
-what becomes of each kind when replicas meet. The rest is about averages over time (statistics of BatchNorm, Adam's
-moments) where the mean of all replicas arrives late. At each update :math:`x \leftarrow d\,x + u` a part of the value
-stays: after :math:`k` updates since a snapshot :math:`s` it is :math:`d^k s + U`. Had the replica held the mean
-:math:`m` of all then, it would be :math:`x + d^k (m - s)` now: no update is lost, and a variance stays positive.
+`Replica` packs tensors into a bucket and merges a bucket into them. `ModuleTensors` says which tensors a module holds,
+and what becomes of each kind when replicas agree. `RunningMean` and `merge_late_` are for averages over time
+(statistics of BatchNorm, Adam's moments). Each update :math:`x \leftarrow d\,x + u` keeps a part :math:`d` of the
+value. After :math:`k` updates since a snapshot :math:`s`, the value is :math:`d^k s + U`. If the replica had held the
+mean :math:`m` of all replicas at the snapshot, its value would be :math:`x + d^k (m - s)` now. Merged in this way, no
+update is lost, and a variance stays positive.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from lightning_async.engine.fingerprint import digest, is_finite, real
 from lightning_async.errors import AsyncTrainingError
 from lightning_async.flat import FlatLayout
 
-PIECE = 1 << 20  # elements that are merged at a time: what a merge needs beside the buckets is a few times as much
+PIECE = 1 << 20  # elements that are merged at a time; a merge needs a few times as much memory beside the buckets
 BufferPolicy = Literal["average", "keep", "broadcast", "recompute"]
 OptimizerPolicy = Literal["keep", "average", "reset"]
 Updates = tuple[Sequence[Tensor], Sequence[Tensor]]
-"""How often buffers, and the optimizers' state, have been updated, see `count`."""
+"""How often the buffers and the optimizers' state have been updated, see `count`."""
 _KINDS = frozenset(
     {
         torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64, torch.complex128,
@@ -39,7 +40,7 @@ _KINDS = frozenset(
 
 @dataclass
 class _Section:
-    """A run of tensors in the bucket that is treated alike."""
+    """A run of tensors in the bucket that are packed and merged together."""
 
     plan: ops.Plan
     start: int
@@ -57,21 +58,25 @@ class _Section:
 
 
 class Replica:
-    """The parameters of one replica, and what travels with them.
+    """The tensors of one replica that are averaged, and their layout in a bucket.
 
-    The bucket holds, one after the other: the parameters, to which the rule applies; the floating-point buffers (unless
-    they are kept); the optimizers' state (where it is averaged). The last two always take the plain work-weighted mean
-    (``"broadcast"``: one replica's values), and keep their updates since the snapshot: see `RunningMean`. Complex
-    numbers count as two real ones. Buffers and optimizer state may be assigned anew while training.
+    The bucket holds, in this order: the parameters, to which the rule applies; the floating-point buffers, unless they
+    are kept; and the optimizers' state, where it is averaged. Buffers and optimizer state always take the plain
+    work-weighted mean (with ``"broadcast"``, buffers take one replica's values), and keep their updates since the
+    snapshot, see `RunningMean`. A complex number counts as two real ones. Buffers and optimizer state may be assigned
+    anew while training.
 
-    A round moves one of ``fragments``: runs of parameters of about equal bytes. Buffers and optimizer state travel with
-    the last one, behind which they lie, so that each element travels once in so many rounds.
+    A round moves one of ``fragments``, which are runs of parameters of about equal bytes. Buffers and optimizer state
+    travel with the last fragment, after which they lie. So each element travels once in as many rounds as there are
+    fragments.
 
     Other tensors move at a consensus only, in their own precision, and only where replicas differ: integer and bool
-    buffers, by their maximum; frozen parameters, by their mean; and float64, which a bucket of fp32 would cut.
+    buffers take their maximum, frozen parameters their mean, and so do float64 tensors, whose digits the fp32 bucket
+    cuts.
 
-    Buckets live on ``device``: best that of the parameters; on the CPU they are pinned under CUDA. Raises as
-    `ModuleTensors` does, and ValueError for more ``fragments`` than parameters.
+    Buckets live on ``device``, best that of the parameters; on the CPU they are pinned where parameters are on a GPU.
+    Only the training thread packs and merges. Raises as `ModuleTensors` does, and ValueError for more ``fragments``
+    than parameters.
     """
 
     def __init__(
@@ -86,13 +91,13 @@ class Replica:
         self.policy: BufferPolicy = buffers
         self.device = torch.device(device)
         self.watched: Callable[[], Iterable[Tensor]] = tuple
-        """Further tensors whose health is the replica's: the state that its optimizers keep."""
+        """Returns further tensors that must be finite for the replica to be healthy: the state that optimizers keep."""
         self.version = 0  # how often the layout has changed since training began
-        self.remainders: dict[str, Tensor] = {}  # what parameters of 16 bits lack of their fp32 values, by name
+        self.remainders: dict[str, Tensor] = {}  # by name, the fp32 value of a 16-bit parameter minus its rounded value
         self._state: Callable[[], Sequence[Tensor]] = tuple
         self._state_means: Callable[[], Sequence[RunningMean]] | None = None
         self.reference = torch.empty(0)
-        """The buffers when replicas last agreed: in rounds they travel as differences from that, so that those that
+        """The buffers when replicas last agreed. In rounds buffers travel as differences from it, so that buffers that
         never change keep their bits."""
         self._fragments: list[_Section] = []
         self.build()
@@ -102,9 +107,9 @@ class Replica:
         optimizer_state: Callable[[], Sequence[Tensor]] | None = None,
         running_means: Callable[[], Sequence[RunningMean]] | None = None,
     ) -> None:
-        """Lay out a bucket anew, with the tensors that ``optimizer_state`` returns behind the rest. Default: as before.
+        """Lay out the bucket anew, with the tensors that ``optimizer_state`` returns at its end. Default: as before.
 
-        ``running_means`` returns how each of these averages over time. Default: unknown.
+        ``running_means`` returns how each of these tensors averages over time. Default: unknown.
         """
         if optimizer_state is not None:
             self._state = optimizer_state
@@ -134,10 +139,10 @@ class Replica:
         rest = (self._buffers.plan.layout, self._averages.plan.layout)
         described = [line for layout in (self.layout, *rest) for line in layout.describe()]
         self.fingerprint = FlatLayout([torch.empty(0)] * len(described), described).fingerprint()
-        """Equal on all ranks whose messages have the same layout."""
+        """A fingerprint of the layout, equal on all ranks whose messages have the same layout."""
 
     def note_agreed(self) -> None:
-        """Note that all replicas hold the same model now: what is infinite in its buffers is meant."""
+        """Note that all replicas hold one model now, and that infinite values in its buffers (masks) are intended."""
         self.refresh()
         self.tensors.accept_infinite()
         buffers = self._buffers
@@ -151,8 +156,8 @@ class Replica:
         self.build()
 
     def refresh(self) -> None:
-        """Follow buffers and optimizer state that were assigned anew; raise AsyncTrainingError if one does not fit."""
-        if any(p.is_complex() for p in self.tensors.trained.values()):  # views do not follow new memory
+        """Use buffers and optimizer state that were reassigned; raise AsyncTrainingError if one does not fit."""
+        if any(p.is_complex() for p in self.tensors.trained.values()):  # real views do not follow new memory
             left = iter(self.tensors.trained.values())
             for i, fragment in enumerate(self._fragments):
                 tensors = [real(p) for p in itertools.islice(left, len(fragment.tensors))]
@@ -174,7 +179,7 @@ class Replica:
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The parameters that travel, as real numbers: those that require gradients, each once."""
+        """The parameters that travel, as real numbers: those that require gradients, shared ones once."""
         return [tensor for fragment in self._fragments for tensor in fragment.tensors]
 
     @property
@@ -183,29 +188,29 @@ class Replica:
 
     @property
     def last_fragment(self) -> int:
-        """The one with which buffers and the optimizers' state travel, which lie behind it."""
+        """The number of the fragment with which buffers and the optimizers' state travel."""
         return self.num_fragments - 1
 
     def layout_of(self, fragment: int) -> FlatLayout:
         return self._fragments[fragment].plan.layout
 
     def digests(self) -> tuple[int, int]:
-        """Return the `digest` of the parameters that travel, and of all else that replicas share."""
+        """Return the digest of the parameters that travel, and of all other tensors that replicas share."""
         self.refresh()
         rest = [*self._buffers.tensors, *self._averages.tensors, *self.tensors.apart.values()]
         return digest([*self.parameters, *self.remainders.values()]), digest(rest)
 
     def judge(self) -> tuple[bool, bool]:
-        """Return whether parameters and optimizer state are finite now, and whether all else is.
+        """Return whether parameters and optimizer state are finite, and whether buffers and frozen parameters are.
 
-        Buffers and frozen parameters may be infinite where they were when replicas agreed.
+        Buffers and frozen parameters may be infinite where they were so when replicas last agreed.
         """
         self.refresh()
         rest = [*self._judged(self._buffers.tensors), *self.tensors.judged_frozen]
         return is_finite([*self.parameters, *self._averages.tensors, *self.watched()]), is_finite(rest)
 
     def judge_packed(self, bucket: Tensor, fragment: int) -> tuple[bool, bool]:
-        """Return the same of what was packed in ``bucket`` for a round of a fragment."""
+        """Return the same two answers for the snapshot of a fragment that was packed into ``bucket``."""
         if ops.all_finite(self.of_round(bucket, fragment)):
             return True, True
         if fragment != self.last_fragment:
@@ -219,19 +224,19 @@ class Replica:
         return [b for b, judged in zip(buffers, self.tensors.judged, strict=True) if judged]
 
     def of_rule(self, bucket: Tensor, fragment: int | None = None) -> Tensor:
-        """Return the part of a bucket that belongs to the rule: the parameters, or a fragment of them."""
+        """Return the part of a bucket to which the rule applies: the parameters, or one fragment of them."""
         return bucket[: self.layout.numel] if fragment is None else self._fragments[fragment].of(bucket)
 
     def beyond_rule(self, bucket: Tensor) -> Tensor:
         return bucket[self.layout.numel :]
 
     def of_round(self, bucket: Tensor, fragment: int) -> Tensor:
-        """Return the part of a bucket that a round of a fragment moves: the last one takes the rest along."""
+        """Return the part of a bucket that a round of a fragment moves; the last one includes buffers and the rest."""
         section = self._fragments[fragment]
         return bucket[section.start : self.numel if fragment == self.last_fragment else section.end]
 
     def pack_(self, bucket: Tensor, fragment: int | None = None) -> None:
-        """Pack all into ``bucket``, as fp32; or what a round of a fragment moves, with buffers as differences."""
+        """Pack all tensors into ``bucket`` as fp32, or those of one fragment's round, with buffers as differences."""
         self.refresh()
         self.pack_parameters_(self.of_rule(bucket), None if fragment is None else (fragment,))
         if fragment not in (None, self.last_fragment):
@@ -242,7 +247,7 @@ class Replica:
             self._buffers.of(bucket).sub_(self.reference)
 
     def updates(self) -> Updates:
-        """Return how often buffers, and the optimizers' state, have been updated by now."""
+        """Return how often the buffers and the optimizers' state have been updated by now."""
         return (
             count(self.tensors.running_means()) if self._buffers.tensors else (),
             count(self._running_means_of_state()) if self._averages.tensors else (),
@@ -253,7 +258,7 @@ class Replica:
         return known or [RunningMean()] * len(self._averages.tensors)
 
     def pack_parameters_(self, part: Tensor, fragments: Iterable[int] | None = None) -> None:
-        """Pack the parameters, or some fragments of them, into their places in ``part``."""
+        """Pack the parameters, or some fragments of them, into their places in the rule's ``part`` of a bucket."""
         for section in self._chosen(fragments):
             section.plan.pack_(section.of(part))
 
@@ -263,12 +268,14 @@ class Replica:
     def scale_(
         self, out: Tensor, source: Tensor, shares: Mapping[int, float], is_source: bool, of_rule: bool = True
     ) -> None:
-        """Write this rank's part of the sum of some fragments, ``out = share * source`` of what their rounds move.
+        """Write ``out = share * source`` for what rounds of some fragments move: this rank's term of the mean.
 
         Args:
-            shares: by fragment.
-            is_source: broadcast buffers come from this rank alone.
-            of_rule: with the rule's part.
+            out: Bucket to write to.
+            source: Bucket with this rank's snapshot.
+            shares: Share of this rank in the mean, by fragment.
+            is_source: Whether broadcast buffers come from this rank; from all others they are zero.
+            of_rule: Whether to write the part to which the rule applies. Default: True.
         """
         for fragment, share in shares.items():
             here, there = (self.of_round(bucket, fragment) for bucket in (out, source))
@@ -279,7 +286,7 @@ class Replica:
 
     @staticmethod
     def scaled_(out: Tensor, source: Tensor, weight: float) -> None:
-        """Write ``out = weight * source``; weight zero gives zeros, whatever ``source`` holds (NaN too)."""
+        """Write ``out = weight * source``; weight zero gives zeros even where ``source`` is NaN."""
         if weight == 0.0:
             out.zero_()
         else:
@@ -296,14 +303,18 @@ class Replica:
         of_round: bool = False,
         fragments: Iterable[int] | None = None,
     ) -> None:
-        """Move the parameters by ``target - base`` (``base`` is used up), or copy ``target`` if ``base`` is None.
+        """Move the parameters by ``target - base``, or copy ``target`` if ``base`` is None.
 
         Args:
-            fragments: of the parameters. Default: all.
-            with_state: also overwrite buffers and optimizer state.
-            buffers_too: False where no rank's buffers are in ``target`` (one rank broadcasts them and was absent).
-            still: the parameters are what was packed: digits of a float64 beyond fp32 stay.
-            of_round: buffers in ``target`` are differences.
+            target: Bucket with the target of a round, or with the model of a consensus.
+            base: Bucket with the origin of the displacement, which this call overwrites.
+            with_state: Whether to overwrite buffers and optimizer state, too.
+            buffers_too: False where ``target`` holds no buffers, because the rank that broadcasts them was absent.
+                Default: True.
+            still: Whether the parameters are what was packed, so that the digits of float64 beyond fp32 stay. Default:
+                False.
+            of_round: Whether buffers in ``target`` are differences from `reference`. Default: False.
+            fragments: Fragments of the parameters to move. Default: all.
         """
         self.refresh()
         buffers = self._buffers
@@ -323,7 +334,10 @@ class Replica:
             p.add_(rest)
 
     def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
-        """Give buffers and optimizer state a round's mean in ``target``; keep their ``updates`` since ``snapshot``."""
+        """Merge a round's mean in ``target`` into buffers and optimizer state, whose updates since ``snapshot`` stay.
+
+        ``updates`` is the result of `updates` at the snapshot.
+        """
         self.refresh()
         buffers = self._buffers
         state = self._averages
@@ -340,14 +354,14 @@ class Replica:
         section = self._buffers
         before = [(b, b.clone()) for b in section.tensors if b.dtype is torch.float64]
         section.plan.apply_(mean)
-        for buffer, old in before:  # one that is the mean, as far as fp32 can tell, is not cut
+        for buffer, old in before:  # one that equals the mean in fp32 keeps its further digits
             buffer.copy_(torch.where(buffer == old.float(), old, buffer))
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module, by name, as they are now; shared tensors count once.
+    """The parameters and buffers of a module by name, sorted by what becomes of them; shared tensors count once.
 
-    Raises ValueError for an unknown policy, and for tensors that are not materialised yet (lazy modules), or of a kind
+    Raises ValueError for an unknown policy, for tensors that are not materialised yet (lazy modules), and for tensors
     that can be neither averaged nor compared.
     """
 
@@ -372,7 +386,7 @@ class ModuleTensors:
         return {} if self._policy == "keep" else floating
 
     def running_means(self) -> list[RunningMean]:
-        """Return how each of `averaged` averages over time, with its updates so far."""
+        """Return how each buffer in `averaged` averages over time, with its updates so far."""
         found: dict[int, RunningMean] = {}
         for layer in self._layers:
             for buffer, positive in ((layer.running_mean, False), (layer.running_var, True)):
@@ -382,7 +396,7 @@ class ModuleTensors:
 
     @property
     def apart(self) -> dict[str, Tensor]:
-        """The tensors that move at a consensus only: frozen parameters, integers, and float64."""
+        """The tensors that move by themselves, at a consensus only: frozen parameters, integer buffers, and float64."""
         frozen = {name: p for name, p in self.parameters.items() if name not in self.trained}
         counters = {n: b for n, b in self._buffers.items() if not (b.is_floating_point() or b.is_complex())}
         wide = {n: t for n, t in {**self.trained, **self.averaged}.items() if real(t).dtype is torch.float64}
@@ -395,9 +409,9 @@ class ModuleTensors:
             mine[name].copy_(value)
 
     def follow_buffers(self) -> bool:
-        """Take up buffers that were assigned anew; return whether there were any.
+        """Use buffers that were reassigned; return whether there were any.
 
-        Raises AsyncTrainingError for another shape or type than before, and for added or removed buffers.
+        Raises AsyncTrainingError where a buffer was added or removed, or changed its shape or type.
         """
         known = self._buffers
         now = dict(self._module.named_buffers())
@@ -416,7 +430,7 @@ class ModuleTensors:
                 f"Buffers {odd} were assigned tensors that cannot be written in place (expanded, sparse, conjugated, "
                 "or made in inference mode). Assign a copy: `self.name = tensor.clone()`."
             )
-        self._buffers = {name: now[name] for name in (*known, *now) if name in now}  # as they lie in the bucket
+        self._buffers = {name: now[name] for name in (*known, *now) if name in now}  # in the order of the bucket
         return True
 
     def _fits(self, before: Tensor | None, now: Tensor | None) -> bool:
@@ -428,8 +442,8 @@ class ModuleTensors:
     def check_unchanged(self, thawed_too: bool = True) -> None:
         """Check that the module still has the parameters that it had when training began.
 
-        Raises AsyncTrainingError where some were added, removed, replaced or resized, or (``thawed_too``) frozen ones
-        are trained now.
+        Raises AsyncTrainingError where parameters were added, removed, replaced or resized, and, with ``thawed_too``,
+        where frozen parameters are trained now.
         """
         now = dict(self._module.named_parameters())
         changed = [n for n in {**now, **self.parameters} if now.get(n) is not self.parameters.get(n)]
@@ -446,7 +460,7 @@ class ModuleTensors:
             )
 
     def thawed(self) -> list[str]:
-        """Return the parameters that were frozen at the last sync point and are trained now."""
+        """Return the names of parameters that were frozen at the last sync point and are trained now."""
         return [name for name, p in self.parameters.items() if p.requires_grad and name not in self.trained]
 
     def take_thawed(self) -> None:
@@ -459,7 +473,7 @@ class ModuleTensors:
         return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
 
     def accept_infinite(self) -> None:
-        """Note which buffers and frozen parameters are meant to be infinite (masks), as all agree."""
+        """Note which buffers and frozen parameters are infinite on purpose (masks), as replicas agree on them."""
         fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
         self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
 
@@ -469,7 +483,7 @@ class ModuleTensors:
 
     @property
     def judged(self) -> list[bool]:
-        """Whether each of `averaged` must be finite."""
+        """For each buffer in `averaged`, whether it must be finite."""
         return [name not in self._infinite for name in self.averaged]
 
 
@@ -478,7 +492,7 @@ def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
 
 
 def alike(left: Tensor, right: Tensor) -> bool:
-    """Return whether one tensor can stand in the other's place."""
+    """Return whether two tensors have the same shape, type and device."""
     return left.shape == right.shape and left.dtype == right.dtype and left.device == right.device
 
 
@@ -488,7 +502,7 @@ def with_statistics(module: nn.Module) -> list[_BatchNorm]:
 
 def _running_mean(layer: _BatchNorm | _InstanceNorm, buffer: Tensor, positive: bool) -> RunningMean:
     if isinstance(layer, _InstanceNorm):
-        # It does not count its updates; torch counts the writes to the buffer, one for each.
+        # This layer does not count its updates, but torch counts writes to the buffer, one for each update.
         return RunningMean(1.0 - (layer.momentum or 0.0), float(buffer._version), positive=positive)
     if layer.num_batches_tracked is None:
         return RunningMean(positive=positive)
@@ -530,7 +544,7 @@ def _check_materialised(module: nn.Module) -> None:
 
 
 def describe(module: nn.Module) -> list[str]:
-    """Return a line per parameter and buffer, frozen ones included; equal on replicas of one model."""
+    """Return one line for each parameter and buffer, frozen ones included; equal on all replicas of one model."""
     _check_materialised(module)
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
@@ -541,16 +555,16 @@ def describe(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class RunningMean:
-    """A tensor's way to average over time; the default is of one of which nothing is known."""
+    """The way in which a tensor averages over time; the defaults are for a tensor of which nothing is known."""
 
-    decay: float | None = 1.0  # the part of its value that an update leaves; None: it is the mean of all updates so far
-    updates: Tensor | float = 0.0  # their number so far: a tensor where a module or an optimizer counts them
-    per_update: int = 1  # by how much ``updates`` grows with each
-    positive: bool = False  # nothing negative goes into it, so that it must not become negative
+    decay: float | None = 1.0  # the part of its value that stays at an update; None: the mean of all updates so far
+    updates: Tensor | float = 0.0  # number of updates so far; a tensor where a module or optimizer counts them
+    per_update: int = 1  # by how much ``updates`` grows with each update
+    positive: bool = False  # a mean of values that are never negative, which must not become negative
 
 
 def count(means: Sequence[RunningMean]) -> list[Tensor]:
-    """Return the numbers of updates so far, copied to where they are: no GPU is waited for."""
+    """Return copies of the numbers of updates so far, on the devices of their counters, without waiting for a GPU."""
     counted = []
     for key, indices in _by_counter(means).items():
         updates = [means[i].updates for i in indices]
@@ -562,7 +576,7 @@ def count(means: Sequence[RunningMean]) -> list[Tensor]:
 
 
 def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.dtype] | None, list[int]]:
-    """Return the places of those whose counters can be stacked."""
+    """Return the indices of means whose counters can be stacked, by the counters' device and type."""
     found: dict[tuple[torch.device, torch.dtype] | None, list[int]] = {}
     for i, mean in enumerate(means):
         key = (mean.updates.device, mean.updates.dtype) if isinstance(mean.updates, Tensor) else None
@@ -571,11 +585,11 @@ def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.
 
 
 def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return for each tensor what is left of its value at the snapshot, and whether any of it has gone: fp64 rows.
+    """Return a row of fp64 for each tensor: the part of its snapshot that is left, and 1 if updates took any of it.
 
-    That is :math:`d^k` after :math:`k` updates; :math:`n / (n + k)` of a mean of all :math:`n + k` updates so far.
-    Nothing is left where a counter went back: the average has begun anew. ``then``: the result of `count` at the
-    snapshot.
+    The part is :math:`d^k` after :math:`k` updates, and :math:`n / (n + k)` for a mean of all :math:`n + k` updates so
+    far. It is 0 where a counter went back, because the average has started over. ``then`` is the result of `count` at
+    the snapshot.
     """
     rows: list[Tensor] = []
     order: list[int] = []
@@ -607,12 +621,12 @@ def late_mean(
 ) -> Tensor:
     r"""Return :math:`x + p\,(m - s)`, where :math:`p` is the part of :math:`s` that is left in :math:`x`.
 
-    Where nothing has changed since the snapshot it is :math:`m`, to the bit; where :math:`m = s` it is :math:`x`.
-    Positive values stay so: the updates since the snapshot were, so that at least :math:`p\,m` is left; where updates
-    are not known, at least the smaller one of :math:`x` and :math:`m`.
+    Where the value has not changed since the snapshot, the result is :math:`m` to the bit. Where :math:`m = s`, it is
+    :math:`x`. A ``positive`` value stays positive: the result is at least :math:`p\,m`, as the updates since the
+    snapshot were positive, or, where updates are unknown, at least the smaller of :math:`x` and :math:`m`.
 
-    Mean :math:`m` and snapshot :math:`s` come as differences from ``reference``. Where ``gone``, :math:`p` tells what
-    was lost by updates; else 1 stands for not knowing.
+    The ``mean`` :math:`m` and the ``snapshot`` :math:`s` are given as differences from ``reference``. Where ``gone`` is
+    False, no loss by updates is known, and ``part`` is 1.
 
     >>> now, mean, snapshot, part = (torch.tensor([each]) for each in (5.0, 4.0, 2.0, 0.5))
     >>> yes, zero = torch.tensor([True]), torch.tensor([0.0])
@@ -620,7 +634,7 @@ def late_mean(
     tensor([6.])
     """
     whole = mean + reference
-    moved = now + torch.where(mean == snapshot, 0.0, part * (mean - snapshot))  # infinite ones (masks) stay
+    moved = now + torch.where(mean == snapshot, 0.0, part * (mean - snapshot))  # infinite values (masks) stay
     moved = torch.where(~gone & (now - reference == snapshot), whole, moved)
     least = torch.where(gone, part * whole, torch.minimum(now, whole)).clamp(min=0.0)  # differences are rounded
     return torch.where(positive, torch.maximum(moved, least), moved)
@@ -635,10 +649,10 @@ def merge_late_(
     then: Sequence[Tensor],
     reference: Tensor | None = None,
 ) -> None:
-    """Give tensors the mean of all replicas' snapshots, and keep their updates since; see `late_mean`.
+    """Move tensors to the mean of all replicas' snapshots, and keep their updates since then; see `late_mean`.
 
-    ``mean`` and ``snapshot`` are flat buckets, from which ``reference`` was subtracted; ``means`` says how each tensor
-    averages, ``then`` is the result of `count` at the snapshot.
+    ``mean`` and ``snapshot`` are flat buckets, from which ``reference`` was subtracted. ``means`` says how each tensor
+    averages over time, and ``then`` is the result of `count` at the snapshot.
     """
     left = remaining(means, then, mean.device)
     device = mean.device
@@ -662,7 +676,7 @@ def merge_late_(
 
 
 def _groups(tensors: Sequence[Tensor]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield runs of tensors, or parts of a large one, of about `PIECE` elements, each with its tensor's number."""
+    """Yield lists of about `PIECE` elements: tensors, or parts of a large one, each with its tensor's index."""
     group: list[tuple[int, Tensor]] = []
     size = 0
     for i, tensor in enumerate(tensors):

@@ -1,6 +1,7 @@
 """The state that the training thread and the engine's thread of one rank share, beside the buckets, under one lock.
 
-`Header` is what a rank says of it to all others, whichever component it is for.
+`SharedState` holds that state. `Header` is the part of it that a rank sends to all others before each exchange.
+`SyncPointKind`, `Arrival` and `Vote` are the words in which ranks say where they stand and what they ask of the others.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ from lightning_async.errors import CollectiveError, PeerLost
 
 
 class SyncPointKind(enum.IntEnum):
-    """The place where a rank's training thread stands."""
+    """The kind of sync point at which a rank's training thread waits."""
 
-    NONE = 0  # nowhere: it trains
+    NONE = 0  # at no sync point: it trains
     VALIDATE = 1
     EPOCH_END = 2
     TRAIN_END = 3
-    STOP = 4  # it leaves training early, because a rank was told to
-    SYNCHRONISE = 5  # it goes from local steps back to synchronous ones, for which all replicas must be equal
-    DECIDE = 6  # it has called all together: something is to be decided on one model
+    STOP = 4  # all leave training early, because one rank was told to stop
+    SYNCHRONISE = 5  # replicas go back from local to synchronous steps, for which they must be equal
+    DECIDE = 6  # a rank has called all ranks together, to decide something on one model
 
 
 class Arrival(enum.Enum):
@@ -37,56 +38,56 @@ class Arrival(enum.Enum):
 
 
 class Vote(enum.Flag):
-    """A request of one rank to all. All learn of it with the next header, and act from their next batch boundary on."""
+    """A request of one rank to all. It travels with the next header, and ranks act on it at a batch boundary."""
 
     NONE = 0
-    STOP = enum.auto()  # leave training: this rank was told to
-    END = enum.auto()  # end training as after its last epoch: a time limit, `trainer.should_stop`
+    STOP = enum.auto()  # leave training: this rank was told to stop
+    END = enum.auto()  # end training as after the last epoch (a time limit, `trainer.should_stop`)
     VALIDATE = enum.auto()  # come to a validation: this rank waits there
-    SYNCHRONISE = enum.auto()  # become equal: this rank is to take synchronous steps
+    SYNCHRONISE = enum.auto()  # become one model: this rank is about to take synchronous steps
     SAVE = enum.auto()
-    """Mark the next round: a checkpoint is due. The engine's threads do it, so nobody else hears of it."""
+    """Mark the next round, as a checkpoint is due. The engines' threads do that; no training thread sees this vote."""
     DECIDE = enum.auto()  # come together: this rank waits there
-    EPOCH = enum.auto()  # whoever has no end of the epoch of its own comes to it: this rank waits there
+    EPOCH = enum.auto()  # ranks whose epochs have no end come to the end of this one: this rank waits there
 
     @property
     def lasting(self) -> Vote:
-        """The votes that remain once a sync point has opened: all but those that ask for one."""
+        """The votes that remain once a sync point has opened: all but those that ask ranks to come to one."""
         return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE | Vote.EPOCH)
 
 
 class Mark(NamedTuple):
-    """A checkpoint that belongs to an exchange: one model, one rule state, and what each rank has of its own."""
+    """A checkpoint that belongs to an exchange: one model and one rule state, and each rank's own state."""
 
-    number: int  # of the save, the same on all ranks
-    step: int  # optimizer steps per replica, the mean over all
-    members: tuple[str, ...]  # the stable names of those that have a message or stand at a sync point
+    number: int  # number of the save, the same on all ranks
+    step: int  # optimizer steps per replica, on average over all
+    members: tuple[str, ...]  # stable ids of the ranks that have a message or stand at a sync point
 
 
 class Header(NamedTuple):
-    """The common part."""
+    """The part of one rank's header that all components share; "it" is the rank."""
 
     exchange: int = 1  # id of the exchange that this rank would commit next
-    ready: int = 0  # priority of the kind of round that it has a message for; 0 for none
-    votes: Vote = Vote.NONE  # what it asks of all
-    excused: bool = False  # nobody need wait for its message: it stands at a sync point, or is silent for long
-    sync_point: SyncPointKind = SyncPointKind.NONE  # where its training thread stands
-    sync_point_index: int = 0  # which of the sync points of that kind (the epoch)
-    layout: int = 0  # fingerprint of what its buckets hold
-    version: int = 0  # how often that has changed since training began
-    clock: float = 0.0  # optimizer steps that it has taken in all
-    samples: float = 0.0  # samples that it has seen in all
+    ready: int = 0  # priority of the round type that it has a message for; 0 for no message
+    votes: Vote = Vote.NONE  # its requests to all ranks
+    excused: bool = False  # no rank waits for its message: it stands at a sync point, or has made no step for long
+    sync_point: SyncPointKind = SyncPointKind.NONE  # the sync point at which its training thread stands
+    sync_point_index: int = 0  # which one of that kind: the epoch
+    layout: int = 0  # fingerprint of the layout of its buckets
+    version: int = 0  # how often that layout has changed since training began
+    clock: float = 0.0  # optimizer steps that it has taken since training began
+    samples: float = 0.0  # samples that it has seen since training began
     opened: int = 0  # sync points that have opened for it
-    last_sync_point: SyncPointKind = SyncPointKind.NONE  # the last of them
+    last_sync_point: SyncPointKind = SyncPointKind.NONE  # the kind of the last of them
     last_moved: bool = False  # whether the model had changed when that one opened
-    last_clock: float = 0.0  # steps of all ranks at that time
+    last_clock: float = 0.0  # sum of all ranks' steps at that time
     last_exchange: int = 1  # its `exchange` at that time
     saved: int = 0  # the last save that it knows of, by number
-    loss: float = math.inf  # of its last batch; infinite where that is not known, or not finite
-    place: float = 0.0  # how far it is in its data: with what its message holds, or, without one, with its last step
-    held: int = 0  # the exchange whose payload it has, where others may not; 0 for none
+    loss: float = math.inf  # loss of its last batch; infinite where it is unknown or not finite
+    place: float = 0.0  # its place in its data after its message's batches; without a message, after its last step
+    held: int = 0  # the exchange whose payload it can give to ranks that lack it; 0 for none
     in_step: bool = False  # it takes synchronous steps
-    pace: tuple[float, ...] = (0.0,) * 4  # seconds of a batch: data, compute, communication; samples; a tuple is last
+    pace: tuple[float, ...] = (0.0,) * 4  # of a batch: seconds of data, compute, communication; samples. Keep it last
 
 
 _ASKED_FOR = {
@@ -98,67 +99,69 @@ _ASKED_FOR = {
 
 @dataclass
 class SharedState:
-    """The shared state of one rank; every field is read and written under `changed`.
+    """The shared state of one rank's two threads; every field is read and written under the lock `changed`.
 
-    The training thread says where it stands and what it asks for; the engine's thread says what all have agreed on.
+    The training thread writes where it stands and what it asks for; the engine's thread writes what all ranks have
+    agreed on.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     committing: threading.Lock = field(default_factory=threading.Lock)
-    """Held while what all replicas have committed changes, or is read whole. May be taken within `changed`, never the
-    other way round."""
+    """The lock of the committed state (rule and rule state) while it changes or is read as a whole. A thread that holds
+    `changed` may take it, never the other way round: otherwise the two threads could deadlock."""
 
     sync_point: SyncPointKind = SyncPointKind.NONE
     sync_point_index: int = 0
     asked: Vote = Vote.NONE
-    samples: float = 0.0  # what this replica has seen since training began
-    steps: float = 0.0  # optimizer steps that it has taken
-    loss: float = math.inf  # of the last batch; infinite where it is not known
-    place: float = 0.0  # how far it is in its data, with the batches that its steps are of: a number that only grows
+    samples: float = 0.0  # samples that this replica has seen since training began
+    steps: float = 0.0  # optimizer steps that it has taken since training began
+    loss: float = math.inf  # loss of the last batch; infinite where it is unknown
+    place: float = 0.0  # its place in its data after its last step: a number that only grows
     pace: tuple[float, ...] = (0.0,) * 4  # as in `Header`
-    speed: float = 1.0  # its batches per second, over those of the fastest; 1.0 while some are not known
-    last_seen: float = 0.0  # when the training thread was last heard of
-    in_step: bool = False  # it takes synchronous steps, so that all ranks act on a vote behind the same one
-    stop_requested: bool = False  # set by a signal handler, which may touch nothing else: a vote for stopping follows
+    speed: float = 1.0  # its batches per second, divided by those of the fastest rank; 1.0 while some are unknown
+    last_seen: float = 0.0  # when the training thread last gave a sign of life
+    in_step: bool = False  # it takes synchronous steps: all ranks must act on a vote after the same one
+    stop_requested: bool = False  # set by a signal handler, which takes no lock; `ControlPlane.see` makes it a vote
     closing: bool = False
     trouble: PeerLost | CollectiveError | None = None
-    """A call of the training thread's has failed: the groups are to be formed anew."""
+    """The failure of a collective call of the training thread, because of which new groups are formed."""
 
-    composed: int = 0  # number of the last header composed: what changes now is heard of with the next one
-    agreed: Vote = Vote.NONE
+    composed: int = 0  # number of the last header composed: later changes travel with the next header
+    agreed: Vote = Vote.NONE  # the votes that all ranks know of
     opened: bool = False  # the sync point at which the training thread stands has opened
     num_opened: int = 0
     last_sync_point: SyncPointKind = SyncPointKind.NONE
-    """The sync point that opened last, on whichever ranks stood there."""
-    last_clock: float = 0.0  # steps of all ranks when it did
-    last_exchange: int = 1  # the exchange that was to come next
-    moved: bool = False  # whether the model had changed, on any rank, since the sync point before
-    next_exchange: int = 1  # the exchange that comes next; equal on all ranks, but for one that lost the last answer
-    saved: int = 0  # the last save, by number, that all ranks have agreed on
-    marked: Any = None  # what was copied for it; until the training thread takes it, or another exchange follows
-    lost: list[Any] = field(default_factory=list)  # what was copied, and not taken before another exchange followed
-    samples_by_rank: tuple[float, ...] = ()  # samples that every replica had seen at the last header
-    losses: tuple[float, ...] = ()  # every replica's, at the last header
-    paces: tuple[tuple[float, ...], ...] = ()  # every replica's, at the last header
+    """The kind of the sync point that opened last, on those ranks that stood there."""
+    last_clock: float = 0.0  # sum of all ranks' steps when it opened
+    last_exchange: int = 1  # `next_exchange` when it opened
+    moved: bool = False  # whether the model of any rank had changed since the sync point before
+    next_exchange: int = 1  # id of the next exchange; equal on all ranks but one that lost the last answer
+    saved: int = 0  # number of the last save that all ranks have agreed on
+    marked: Any = None  # the copy made for it, until the training thread takes it or another marked one follows
+    lost: list[Any] = field(default_factory=list)  # copies that the training thread did not take in time
+    samples_by_rank: tuple[float, ...] = ()  # samples that each replica had seen at the last header
+    losses: tuple[float, ...] = ()  # loss of each replica at the last header
+    paces: tuple[tuple[float, ...], ...] = ()  # pace of each replica at the last header
     mean_steps: float = 0.0  # optimizer steps per replica, on average over all, at the last header
-    steps_then: float = 0.0  # the same, of this replica, at the last header
+    steps_then: float = 0.0  # optimizer steps of this replica at the last header
     places: dict[str, float] = field(default_factory=dict)
-    """By name, how far each rank was in its data with what all have committed; equal on all ranks at a sync point."""
-    failed: int = 0  # exchanges that failed and were repeated
-    error: BaseException | None = None  # what has ended the engine's thread
+    """Each rank's place in its data after the committed work, by stable id; equal on all ranks at a sync point."""
+    failed: int = 0  # number of failed exchanges
+    error: BaseException | None = None  # the error that has ended the engine's thread
 
     def wait(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
-        """Wait on the training thread for ``condition``; ``see`` raises if it cannot come. Under the lock."""
+        """Wait on the training thread for ``condition``; ``see`` raises failures meanwhile. Under the lock."""
         while not condition():
+            # The wait is short, so that `see` passes on a signal and notes that this thread lives.
             see()
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Return whether the training thread goes on when that sync point opens. Under the lock."""
+        """Return whether the training thread is let go when ``sync_point`` opens. Under the lock."""
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:
-        """Let the training thread go on, if it stands there. Under the lock."""
+        """Let the training thread go on, if it stands at ``sync_point``. Under the lock."""
         if sync_point is SyncPointKind.SYNCHRONISE:
             self.agreed &= ~Vote.SYNCHRONISE
         if not self.stands_at(sync_point):

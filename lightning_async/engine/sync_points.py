@@ -1,4 +1,4 @@
-"""The sync points, where all ranks meet and leave with one model, and the votes for them."""
+"""Sync points, at which all ranks wait and which they leave with one model, and the votes by which ranks call them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,44 @@ from lightning_async.engine.shared_state import Arrival, SyncPointKind, Vote
 
 
 class SyncPointParticipant:
-    """The base of what has work at sync points, on the training thread; it does nothing."""
+    """A base for objects that take part in sync points, on the training thread; all its methods do nothing."""
 
     def before_sync_point(self) -> None:
-        """Prepare to stand at a sync point."""
+        """Prepare for waiting at a sync point."""
 
     def at_sync_point(self) -> None:
-        """Work there: called once, and after every event."""
+        """Work while the training thread waits: called once at first, and after every change of the shared state."""
 
     def after_sync_point(self, waited_s: float) -> None:
-        """Stand there no more. Under the lock."""
+        """Clean up after waiting for ``waited_s`` at a sync point, opened or not. Under the lock."""
 
     def leave_sync_point(self) -> None:
-        """Follow what was done at the last sync point, before a batch or another one."""
+        """Take up changes made at the last sync point, before the next batch or sync point."""
 
     def before_batch(self) -> None:
-        """Begin a batch."""
+        """Prepare for a batch."""
 
 
 class SyncPoints:
-    """The training thread's meetings and votes; the control plane serves headers meanwhile."""
+    """The training thread's sync points and votes; the engine's thread serves headers while it waits."""
 
     def __init__(self, control: ControlPlane, *participants: SyncPointParticipant) -> None:
         self._control = control
         self._box = control.shared_state
         self._participants = participants
-        self.moved_at_sync_point = False  # whether the model had changed, on any rank, between the last two sync points
-        self.coming = SyncPointKind.NONE  # where the training thread is about to stand, stands, or stood last
-        self.waited_s = 0.0  # how long the training thread has stood still for others, at sync points and elsewhere
+        self.moved_at_sync_point = False  # whether any rank's model changed between the last two sync points
+        self.coming = SyncPointKind.NONE  # the kind of the next, the present or the last sync point
+        self.waited_s = 0.0  # seconds that the training thread has waited for other ranks, at sync points and elsewhere
         self._at_sync_point = True  # no batch has begun since the last sync point, or since training began
 
     def add(self, participant: SyncPointParticipant) -> None:
         self._participants = (*self._participants, participant)
 
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> Arrival:
-        """Wait, serving headers, until every rank stands at this sync point and holds the same model.
+        """Wait until every rank stands at this sync point and holds the same model, or until a vote ends the wait.
 
-        The model is the work-weighted mean of all replicas, or what the rule says of it. Two in a row change no bit.
+        The model is the work-weighted mean of all replicas, or the model that the rule makes of that mean. Two sync
+        points in a row change no bit. After any `Arrival` but OPEN, the caller does what was voted for and comes back.
         """
         box = self._box
         now = self._control.now
@@ -60,7 +61,7 @@ class SyncPoints:
             box.sync_point = sync_point
             box.sync_point_index = index
             box.opened = False
-        self._control.ring()
+        self._control.ring()  # all ranks, ready or not, answer a header now, and learn that this one waits here
         try:
             while True:
                 for participant in self._participants:
@@ -103,7 +104,7 @@ class SyncPoints:
                 participant.leave_sync_point()
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        """Stand still until the engine's thread has made ``condition`` true; its failures end the wait."""
+        """Wait until the engine's thread has made ``condition`` true; raise its failure if it has one."""
         started = self._control.now()
         with self._box.changed:
             self._box.wait(condition, self._control.see)
@@ -117,7 +118,7 @@ class SyncPoints:
             self._control.ring()
 
     def request_stop(self) -> None:
-        """Vote for stopping, from a signal handler: that may touch no lock."""
+        """Vote for stopping, from a signal handler, which must take no lock."""
         self._box.stop_requested = True
 
     @property
@@ -133,7 +134,7 @@ class SyncPoints:
             self._box.pace = pace
 
     def tell_place(self, place: float) -> None:
-        """Put the place in the data with the step that follows into the next message."""
+        """Set the place in the data after the coming step, which the next message carries."""
         with self._box.changed:
             self._box.place = place
 
@@ -143,7 +144,7 @@ class SyncPoints:
 
     @property
     def places(self) -> dict[str, float]:
-        """Each rank's place in its data with what all have committed, by name; equal at a sync point."""
+        """Each rank's place in its data after the committed work, by stable id; equal on all ranks at a sync point."""
         with self._box.changed:
             return dict(self._box.places)
 
@@ -164,7 +165,7 @@ class SyncPoints:
 
     @property
     def speeds(self) -> dict[str, float]:
-        """Every rank's batches per second, by name; 0.0 where they are not known."""
+        """The batches per second of every rank, by stable id; 0.0 where they are unknown."""
         return {name: batches_per_second(pace) for name, pace in self.paces.items()}
 
     @property
@@ -174,5 +175,5 @@ class SyncPoints:
 
     @property
     def agreed(self) -> Vote:
-        """Votes that all ranks act on from the next batch boundary on."""
+        """The votes on which all ranks act at their next batch boundary."""
         return self._box.agreed

@@ -1,4 +1,4 @@
-"""The engine's timeouts."""
+"""The timeouts of the engine: how long it waits for payloads, late ranks, dead ranks and new ranks."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from lightning_async.membership.membership import HEARTBEAT
 
 @dataclass(frozen=True, kw_only=True)
 class Timeouts:
-    """The engine's timeouts.
+    """A set of timeouts for the engine.
 
     Args:
-        payload: for each part of a payload. Default 60 s; the header before it has no deadline, because a late
-            rank is no failure.
-        grace: after this long without a step, a rank's engine answers rounds without it. Default 10 s.
-        dead_after: a rank that sent no heartbeat for so long is lost; at least four heartbeats. Default 30 s.
-        reform: for all ranks to meet again after a failure. Default 300 s.
-        replicas: where fewer than `min_replicas` are left, those stand for so long until others have come (back), and
-            go on with these. Default 0: training ends.
-        attempts: failed rounds in a row before training ends with an error. Default 10.
+        payload: Longest time for each part of a payload. Default 60 s. The header before it has no deadline, because a
+            late rank is no failure.
+        grace: Time without a step after which a rank's engine answers rounds without its training thread. Default 10 s.
+        dead_after: Time without a heartbeat after which a rank is lost; at least four heartbeats. Default 30 s.
+        reform: Longest time for all live ranks to meet again after a failure. Default 300 s.
+        replicas: Time for which fewer than `min_replicas` live ranks wait for others to join or return, with which
+            they go on. Default 0: training ends at once.
+        attempts: Number of failed rounds in a row that ends training with an error. Default 10.
 
     Raises:
-        TypeError: a time that is no timedelta, or ``attempts`` is no int.
-        ValueError: a time that is not positive (of `replicas`: that is negative), or a `dead_after` that is too short.
+        TypeError: If a time is no timedelta, or ``attempts`` is no int.
+        ValueError: If a time is not positive (``replicas`` may be 0), ``dead_after`` is shorter than four heartbeats,
+            or ``attempts`` is less than 1.
     """
 
     payload: timedelta = timedelta(seconds=60)
@@ -37,7 +38,7 @@ class Timeouts:
 
     @staticmethod
     def or_default(given: Timeouts | None) -> Timeouts:
-        """Return the given argument, whatever it is; the default where that is None."""
+        """Return ``given``, unchecked; return the default timeouts where it is None."""
         return Timeouts() if given is None else given
 
     def __post_init__(self) -> None:

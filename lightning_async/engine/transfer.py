@@ -1,4 +1,8 @@
-"""The moving of bytes between ranks: every wait has a deadline, and ends with deaths, closing, and new generations."""
+"""Waits for bytes between ranks, which end with a death, with closing, and with a new generation.
+
+`Transfer` waits for headers and payloads. `UncommittedRound` keeps the exchange that some ranks have committed and
+others have not.
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,15 @@ _BEAT = timedelta(seconds=0.1)
 
 
 class Closed(Exception):
-    """The end of the engine, by the training thread."""
+    """The signal that the training thread has closed the engine; it ends every wait of the engine's thread."""
 
 
 class Transfer:
-    """The engine's headers and payloads on their way.
+    """The engine's operations on headers and payloads; the engine's thread calls all of them.
 
-    ``small`` moves CPU tensors of a few numbers, ``large`` the buckets, in parts of at most ``part_bytes``, each within
-    ``deadline``. ``shared_state`` and ``membership`` end waits.
+    The communicator ``small`` moves CPU tensors of a few numbers. The communicator ``large`` moves the buckets, in
+    parts of at most ``part_bytes``, each within ``deadline``. Every wait looks at ``shared_state`` and ``membership``
+    ten times a second, see `check`.
     """
 
     def __init__(
@@ -54,7 +59,7 @@ class Transfer:
         return self.small.rank
 
     def check(self) -> None:
-        """Raise `Closed`, `PeerLost`, or a `CollectiveError` to form the groups anew for, where there is cause."""
+        """Raise `Closed` if the engine was closed, PeerLost for a death, or the training thread's CollectiveError."""
         if self._shared_state.closing:
             raise Closed
         self._membership.check()
@@ -62,7 +67,7 @@ class Transfer:
             raise self._shared_state.trouble
 
     def result(self, pending: Pending[T]) -> T:
-        """Return the result of one part of a payload; raise CollectiveTimeout after the deadline."""
+        """Wait for one part of a payload and return it; raise CollectiveTimeout after the deadline."""
         return self._wait(pending, self._deadline, None)
 
     def _wait(
@@ -80,14 +85,14 @@ class Transfer:
         return pending.result(timedelta(0))
 
     def meet(self, row: Tensor, every: tuple[timedelta, Callable[[], None]] | None = None) -> Tensor:
-        """Gather all ranks' rows; wait for as long as all of them live, because a late rank is no failure.
+        """Gather all ranks' rows, without a deadline while all of them live, because a late rank is no failure.
 
-        ``every``: a function to call each time that so much has passed.
+        ``every`` is a time, and a function that is called each time that it has passed.
         """
         return self._wait(self.small.all_gather(row), None, every)
 
     def all_have(self, tally: float, doubt: bool) -> float | None:
-        """Wait until all ranks have a payload; return the sum of their tallies, None where any has doubts."""
+        """Wait until all ranks have the payload; return the sum of their tallies, or None where any has doubts."""
         rows = self.meet(torch.tensor([tally, doubt], dtype=torch.float64))
         total, doubts = rows.sum(dim=0).tolist()
         return None if doubts else total
@@ -96,7 +101,7 @@ class Transfer:
         return self.result(self.small.all_gather(row))
 
     def largest_(self, flat: Tensor) -> None:
-        """Take the largest of all ranks' numbers on the CPU, element by element."""
+        """Replace each number of a CPU tensor by the largest one of all ranks."""
         for part in FlatLayout.parts(flat, self.part_bytes):
             self.result(self.small.all_reduce(part, ReduceOp.MAX))
 
@@ -109,38 +114,39 @@ class Transfer:
             self.result(self.large.broadcast(part, source))
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """Return a copy of a bucket in memory that the transport moves best, or the bucket itself."""
+        """Return a copy of a bucket in memory from which the transport moves it best, or the bucket itself."""
         return self.large.registered(buffer)
 
 
 class UncommittedRound:
-    """An exchange that others may have committed, or may lack.
+    """The last exchange of this rank, while some ranks may have committed it and others may not.
 
-    two steps    all say that they have the payload, then each commits: a rank that loses the last answer is `behind`,
-                 with the payload, and commits when it learns of that
-    at once      each commits when it has the payload: a rank that is `behind` may lack it, and gets it from one that
-                 is `ahead`, which keeps it where it landed until a header has met everyone beyond it
+    two steps    all ranks say that they have the payload, then each commits. A rank that loses the last answer is
+                 `behind`: it has the payload, and commits once the next header tells that others did
+    at once      each rank commits once it has the payload. A rank that fails before is `behind` without the payload,
+                 and gets it from a rank that is `ahead`. That one keeps the payload in the bucket in which it landed,
+                 until the next header has shown that no rank lacks it
 
-    Nobody is behind by more than one exchange: a header meets all before the next begins.
+    No rank is behind by more than one exchange, because a header meets all ranks before the next exchange begins.
     """
 
     def __init__(self, buckets: Buckets, transfer: Transfer) -> None:
         self._buckets = buckets
         self._transfer = transfer
         self.behind: InFlightRound | None = None
-        """Not committed here; others may have. In two steps: the payload is there."""
-        self.ahead: InFlightRound | None = None  # committed here, at once; others may lack it
+        """The exchange that this rank has not committed, and others may have; in two steps, with its payload."""
+        self.ahead: InFlightRound | None = None  # committed at once by this rank; others may lack its payload
 
     @property
     def id(self) -> int:
-        """The exchange whose payload this rank has; 0: there is none that others could need."""
+        """The id of the exchange whose payload this rank holds for others; 0 where there is none that they may need."""
         if self.behind is not None and not self.behind.at_once:
             return self.behind.id
         return 0 if self.ahead is None else self.ahead.id
 
     def all_have(self, exchange: InFlightRound) -> bool:
-        """Ask all ranks for the payload until none has doubts; return whether to commit."""
-        self.behind = exchange
+        """Ask all ranks whether they have the payload until none has doubts; return whether to commit it."""
+        self.behind = exchange  # from here on others may commit it, even if this rank never gets their answer
         while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
             self.behind = None
             exchange.settle()
@@ -156,7 +162,7 @@ class UncommittedRound:
         self.ahead = exchange if exchange.at_once else None
 
     def keep(self) -> None:
-        """Copy what others may lack; for the training thread, which uses the buckets."""
+        """Copy a payload that others may lack out of the buckets, before the training thread overwrites it."""
         if self.ahead is not None:
             self.ahead.target = self.ahead.target.clone()
 
@@ -164,9 +170,10 @@ class UncommittedRound:
         self.behind = self.ahead = None
 
     def catch_up(self, id: int, source: int | None, is_behind: bool) -> InFlightRound | None:
-        """Return what this rank is to commit, where some committed exchange ``id`` and others did not.
+        """Return the exchange for this rank to commit where only some ranks have committed ``id``; None if it has.
 
-        All call this together; ``source``: see `source_of`; ``is_behind``: this rank did not commit it.
+        All ranks call this together. ``source`` is the rank that broadcasts the payload, see `source_of`. ``is_behind``
+        says that this rank has not committed the exchange.
         """
         mine = self.behind if is_behind else self.ahead
         if mine is not None and mine.id != id:
@@ -176,13 +183,14 @@ class UncommittedRound:
         if source is not None:
             if is_behind:
                 self._buckets.claim()
-            bucket = torch.empty_like(self._buckets.sent) if mine is None else mine.target  # all ranks are to call
+            # A rank that needs nothing takes part in the broadcast, too, with a bucket that is thrown away.
+            bucket = torch.empty_like(self._buckets.sent) if mine is None else mine.target
             self._transfer.broadcast_(self._buckets.replica.of_rule(bucket), source)
         return mine if is_behind else None
 
 
 def source_of(headers: Sequence[Header], id: int) -> int | None:
-    """Return the rank that gives all others a payload which some have yet to commit; None: nobody lacks it.
+    """Return the rank that broadcasts the payload of exchange ``id`` to those that lack it; None if no rank does.
 
     >>> source_of([Header(exchange=7, held=7), Header(exchange=8)], 7)
     >>> source_of([Header(exchange=7), Header(exchange=8, held=7)], 7)

@@ -1,6 +1,6 @@
-"""The training thread's side of averaging: count work, pack, merge.
+"""The training thread's side of averaging: it counts work, packs messages, and merges results.
 
-Strategies see `BackgroundAverager`. `Merger` moves the parameters by what has arrived, the last step of a round.
+Strategies use `BackgroundAverager`. `Merger` moves the parameters by the result of a round, which is its last step.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundAverager(SyncPointParticipant):
-    """An average of one replica with its peers while it trains.
+    """An averager of one replica with its peers in the background, while it trains.
 
     The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where several
-    optimizers step), `sync_points.rendezvous` wherever all ranks must hold one model, and `resume` when it trains on.
-    The control plane's thread serves the rounds meanwhile; `close` closes it. All ranks must start with equal
+    optimizers step). It calls `sync_points.rendezvous` wherever all ranks must hold one model, and `sync_points.resume`
+    when it trains on. The engine's thread serves the rounds meanwhile; `close` ends it. All ranks must start with equal
     parameters. Raises ValueError for a rule that ``config`` cannot carry out.
     """
 
@@ -60,35 +60,36 @@ class BackgroundAverager(SyncPointParticipant):
         exact = self.config.compression == "none" or rule.keeps_residual
         self._merger = Merger(self._buckets, self.agreed, self.component, exact)
         self.meet: Callable[[SyncPointKind], Arrival] = self.sync_points.rendezvous
-        """Opens a sync point that a step needs."""
+        """Waits at a sync point that the next step needs."""
         self.on_healed: Callable[[], None] = lambda: None
-        """Called when this replica was not finite and has taken over the others' model."""
-        self.gathered: Callable[[], Any] = lambda: None  # says, for checkpoints, what is gathered towards the next step
-        self.alike: Callable[[], Any] = lambda: None  # says, for checkpoints, what all replicas have alike
+        """Called after this replica was not finite and has taken over the others' model."""
+        # Both are for checkpoints.
+        self.gathered: Callable[[], Any] = lambda: None  # returns what is gathered for the next step
+        self.alike: Callable[[], Any] = lambda: None  # returns further state that is equal on all replicas
         self.step = self.first_step = self.epoch = 0
         self._resumed = self._in_flight = False
-        self._loss_sum: Tensor | float = 0.0  # of training losses of local steps, since the last message that was due
+        self._loss_sum: Tensor | float = 0.0  # sum of the losses of local steps since the last message that was due
         self._num_losses = 0
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
     def start(self) -> None:
-        """Begin: every replica's parameters are equal now."""
+        """Start the clocks and the engine's thread; every replica's parameters are equal now."""
         ledger = self.ledger
         self._last_tick = self._now()
-        self.started_at = self._last_tick - self.summary.elapsed_s  # as if never stopped
+        self.started_at = self._last_tick - self.summary.elapsed_s  # the time before a checkpoint counts
         ledger.start()
         self.first_step = self.step
-        if not self.step and not self._resumed:  # so that a rank without data, too, knows how training begins
+        if not self.step and not self._resumed:  # asked here, as a rank without data takes no step
             ledger.fresh = ledger.synchronous = self._ask(ReplicaClock(0, 0, 0, 0.0)) is Action.GRADIENTS
         self.control.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
-        """End the engine's thread. Waits for no peer; idempotent."""
+        """End the engine's thread, which waits for no peer then. Idempotent."""
         if not self.control.close(timeout):
             log.warning("The engine's thread of rank %d did not end within %s.", self.summary.rank, timeout)
 
     def plan(self) -> Action:
-        """Plan the step that the training thread is about to take; a sync point that it needs comes first."""
+        """Return the schedule's action for the coming step, after waiting at a sync point if that step needs one."""
         box = self._box
         ledger = self.ledger
         with box.changed:
@@ -100,7 +101,8 @@ class BackgroundAverager(SyncPointParticipant):
             loss_variance = ledger.loss_variance.relative
             if isinstance(message, LocalMessage):
                 since[message.fragment] -= message.steps
-        # Each fragment has a round in a period of the schedule: its clock runs so many times as fast.
+        # Within one period of the schedule each fragment has a round, so the clock that it sees runs faster by their
+        # number.
         times = self.replica.num_fragments
         action = self._ask(
             ReplicaClock(
@@ -117,14 +119,14 @@ class BackgroundAverager(SyncPointParticipant):
         )
         apart = not ledger.synchronous or Vote.SYNCHRONISE in box.agreed
         if action is Action.GRADIENTS and apart and self.meet(SyncPointKind.SYNCHRONISE) is not Arrival.OPEN:
-            action = Action.LOCAL  # others ask for a validation, or to stop: first that, at the end of this batch
+            action = Action.LOCAL  # others ask for a validation or a stop, which comes first
         synchronous = action is Action.GRADIENTS
         if synchronous:
             self._merger.go_on_from(None)
         else:
             if ledger.synchronous:
                 self._leave_synchronous()
-            self._merger.restore_local()  # a sync point that did not open may have shown its model all the same
+            self._merger.restore_local()  # a sync point that did not open may still have shown its model
         with box.changed:
             ledger.synchronous = box.in_step = synchronous
         return action
@@ -136,7 +138,7 @@ class BackgroundAverager(SyncPointParticipant):
         return action
 
     def _leave_synchronous(self) -> None:
-        """Note where replicas part, for one that misses the next round."""
+        """Pack the parameters with which replicas leave synchronous training, from which an absent replica moves."""
         with self._buckets.alone(self.control.see):
             self.replica.pack_(self.control.vacated())
         self.ledger.part()
@@ -144,20 +146,20 @@ class BackgroundAverager(SyncPointParticipant):
         self._buckets.at_target = True
 
     def synchronous_step(self, samples: float | None) -> None:
-        """Count a step on averaged gradients; ``samples`` is None without this replica's. Under the lock."""
+        """Count a step on averaged gradients; ``samples`` is None where this replica had none. Under the lock."""
         self.ledger.synchronous_step(None if samples is None else Work(samples, 1.0))
         message = self._buckets.message
         if isinstance(message, LocalMessage) and message.announced:
-            self.component.average.abandon()  # made with a rule state that begins anew; its work stays for another one
+            self.component.average.abandon()  # it was made with the old rule state; the work goes into another message
 
     def see_loss(self, loss: Tensor) -> None:
-        """Count the training loss of a backward pass towards the next message; no GPU is waited for."""
+        """Add the training loss of a backward pass to the mean in the next message, without waiting for a GPU."""
         if loss.numel() == 1:
             self._loss_sum = self._loss_sum + loss.detach().float().reshape(())
             self._num_losses += 1
 
     def tick(self, action: Action, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
-        """Count a step, take what arrived, and start a round if that was planned; return the round that was merged.
+        """Count a step, merge a result that has arrived, and start a round if planned; return the merged round.
 
         ``action`` is the result of `plan`. ``stepped`` is False if no parameter moved (infinite gradients). ``lr`` is
         the inner learning rate, for rules that need it.
@@ -205,7 +207,7 @@ class BackgroundAverager(SyncPointParticipant):
         return work.weight(self.config.weighting) > 0.0 or self.ledger.since_round[fragment] > 0.0
 
     def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
-        """Pack the parameters as this rank's message, if the buckets are free; return whether they were."""
+        """Pack the parameters as this rank's message, if that is possible now; return whether they were packed."""
         box = self._box
         buckets = self._buckets
         ledger = self.ledger
@@ -229,7 +231,7 @@ class BackgroundAverager(SyncPointParticipant):
         return True
 
     def _mean_loss(self, due: bool) -> Tensor | None:
-        """Return the mean of the losses that were seen; those in a message that was due are in no other one."""
+        """Return the mean loss since the last message that was ``due``; begin a new mean where this one is."""
         mean = torch.as_tensor(self._loss_sum / self._num_losses) if self._num_losses else None
         if due:
             self._forget_losses()
@@ -255,10 +257,10 @@ class BackgroundAverager(SyncPointParticipant):
         self._reports.merge_s += self._now() - started
         if arrived.healed:
             with self._box.changed:
-                self.ledger.agree()  # what this replica did is in no parameters any more, in those of no fragment
+                self.ledger.agree()  # this replica's work is lost: its parameters were overwritten
             self.on_healed()
         message = arrived.message
-        # The first round of one fragment of several, or one that a sync point asked for, ends no whole period.
+        # A round that a sync point asked for ends no whole period; with several fragments, nor does the first of each.
         whole = arrived.round.past > 0 or self.replica.num_fragments == 1
         if isinstance(message, LocalMessage) and message.due and whole and not arrived.is_consensus:
             chosen = self.agreed.rule.chosen(arrived.round)
@@ -272,7 +274,7 @@ class BackgroundAverager(SyncPointParticipant):
             self.summary.add_unmerged(unmerged.pop(0))
 
     def global_step(self) -> int:
-        """Estimate optimizer steps per replica: the mean of all at the last header, and this replica's since."""
+        """Estimate the optimizer steps per replica: the mean at the last header, and this replica's progress since."""
         box = self._box
         pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
@@ -284,7 +286,7 @@ class BackgroundAverager(SyncPointParticipant):
         self._in_flight = isinstance(self._buckets.message, LocalMessage)
 
     def at_sync_point(self) -> None:
-        """Take what arrives; what is left over counts, even if the sync point does not open for long."""
+        """Merge results that arrive, and pack the steps since the last round, so that they count meanwhile."""
         if self._in_flight:
             self._reports.blocked_s = self._now() - self._stood_at
         if self._take() is not None:
@@ -301,19 +303,19 @@ class BackgroundAverager(SyncPointParticipant):
         self._merger.restore_local()
 
     def leave_sync_point(self) -> None:
-        """Begin the next step; parameters that were unfrozen at the sync point travel with the others from now on."""
-        self._last_tick = self._now()  # what was done at the sync point is no part of a step
+        """Begin the next step, and include parameters that were unfrozen at the sync point from now on."""
+        self._last_tick = self._now()  # the time at the sync point is no part of a step
         replica = self.replica
         buckets = self._buckets
         followed = False
         replica.tensors.check_unchanged(thawed_too=False)
         if not (thawed := replica.tensors.thawed()):
             return
-        self._merger.restore_local()  # it is a bucket of the old layout
+        self._merger.restore_local()  # the replica's own model is a bucket of the old layout
         while not followed:
             self._take()
             with buckets.alone(self.control.see):
-                if followed := buckets.arrived is None:  # nothing of the old layout is left
+                if followed := buckets.arrived is None:  # no result of the old layout is left
                     before = replica.layout
                     replica.take_thawed()
                     buckets.lay_out(self.control.transfer.registered)
@@ -337,7 +339,7 @@ class BackgroundAverager(SyncPointParticipant):
         }  # fmt: skip
 
     def _local_state(self) -> dict[str, Any] | None:
-        """Return this replica's own model and its work since the last round, where a sync point shows another model."""
+        """Return this replica's own model and work where the parameters show a sync point's model; else None."""
         if (model := self._merger.local) is None:
             return None
         return {"model": model, "work": self.ledger.work_dict()}
@@ -346,17 +348,17 @@ class BackgroundAverager(SyncPointParticipant):
         model = saved["model"].to(self.replica.device)
         if model.shape != self._buckets.received.shape:
             log.warning(
-                "Rank %d goes on from the model that the checkpoint shows, not from its own: its parameters or buffers "
-                "that are averaged are others now.", self.summary.rank,
+                "Rank %d goes on from the model that the checkpoint shows, not from its own, because other parameters "
+                "or buffers are averaged now.", self.summary.rank,
             )  # fmt: skip
             return
         self._merger.go_on_from(model)
         self.ledger.load_work(saved["work"])
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
-        """Go on from `state_dict` and `clocks`; raise ValueError for the state of another rule. Before `start`.
+        """Load the results of `state_dict` and `clocks`, before `start`; raise ValueError for another rule's state.
 
-        Rule state that ``clocks`` lacks begins anew.
+        Rule state that ``clocks`` lacks starts over.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
@@ -374,9 +376,9 @@ class BackgroundAverager(SyncPointParticipant):
 
 
 class Merger:
-    """The training thread's merging of committed rounds into one replica's parameters.
+    """A merger of committed rounds into one replica's parameters, on the training thread.
 
-    ``exact``: False where messages are compressed and their losses stay in the parameters.
+    ``exact`` is False where messages are compressed and the compression error stays in the parameters.
     """
 
     def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
@@ -386,7 +388,7 @@ class Merger:
         self._replica = buckets.replica
         self._exact = exact
         self._local: Tensor | None = None
-        """The parameters with which training goes on, while they show the model of a sync point."""
+        """The replica's own parameters, in a bucket, while the module shows the model of a sync point; else None."""
 
     def merge(self, arrived: Merge, step: int) -> None:
         replica = self._replica
@@ -394,14 +396,14 @@ class Merger:
         message = arrived.message
         consensus = arrived.is_consensus
         self._buckets.to_training.take(*(bucket for bucket in (arrived.target, arrived.base) if bucket is not None))
-        if message is not None:  # of other fragments, the snapshot tells nothing
+        if message is not None:  # the snapshot holds one fragment: it tells nothing of others
             stood_still = message.step == step and self._exact and len(arrived.fragments) == 1
         else:
             stood_still = self._buckets.at_target
         base = None if consensus else arrived.base
         takes_all = base is None
         rest = message if isinstance(message, LocalMessage) and message.fragment == replica.last_fragment else None
-        # Buffers change without a step, too (accumulated batches): whether they stood still is seen where they are.
+        # Buffers change without a step, too (accumulated batches), so their own counters tell how far they have moved.
         if rest is not None and base is not None:
             replica.merge_late_(arrived.target, base, rest.updates, arrived.plan.source is not None)
         target = arrived.target
@@ -431,7 +433,7 @@ class Merger:
             self._component.showing = self._local is not None
 
     def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
-        """Return the target, with as much of the progress since ``base`` as the rule takes up."""
+        """Return the target plus the part of the progress since ``base`` that the rule keeps."""
         replica = self._replica
         mixed = arrived.target.clone()
         replica.pack_parameters_(mixed, arrived.fragments)
@@ -441,7 +443,7 @@ class Merger:
         return mixed
 
     def restore_local(self) -> bool:
-        """Put this replica's own parameters back where they only show a model; return whether they did."""
+        """Restore this replica's own parameters if the module shows a sync point's model; return whether it did."""
         if self._local is None:
             return False
         self._replica.merge_(self._local, None, with_state=True)
@@ -451,10 +453,10 @@ class Merger:
 
     @property
     def local(self) -> Tensor | None:
-        """This replica's own model, as a bucket, where the parameters show another one."""
+        """This replica's own model in a bucket, while the module shows the model of a sync point; else None."""
         return self._local
 
     def go_on_from(self, local: Tensor | None) -> None:
-        """Restore the model in the bucket ``local`` at the next batch; None: go on from what the parameters are."""
+        """Set the model to restore at the next batch, as a bucket; None keeps the parameters as they are."""
         self._local = local
         self._component.showing = local is not None

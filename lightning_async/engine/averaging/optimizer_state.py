@@ -1,9 +1,12 @@
-"""The optimizers' state as tensors that can be averaged or reset.
+"""The optimizers' state as tensors that can be averaged or reset, and BatchNorm statistics recomputed.
 
-Optimizers make their state at the first step that has a gradient. To be averaged it must be there from the start on
-every replica, one without any data too, and must begin as the optimizer itself would begin it. A small stand-in of the
-same class and options, with a parameter of a few elements, shows what an optimizer does. `recompute_batch_norm` makes
-BatchNorm statistics anew (precise BatchNorm, Wu and Johnson, 2021): those of an average are no average of statistics.
+Optimizers create their state at the first step that has a gradient. To be averaged, the state must exist from the start
+on every replica, also on one without data, and must begin as the optimizer itself would begin it. To find out how an
+optimizer begins its state and averages it over time, a stand-in of the same class and options takes steps with a
+parameter of a few elements. Read `AveragedState` first.
+
+`recompute_batch_norm` computes BatchNorm statistics anew for an averaged model (precise BatchNorm, Wu and Johnson,
+2021), because the average of the replicas' statistics does not describe the averaged model.
 """
 
 from __future__ import annotations
@@ -30,10 +33,10 @@ RECENT_BATCHES = 16
 
 
 def recompute_batch_norm(module: nn.Module, batches: list[Any], world: LightningCollectives) -> None:
-    """Set every BatchNorm's statistics to the mean over the batches of all replicas, which call this together.
+    """Compute every BatchNorm's statistics anew, as the mean over the batches of all replicas.
 
-    Each batch's input (its first element, where it is a tuple or list) passes through ``module.forward`` in training
-    mode without gradients. Ranks may have unequal numbers of batches, or none.
+    All replicas call this together. The input of each batch (its first element, if the batch is a tuple or list) passes
+    through ``module.forward`` in training mode without gradients. Ranks may have unequal numbers of batches, or none.
     """
     if not (layers := with_statistics(module)):
         return
@@ -66,9 +69,9 @@ Group = dict[str, Any]
 
 
 def materialise(optimizers: Iterable[Optimizer]) -> None:
-    """Give every trained parameter the state with which its optimizer would begin, where it has none.
+    """Create the optimizer state of every trained parameter that has none, as its optimizer would begin it.
 
-    Raises ValueError for an optimizer that trains otherwise with such a state than without.
+    Raises ValueError for an optimizer whose training differs with such a state from training without it.
     """
     for optimizer in optimizers:
         checked = set()
@@ -82,25 +85,25 @@ def materialise(optimizers: Iterable[Optimizer]) -> None:
 
 
 class AveragedState:
-    """The state that has a value for each element of its parameter, or for each row: moments, not step counts.
+    """The optimizers' state tensors of more than one number, such as moments; step counts are not among them.
 
-    Calling it gives the tensors as they are now, of every trained parameter; complex ones as views of real numbers.
-    Raises as `materialise` does.
+    A call of the object returns these tensors of every trained parameter as they are now, complex ones as views of real
+    numbers. It raises as `materialise` does.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._optimizers = list(optimizers)
         self._known: dict[Any, list[str]] = {}
         self._laws: dict[Any, tuple[Any, dict[str, _Law]]] = {}
-        self._hooks: dict[int, RemovableHandle] = {}  # of optimizers, by their `id`, whose updates nobody else counts
-        self._steps: Counter[int] = Counter()  # of each parameter of theirs, by its `id`
+        self._hooks: dict[int, RemovableHandle] = {}  # by an optimizer's `id`, where nothing else counts its updates
+        self._steps: Counter[int] = Counter()  # steps of each parameter of such optimizers, by its `id`
 
     def __call__(self) -> list[Tensor]:
         materialise(self._optimizers)
         return [real(state[name]) for *_, state, name in self._each()]
 
     def running_means(self) -> list[RunningMean]:
-        """Return how each of the tensors averages over time, with the optimizers' options as they are now."""
+        """Return how each tensor averages over time, for the options that the optimizers have now."""
         laws: dict[Any, dict[str, _Law]] = {}
         found = []
         for optimizer, group, param, state, name in self._each():
@@ -119,7 +122,7 @@ class AveragedState:
         self._hooks.clear()
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step: some fused kernels leave no trace in the state."""
+        """Count a step of an optimizer whose fused kernel leaves no count in the state."""
         self._steps.update(id(param) for _, param in _params(optimizer) if param.grad is not None)
 
     def _each(self) -> Iterator[tuple[Optimizer, Group, Tensor, dict[str, Any], str]]:
@@ -135,7 +138,7 @@ class AveragedState:
                         yield optimizer, group, param, state, name
 
     def _laws_of(self, kind: Any, optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, _Law]:
-        """Find the laws once for each set of options: schedulers change momenta, too."""
+        """Return the laws for a kind of parameter; find them out again where a scheduler has changed an option."""
         options = {key: value for key, value in group.items() if key not in ("params", "lr")}
         before = self._laws.get(kind)
         shown = repr(options)
@@ -145,15 +148,15 @@ class AveragedState:
 
 
 class _Law(NamedTuple):
-    """A tensor's law of averaging over time."""
+    """The law by which a state tensor averages over time."""
 
-    decay: float = 1.0  # see `RunningMean`; 1 also where it is not known
-    counter: str | None = None  # the name of the state's entry that counts updates; None: none does
-    writes: int = 0  # how many writes to the tensor torch counts for an update
+    decay: float = 1.0  # see `RunningMean`; 1 where it is unknown
+    counter: str | None = None  # name of the state's entry that counts updates, if one does
+    writes: int = 0  # number of writes to the tensor that torch counts for an update
     positive: bool = False  # see `RunningMean`
 
     def of(self, state: Mapping[str, Any], name: str, steps: float) -> RunningMean:
-        """Apply it to a parameter with this state and so many ``steps`` with a gradient."""
+        """Return the `RunningMean` of the tensor ``name`` in this state, after ``steps`` steps with a gradient."""
         if self.counter is not None and self.counter in state:
             return RunningMean(self.decay, state[self.counter], positive=self.positive)
         if self.writes:
@@ -162,7 +165,7 @@ class _Law(NamedTuple):
 
     @property
     def is_counted(self) -> bool:
-        """Whether something counts updates, where that matters; the kernels of fused SGD do not."""
+        """Whether updates are counted, or need not be; the kernels of fused SGD count none."""
         return self.decay == 1.0 or self.counter is not None or self.writes > 0
 
 
@@ -184,16 +187,16 @@ def _params(optimizer: Optimizer) -> Iterator[tuple[Group, nn.Parameter]]:
 
 
 def _begun(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
-    """Return the state with which this optimizer begins this parameter, which is left alone."""
+    """Return the state with which this optimizer would begin this parameter; the parameter stays as it is."""
     twin = nn.Parameter(param.detach().clone())
     twin.grad = torch.zeros_like(twin)
     stand_in = _stand_in(optimizer, group, twin)
-    begin: Any = getattr(stand_in, "_init_group", None)  # of torch's own: makes the state, takes no step
+    begin: Any = getattr(stand_in, "_init_group", None)  # torch's own optimizers create the state here, without a step
     if begin is not None:
         lists = [[] for _ in list(inspect.signature(begin).parameters)[1:]]
         with _own_random_numbers(twin):
             begin(stand_in.param_groups[0], *lists)
-    if not stand_in.state.get(twin):  # it begins with zeros, or `_check` refuses it
+    if not stand_in.state.get(twin):  # a state that does not begin with zeros is refused by `_check`
         stand_in.param_groups[0]["lr"] = 0.0
         with _own_random_numbers(twin):
             type(optimizer).step(stand_in)
@@ -206,7 +209,7 @@ def _begun(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
 
 
 def _check(optimizer: Optimizer, group: Group, param: Tensor) -> None:
-    """Raise unless a few steps from the state of `_begun` end, to the bit, where they end without it."""
+    """Raise ValueError unless steps from the state of `_begun` and steps without it give the same bits."""
     why = ""
     try:
         alone, _ = _trained(optimizer, group, param, begun=False)
@@ -226,7 +229,7 @@ def _check(optimizer: Optimizer, group: Group, param: Tensor) -> None:
 
 
 def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> tuple[Tensor, list[str]]:
-    """Return a small parameter after three steps, and which of its state's tensors were replaced meanwhile."""
+    """Return a small parameter after three steps, and the names of state tensors that were replaced by new ones."""
     small = _small(param)
     stand_in = _stand_in(optimizer, group, small)
     if begun:
@@ -242,7 +245,7 @@ def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> 
 
 
 def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
-    """Return the tensors of a parameter's state that are more than one number, whatever the parameter's size."""
+    """Return the names of the state's tensors that hold more than one number, tried with a small parameter."""
     state = _begun(optimizer, group, _small(param))
     return sorted(
         name
@@ -252,11 +255,11 @@ def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
 
 
 def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -> dict[str, _Law]:
-    """Find out how each tensor of the state averages over time; return nothing where that cannot be.
+    """Find out how each tensor of the state averages over time; return an empty dict where that fails.
 
-    Steps are taken from states that differ in that tensor only. The rest of the difference is the decay, if it is the
-    same for all elements, gradients, times and factors that the state holds: a maximum, or a step size that adapts, has
-    none, and ASGD's average has none of its own. Fp64 tells it to more digits than options have.
+    A step is taken from two states that differ by 1 in one tensor. What is left of the difference is the decay, if it
+    is the same for all elements, gradients, times and factors in the state. A maximum and an adaptive step size have no
+    constant decay, nor has ASGD's average. Steps are in fp64, which gives more digits than options have.
     """
     small = nn.Parameter(_small(param.detach().real).detach().double())
     signs = torch.ones_like(small)
@@ -271,18 +274,18 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
         return {name: _law(optimizer, group, small, runs, name) for name in names}
     except Exception as error:
         log.warning(
-            "How the state of `%s` averages over time cannot be found out (%s): means that arrive late move it by "
-            "their difference from what was sent.", type(optimizer).__name__, error,
+            "How the state of `%s` averages over time cannot be found out (%s): a mean that arrives late moves it by "
+            "the difference between that mean and what was sent.", type(optimizer).__name__, error,
         )  # fmt: skip
         return {}
 
 
 def _halved(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state whose factors, such as ASGD's ``mu``, are half as large, as they may become later."""
+    """Return the state with factors such as ASGD's ``mu`` halved, as they may become smaller during training."""
     halved = dict(state)
     for name, value in state.items():
         is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
-        if is_number and 0.0 < float(value) <= 1.0:  # a count that has begun is larger
+        if is_number and 0.0 < float(value) <= 1.0:  # a count is larger after a few steps
             halved[name] = value / 2
     return halved
 
@@ -309,7 +312,7 @@ def _law(
 
 
 def _counts(before: Any, after: Any) -> bool:
-    """Return whether a number of the state is one more after a step."""
+    """Return whether an entry of the state is a number that has grown by one in a step."""
     scalars = [value for value in (before, after) if isinstance(value, Tensor | int | float)]
     if len(scalars) < 2 or any(isinstance(value, Tensor) and value.numel() != 1 for value in scalars):
         return False
@@ -319,7 +322,7 @@ def _counts(before: Any, after: Any) -> bool:
 def _stepped(
     optimizer: Optimizer, group: Group, small: Tensor, state: Mapping[str, Any], gradient: Tensor
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the state after a step, and how many writes to each of its tensors torch has counted."""
+    """Return the state after one step, and the number of writes that torch has counted for each of its tensors."""
     twin = nn.Parameter(small.detach().clone())
     twin.grad = gradient.clone()
     stand_in = _stand_in(optimizer, group, twin)
@@ -333,7 +336,7 @@ def _stepped(
 
 @contextmanager
 def _own_random_numbers(param: Tensor) -> Iterator[None]:
-    """Let an optimizer draw the same random numbers each time, and none of those that training draws."""
+    """Let an optimizer draw the same random numbers each time, without changing those that training draws."""
     with torch.random.fork_rng([param.device] if param.is_cuda else []):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed all GPUs, too
         if param.is_cuda:
@@ -342,7 +345,7 @@ def _own_random_numbers(param: Tensor) -> Iterator[None]:
 
 
 def _kind(group: Group, param: Tensor) -> tuple[Any, ...]:
-    """Return a key that parameters share which their optimizer treats alike."""
+    """Return a key that is equal for parameters which their optimizer treats alike."""
     return id(group), max(param.ndim, 1), param.dtype, param.device
 
 
@@ -353,7 +356,7 @@ def _small(param: Tensor) -> nn.Parameter:
 
 def _stand_in(optimizer: Optimizer, group: Group, param: nn.Parameter) -> Any:
     stand_in: Any = copy.copy(optimizer)
-    vars(stand_in).pop("step", None)  # a scheduler's wrapper around the real one's
+    vars(stand_in).pop("step", None)  # a learning-rate scheduler's wrapper, which is bound to the real optimizer
     stand_in.state = defaultdict(dict)
     stand_in.param_groups = [{**group, "params": [param]}]
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -1,4 +1,4 @@
-"""Reports of rounds, and the totals of a run."""
+"""Reports of single rounds, and the totals of a run, for loggers, the progress bar and the summary at the end."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One committed round, as this replica saw it. Times in seconds, sizes in bytes."""
+    """A report of one committed round, as this replica saw it; times are in seconds, sizes in bytes."""
 
     id: int  # number of the round
-    is_consensus: bool  # the exchange was a consensus, not an averaging round
+    is_consensus: bool  # whether the exchange was a consensus, not an averaging round
     share: float  # this replica's weight in the mean; 0 if it was absent
-    num_present: int  # replicas with a weight
+    num_present: int  # number of replicas with a weight
     staleness_steps: int  # local steps between the snapshot and the merge
     payload_bytes: int  # size of this replica's message on the wire
-    header_s: float  # waiting for the slowest replica's header; the training thread goes on meanwhile
-    exchange_s: float  # moving and committing the payload
-    blocked_s: float  # how much of all that the training thread waited for
-    merge_s: float  # packing and merging, on the training thread
-    spread: float  # root of the work-weighted mean squared distance of the replicas' messages from their mean
-    healed: bool = False  # this replica was not finite and took over the others' model
+    header_s: float  # time of waiting for the slowest replica's header, while this one trains on
+    exchange_s: float  # time of moving and committing the payload
+    blocked_s: float  # the part of these times that the training thread waited for
+    merge_s: float  # time of packing and merging on the training thread
+    spread: float  # root of the work-weighted mean squared distance of messages from their mean
+    healed: bool = False  # whether this replica was not finite and took over the others' model
 
 
 class Totals(Protocol):
-    """Totals of exchanges other than averaging rounds: a dataclass, whose numbers are in checkpoints."""
+    """An interface for totals of exchanges other than averaging rounds; a dataclass whose numbers checkpoints hold."""
 
     title: ClassVar[str]  # first line of the summary
     prefix: ClassVar[str]  # beginning of the metrics' names
-    shown: ClassVar[tuple[str, ...]]  # metrics that are in the progress bar, too
+    shown: ClassVar[tuple[str, ...]]  # metrics that the progress bar shows, too
 
     @property
-    def number(self) -> int: ...  # exchanges so far
+    def number(self) -> int: ...  # number of exchanges so far
 
     @property
-    def each_s(self) -> float: ...  # mean time of one; 0.0 while there was none
+    def each_s(self) -> float: ...  # mean time of an exchange; 0.0 before the first
 
     @property
-    def hidden_share(self) -> float: ...  # share of that during which training went on; 1.0 while there was none
+    def hidden_share(self) -> float: ...  # share of that time in which training went on; 1.0 before the first
 
     @property
-    def sent_bytes(self) -> int: ...  # bytes sent by this replica; 0 where they are not counted
+    def sent_bytes(self) -> int: ...  # bytes that this replica has sent; 0 where they are not counted
 
     def rows(self) -> dict[str, str]: ...  # lines of the summary
 
-    def metrics(self) -> dict[str, float]: ...  # for loggers
+    def metrics(self) -> dict[str, float]: ...  # values for loggers, by name
 
 
 @dataclass
 class RunSummary:
-    """Totals of one replica's run; grows with every report."""
+    """The totals of one replica's run, to which every report is added."""
 
     rank: int = 0
     world_size: int = 1
@@ -85,9 +85,9 @@ class RunSummary:
     samples_by_rank: list[float] = field(default_factory=list)
     paces: dict[str, Pace] = field(default_factory=dict)
     settings: dict[str, float] = field(default_factory=dict)  # of the last round: its period, and what the rule chose
-    fragments: int = 1  # of the parameters: each has a round in a period
-    automatic: tuple[str, ...] = ()  # arguments of the strategy that follow from what is measured
-    totals: Totals | None = None  # what is exchanged in place of averaging rounds, counted
+    fragments: int = 1  # number of fragments of the parameters: each has a round in a period
+    automatic: tuple[str, ...] = ()  # arguments of the strategy that are set by measurements
+    totals: Totals | None = None  # totals of the exchanges that take the place of averaging rounds
 
     def add(self, report: RoundReport) -> None:
         if report.is_consensus:
@@ -105,14 +105,14 @@ class RunSummary:
         self.payload_bytes += report.payload_bytes
 
     def add_unmerged(self, unmerged: UnmergedRound) -> None:
-        """Count a round that was committed without a report, so that all ranks count the same rounds."""
+        """Count a committed round that has no report, so that all ranks count the same number of rounds."""
         self.rounds += 1
         self.absent_rounds += unmerged.share == 0.0
         self.exchange_s += unmerged.exchange_s
         self.payload_bytes += unmerged.message_bytes
 
     def drop(self) -> None:
-        """Count gradients of this replica that were dropped; the first time with a warning."""
+        """Count dropped gradients of this replica; the first time, log a warning."""
         self.dropped_gradients += 1
         if self.dropped_gradients == 1:
             log.warning(
@@ -125,7 +125,7 @@ class RunSummary:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the rounds' communication that ran while the replica trained; 1.0 when there was none."""
+        """The share of the rounds' communication during which the replica trained; 1.0 before the first round."""
         if self.totals is not None:
             return self.totals.hidden_share
         if self.exchange_s <= 0.0:
@@ -162,12 +162,12 @@ class RunSummary:
         return {name: value for name, value in self.metrics().items() if name in wanted}
 
     def metrics(self) -> dict[str, float]:
-        """Return the run so far under the names that are logged; facts of rounds from the first one on."""
+        """Return the totals so far by the names under which they are logged; facts of rounds follow the first round."""
         own = self._of_rounds() if self.totals is None else self.totals.metrics()
         found = {
             **own,
             "bytes": float(self.sent_bytes),
-            # No name is the beginning of another one's path: loggers that keep a file for each name could not.
+            # "samples/own", not "samples": loggers that keep a file for each name need "samples" as a folder.
             "samples/own": self.samples,
             **{f"samples/rank_{rank}": samples for rank, samples in enumerate(self.samples_by_rank)},
             "idle_s": self.idle_s,
@@ -185,7 +185,7 @@ class RunSummary:
         }  # fmt: skip
 
     def in_words(self) -> str:
-        """Return how the last round was set.
+        """Return the settings of the last round as a phrase.
 
         >>> RunSummary(settings={"period_steps": 16.0, "step_s": 0.05, "outer_lr": 1.0}).in_words()
         'a round every 16 steps of 50 ms, outer_lr 1'
@@ -198,9 +198,9 @@ class RunSummary:
         return ", ".join([every, *(f"{name} {value:.3g}" for name, value in chosen.items())])
 
     def advice(self, schedule: object) -> str:
-        """Return what to do about a run without a round; "" where there is nothing to do.
+        """Return advice for a run that had no averaging round; "" where there is nothing to advise.
 
-        A schedule that sets itself asks for a round within 8 steps: a run without one was short.
+        An automatic schedule asks for a round within 8 steps, so a run without one was only short.
         """
         if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""
@@ -215,7 +215,7 @@ class RunSummary:
         return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Go on counting from there; exchanges of another kind do not count here."""
+        """Load saved totals, and go on counting from them; totals of another kind of exchange are left out."""
         for name, value in saved.items():
             prefix, dot, own = name.rpartition(".")
             if dot:
@@ -260,12 +260,12 @@ class RunSummary:
 
 
 class Reports:
-    """The reports of one replica's rounds, which it adds to its summary."""
+    """A maker of reports of one replica's rounds, which adds them to the summary; used by the training thread."""
 
     def __init__(self, summary: RunSummary) -> None:
         self.summary = summary
-        self.merge_s = 0.0  # packing and merging since the last report
-        self.blocked_s = 0.0  # standing still for the round under way
+        self.merge_s = 0.0  # time of packing and merging since the last report
+        self.blocked_s = 0.0  # time for which the training thread has waited for the round under way
         self._exchanges_s: deque[float] = deque(maxlen=2)
 
     def add(self, arrived: Merge, step: int, failed_rounds: int, samples_by_rank: Sequence[float]) -> RoundReport:
@@ -286,7 +286,7 @@ class Reports:
         if report.healed:
             self._warn_of_healing(step, report.id)
         self.blocked_s = self.merge_s = 0.0
-        if not arrived.is_consensus:  # that moves all parameters, as fp32
+        if not arrived.is_consensus:  # a consensus moves all parameters as fp32, so its time says nothing of rounds
             self._exchanges_s.append(arrived.exchange_s)
         self.summary.add(report)
         self.summary.failed_rounds = failed_rounds
@@ -295,11 +295,11 @@ class Reports:
 
     @property
     def round_s(self) -> float:
-        """The shorter of the last two rounds' exchanges: the first one is cold, and some are held up by chance."""
+        """The shorter of the last two rounds' exchange times, as the first is slow, and others are so by chance."""
         return min(self._exchanges_s) if len(self._exchanges_s) == 2 else 0.0
 
     def _warn_of_healing(self, step: int, round_id: int) -> None:
-        """Warn once; a replica that is healed again and again has a cause that averaging cannot mend."""
+        """Log a warning, and an error from the second time on, as its cause persists and averaging cannot remove it."""
         again = self.summary.healed
         log.log(
             logging.ERROR if again else logging.WARNING,

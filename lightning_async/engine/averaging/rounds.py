@@ -1,8 +1,9 @@
-"""Averaging as a component of the engine: a rank's part of headers, and the rounds that move parameters.
+"""Averaging as a component of the engine: its part of headers, and the rounds that move parameters.
 
-`AveragingComponent` composes and decides. Three round types move parameters: `AveragingRound` makes one mean of all
-messages, `ConsensusRound` one model of all replicas at a sync point, `AnchorRound` begins the rule's state anew after
-synchronous steps. `CheckpointMarkers` copies what all have agreed on with the round that is marked for a checkpoint.
+`AveragingComponent` composes this rank's part of headers and plans rounds. Three round types move parameters:
+`AveragingRound` averages all messages, `ConsensusRound` makes one model of all replicas at a sync point, and
+`AnchorRound` begins the rule's state anew after synchronous steps. `CheckpointMarkers` copies the agreed state after a
+round that is marked for a checkpoint. The engine's thread runs all of this, but for `CheckpointMarkers`' methods.
 """
 
 from __future__ import annotations
@@ -32,88 +33,88 @@ from lightning_async.errors import AsyncTrainingError, CollectiveError
 log = logging.getLogger(__name__)
 
 ROUND = 1  # the priority of averaging rounds: the lowest
-NOT_COMPARED = -1  # in place of a digest: this rank has not looked yet
-UNLIKE = -2  # in place of a digest: this replica shows what no other one does
+NOT_COMPARED = -1  # in place of a digest: this rank has not computed it yet
+UNLIKE = -2  # in place of a digest: this replica holds a model of its own, equal to no other
 
 
 class AveragingPart(NamedTuple):
-    """One rank's part of a header."""
+    """The averaging component's part of one rank's header; "it" is the rank."""
 
-    due: bool = False  # its schedule asked for the message; else it had it when it came to a sync point
-    work: float = 0.0  # work in its message that no agreement holds: its weight
-    steps: float = 0.0  # optimizer steps in its message that no round holds
-    unreported: tuple[float, ...] = (0.0,)  # its weight in a consensus, by fragment: its work since all agreed
+    due: bool = False  # its schedule asked for the message; else it packed it when it came to a sync point
+    work: float = 0.0  # weight of its message: its work since replicas last agreed
+    steps: float = 0.0  # optimizer steps in its message since its last round
+    unreported: tuple[float, ...] = (0.0,)  # by fragment, its weight in a consensus: work since replicas last agreed
     lr: float = 0.0  # its inner learning rate
     healthy: bool = True  # its parameters and its optimizers' state are finite
-    sound: bool = True  # its buffers and frozen parameters are; looked at where some rank's are
-    fresh: bool = False  # synchronous steps were taken since the rule's state was begun: it begins anew
-    digest: int = NOT_COMPARED  # of the parameters that the rule applies to; compared at sync points
-    digest_rest: int = NOT_COMPARED  # of all else that replicas share
-    fragment: int = 0  # of the parameters, in the message
-    steps_apart: float = 0.0  # of its steps, those since replicas last agreed
-    loss: float = math.inf  # mean of its steps; infinite where that is not known, or not finite
-    scalars: tuple[float, ...] = ()  # the rule's
+    sound: bool = True  # its buffers and frozen parameters are finite; counts only where another rank's are
+    fresh: bool = False  # it took synchronous steps since the rule's state began: that starts over
+    digest: int = NOT_COMPARED  # of the parameters to which the rule applies; compared at sync points
+    digest_rest: int = NOT_COMPARED  # of all other tensors that replicas share
+    fragment: int = 0  # number of the fragment of the parameters in its message
+    steps_apart: float = 0.0  # steps in its message since replicas last agreed
+    loss: float = math.inf  # mean loss of its steps; infinite where it is unknown or not finite
+    scalars: tuple[float, ...] = ()  # the rule's scalars
 
 
 @dataclass
 class LocalMessage(Message):
-    """A snapshot of one replica."""
+    """A message with a snapshot of one replica."""
 
-    work: Work  # since replicas last agreed
-    steps: float  # that no round holds; more than in ``work``, where a sync point came between
+    work: Work  # work since replicas last agreed
+    steps: float  # steps since the last round; more than in ``work`` where a sync point came between
     due: bool  # the schedule asked for it; else it is dropped with the sync point at which it was made
     lr: float = 0.0  # the inner learning rate
-    fragment: int = 0  # of the parameters
-    updates: Updates = ((), ())  # how often buffers and the optimizers' state had been updated, see `Replica.updates`
-    state_is_finite: Tensor | None = None  # whether the optimizers' state is: one bool where that state is
-    loss: Tensor | None = None  # mean training loss of its steps, where that was computed
-    scalars: tuple[float, ...] = ()  # the rule's
+    fragment: int = 0  # number of the fragment of the parameters
+    updates: Updates = ((), ())  # the result of `Replica.updates` at the snapshot
+    state_is_finite: Tensor | None = None  # whether the optimizers' state is finite, as a bool on its device
+    loss: Tensor | None = None  # mean training loss of its steps, if it was computed
+    scalars: tuple[float, ...] = ()  # the rule's scalars
     announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
-    healthy: bool = True  # the snapshot and the optimizers' state are finite; else it has weight zero
-    sound: bool = True  # buffers in it are finite; that counts where other replicas' are
+    healthy: bool = True  # the snapshot and the optimizers' state are finite; else its weight is zero
+    sound: bool = True  # its buffers are finite; counts only where another replica's are
 
 
 @dataclass(frozen=True)
 class AveragingPlan(ComponentPlan):
     """The plan of an averaging round, or of a consensus."""
 
-    able: tuple[bool, ...] = ()  # whether others may take over what a rank holds, by rank
-    source: int | None = None  # the rank whose buffers are broadcast: the first that takes part; None where none does
-    fresh: bool = False  # some rank has taken synchronous steps since the rule's state was begun
-    alike: bool = False  # of a consensus, all hold the same parameters, to the bit, and only the rest differs
-    fragment: int = 0  # of the parameters, in the messages
-    shares: tuple[tuple[float, ...], ...] = ()  # of a consensus, the `weights` of each fragment
+    able: tuple[bool, ...] = ()  # by rank, whether others may take over what it holds
+    source: int | None = None  # the rank whose buffers are broadcast: the first one present, if any
+    fresh: bool = False  # some rank took synchronous steps since the rule's state began
+    alike: bool = False  # of a consensus: parameters are equal on all ranks, and only other tensors differ
+    fragment: int = 0  # number of the fragment of the parameters in the messages
+    shares: tuple[tuple[float, ...], ...] = ()  # of a consensus: the `weights` for each fragment
 
 
 @dataclass(kw_only=True)
 class Merge(InFlightRound):
-    """An averaging round, or a consensus: what it moves, and what its merge needs."""
+    """The record of an averaging round or a consensus, with what the merge on the training thread needs."""
 
-    plan: AveragingPlan  # by all headers
-    round: Round  # the rule's facts
-    share: float  # this rank's weight
-    able: bool  # what this rank holds may be shared
-    message_bytes: int  # size of its message on the wire
-    is_consensus: bool = False  # all replicas become one model; else a round of the rule
-    fragments: tuple[int, ...] = (0,)  # of the parameters, which are to be merged
-    base: Tensor | None = None  # origin of the displacement to the target; None where all of that must be copied
-    apart: dict[str, Tensor] = field(default_factory=dict)  # of a consensus, what moved beside the bucket, by name
-    carried_residual: Tensor | None = None  # of compressed messages, see `CompressedMean.carried_residual`
+    plan: AveragingPlan  # the plan that follows from all headers
+    round: Round  # the facts that the rule sees
+    share: float  # this rank's weight in the mean
+    able: bool  # others may take over what this rank holds
+    message_bytes: int  # size of this rank's message on the wire
+    is_consensus: bool = False  # whether it is a consensus, after which all replicas are one model
+    fragments: tuple[int, ...] = (0,)  # the fragments of the parameters to merge
+    base: Tensor | None = None  # origin of the displacement; None: copy the target
+    apart: dict[str, Tensor] = field(default_factory=dict)  # of a consensus: tensors beside the bucket, by name
+    carried_residual: Tensor | None = None  # see `CompressedMean.carried_residual`
     healed: bool = False  # this replica was not healthy, and takes over the others' model
-    per_tally: float = math.inf  # times the tally, the squared distance between replicas over the steps that made it
-    loss_variance: float = math.inf  # of the messages; infinite, as the one above, where that is not known
+    per_tally: float = math.inf  # factor that makes the tally the squared distance of replicas per step
+    loss_variance: float = math.inf  # variance of the messages' losses; infinite where unknown, as the line above
 
 
 class UnmergedRound(NamedTuple):
-    """A committed round of which no merge of this replica's tells: it was absent, or another one came before it."""
+    """A committed round without a merge of its own: this replica was absent, or merged it together with a later one."""
 
-    share: float  # this rank's weight
+    share: float  # this rank's weight in the mean
     message_bytes: int
     exchange_s: float
 
 
 class AveragingComponent(EngineComponent):
-    """The component that averages parameters."""
+    """A component that averages parameters, on the engine's thread."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         self._control = control
@@ -129,7 +130,7 @@ class AveragingComponent(EngineComponent):
         self.average = AveragingRound(control, agreed, ledger, config)
         self.consensus = ConsensusRound(control, agreed, ledger, self.average)
         self.start = AnchorRound(control, agreed, ledger, self.average)
-        self.showing = False  # the parameters only show the model of a sync point, and are not this replica's own
+        self.showing = False  # the module shows the model of a sync point, not this replica's own
         self._diverged = False
 
     def is_indispensable(self) -> bool:
@@ -166,36 +167,36 @@ class AveragingComponent(EngineComponent):
         message.announced = True
         message.healthy, message.sound = self._replica.judge_packed(sent, message.fragment)
         message.healthy = message.healthy and bool(message.state_is_finite)
-        if message.healthy:  # else the rule's state would learn of it
+        if message.healthy:  # else the rule's state would take up values that are not finite
             message.scalars = self._agreed.message_(sent, message.fragment)
 
     def _compared(self, part: AveragingPart) -> AveragingPart:
-        """Add what this replica holds, for the sync point at which all ranks stand."""
+        """Return the part with fingerprints of what this replica holds, for the sync point at which all ranks stand."""
         whole, rest = self._replica.digests()
         if self.keeps_own_model() and not self.showing:
-            whole = UNLIKE  # a replica's own model, in place of the one that the sync point shows
+            whole = UNLIKE  # this is the replica's own model, in place of the one that the sync point shows
         healthy, sound = self._replica.judge()
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
 
     def keeps_own_model(self) -> bool:
-        """Return whether a sync point only shows a model; not amid synchronous steps, where all replicas are one."""
+        """Return whether a replica keeps its own model while a sync point shows another; not in synchronous steps."""
         return self.rule.restores_local and not self._ledger.synchronous
 
     def weigh_step(self, samples: float) -> float:
-        """Return the weight of gradients in a synchronous step: that of a local step of as many samples."""
+        """Return the weight of gradients in a synchronous step: that of a local step with as many samples."""
         return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
 
     def is_due(self, parts: Sequence[AveragingPart]) -> bool:
         return any(p.due for p in parts)
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan | None:
-        """Plan a round of those who have something to average; after synchronous steps one where the rule begins."""
+        """Plan a round of the ranks that have work to average; after synchronous steps, first an `AnchorRound`."""
         if priority != ROUND:
             return None
         able = able_to_share(headers, parts)
         present = [rank for rank, ok in enumerate(able) if ok and headers[rank].ready == ROUND]
         work = [parts[rank].work if rank in present else 0.0 for rank in range(len(parts))]
-        # Where an agreement left no work to weigh by, one brings for all what the anchor has yet to learn.
+        # Steps count even where there is no work, because replicas agreed meanwhile: the anchor lacks these steps.
         steps = [parts[rank].steps if rank in present else 0.0 for rank in range(len(parts))]
         if sum(work) <= 0.0 and not any(steps):
             return AveragingPlan(None)
@@ -211,7 +212,7 @@ class AveragingComponent(EngineComponent):
         return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
 
     def settle(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> tuple[bool, AveragingPlan | None]:
-        """Open a sync point where all hold the same, to the bit; else there is one model to be made."""
+        """Open the sync point where all ranks hold the same bits; else plan a consensus that makes one model."""
         held = {(p.digest, p.digest_rest) for p in parts}
         if any(p.digest == NOT_COMPARED for p in parts):
             return False, None
@@ -230,14 +231,14 @@ class AveragingComponent(EngineComponent):
             self._ledger.agree()
             self.average.forget_debts()
             self._replica.note_agreed()
-            if not self._buckets.at_target:  # equal without an exchange
+            if not self._buckets.at_target:  # replicas are equal without an exchange
                 self._replica.pack_(self._buckets.received)
                 self._buckets.at_target = True
         if here:
             self.drop_left_over()
 
     def drop_left_over(self) -> None:
-        """Take back a message that its schedule did not ask for; its work stays. Under the lock."""
+        """Drop a message that the schedule did not ask for; its work goes into a later one. Under the lock."""
         message = self._buckets.message
         if isinstance(message, LocalMessage) and not message.due:
             self.average.abandon()
@@ -255,18 +256,19 @@ class AveragingComponent(EngineComponent):
 
 
 def _finite(loss: Tensor | None) -> float:
-    """Return the loss; infinite where it is not known, or not finite."""
+    """Return the loss as a number; infinite where it is unknown or not finite."""
     value = math.inf if loss is None else float(loss)
     return value if math.isfinite(value) else math.inf
 
 
 def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tuple[float, float]:
-    r"""Return what makes of a round's tally how far replicas part in a step, and the variance of their losses.
+    r"""Return the factor by which a round's tally is the replicas' disagreement per step, and their losses' variance.
 
     .. math:: \Big(\big(1 - \sum_i w_i^2\big)\, \bar h\Big)^{-1}
 
-    :math:`\bar h` is the mean number of steps since replicas agreed. The first factor makes of the distance from
-    the mean half of that between two replicas, however many take part. Infinite where there is nothing to compare.
+    :math:`\bar h` is the mean number of steps since replicas agreed. The first factor turns the squared distance from
+    the mean into half of that between two replicas, however many take part. Both results are infinite where fewer than
+    two replicas can be compared.
 
     >>> disagreement((0.5, 0.5), [AveragingPart(steps_apart=4.0, loss=1.0), AveragingPart(steps_apart=4.0, loss=3.0)])
     (0.5, 2.0)
@@ -275,7 +277,7 @@ def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tu
     """
     present = [part for weight, part in zip(weights, parts, strict=True) if weight > 0.0]
     steps = sum(part.steps_apart for part in present)
-    losses = [part.loss for part in parts if math.isfinite(part.loss)]  # also where a rule gives a message no weight
+    losses = [part.loss for part in parts if math.isfinite(part.loss)]  # also of a message without weight
     several = len(present) > 1 and steps > 0.0
     pairs = 1.0 - sum(weight * weight for weight in weights)
     per_tally = len(present) / (pairs * steps) if several and pairs > 0.0 else math.inf
@@ -283,7 +285,7 @@ def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tu
 
 
 def _shares(work: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
-    """Return each rank's share in a consensus: of its work, or an equal one where something moved without a step."""
+    """Return each rank's share in a consensus: by its work, or equal shares where no rank has done any."""
     counted = [w if ok else 0.0 for w, ok in zip(work, able, strict=True)]
     if (total := sum(counted)) <= 0.0:
         counted = [float(ok) for ok in able]
@@ -300,7 +302,7 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Return which ranks hold what others may take over; all, where none does at a sync point: nobody is healed."""
+    """Return, by rank, whether others may take over what it holds; at a sync point, all may if no rank is finite."""
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
     at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
@@ -318,15 +320,15 @@ class _Round(RoundType):
 
 
 class AveragingRound(_Round):
-    """The round type of averaging: all messages become one mean, of which the rule makes the target."""
+    """A round type that averages all messages; the rule turns the mean message into the target."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
         self._config = config
         self._compressed: list[CompressedMean] = []
-        """One for each fragment; none without compression."""
+        """The compressed mean of each fragment; empty without compression."""
         self.unmerged: list[UnmergedRound] = []
-        """Committed rounds that no merge tells of; the training thread takes them. Under the lock."""
+        """Committed rounds without a merge of their own, for the training thread. Under the lock."""
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -344,7 +346,7 @@ class AveragingRound(_Round):
         mine = message if isinstance(message, LocalMessage) else None
         exchange = self.record(plan, id, parts)
         exchange.message = mine
-        # An absent replica keeps the last target in `received`: it moves from there.
+        # An absent replica keeps the last target in `received`, from which it moves.
         exchange.target = self._buckets.landing() if mine is None else self._buckets.received
         return exchange
 
@@ -375,7 +377,7 @@ class AveragingRound(_Round):
         sent = self._buckets.sent
         share = exchange.share
         if any(each.world_size != self._transfer.large.world_size for each in self._compressed):
-            self.follow_layout()  # a generation of another size
+            self.follow_layout()  # the number of ranks has changed
         plan = exchange.plan
         fragment = plan.fragment
         compressed = self._compressed[fragment] if self._compressed else None
@@ -386,7 +388,7 @@ class AveragingRound(_Round):
             replica.scale_(target, sent, {fragment: share}, is_source, of_rule=compressed is None)
         else:
             if replica.num_fragments > 1:
-                target.copy_(self._buckets.received)  # the last targets of the other fragments
+                target.copy_(self._buckets.received)  # keeps the last targets of the other fragments
             moved.zero_()
         if compressed is None:
             self._transfer.sum_(moved)
@@ -417,16 +419,16 @@ class AveragingRound(_Round):
             self._ledger.round(None)
             if not follows:
                 self._count_unmerged(exchange)
-                return  # others have met; this replica stays where it is
+                return  # the rule lets an absent replica stay where it is
             exchange.base = self._moved_from(exchange)
         self.deliver(exchange)
 
     def _moved_from(self, exchange: Merge) -> Tensor | None:
-        """Return the base of an absent replica: the last target, or where a round began that is not merged yet."""
+        """Return the base of an absent replica: the last target, or the base of a result that it has not merged yet."""
         buckets = self._buckets
         last = buckets.turn(exchange.target)
         pending = buckets.arrived
-        if self._ledger.synchronous:  # there is no last target, and all that it did is in the others' models
+        if self._ledger.synchronous:  # there is no last target, and the others have all of its work
             return None
         if pending is None:
             return last
@@ -440,7 +442,7 @@ class AveragingRound(_Round):
         return pending.base
 
     def deliver(self, exchange: Merge) -> None:
-        """Give the result, with one that is not taken yet, to the training thread. Under the lock."""
+        """Give the result to the training thread, combined with one that it has not taken yet. Under the lock."""
         pending = self._buckets.arrived
         self._buckets.hand_over(exchange)
         if pending is not None:
@@ -453,16 +455,16 @@ class AveragingRound(_Round):
         self.unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
 
     def abandon(self) -> None:
-        """Drop the message; its work stays for another one. Under the lock."""
+        """Drop the message; its work goes into a later one. Under the lock."""
         self._buckets.message = None
 
     def residuals(self) -> dict[str, Any]:
-        """Return what this rank's part of the means has yet to bring, by fragment, and which part that is."""
+        """Return the residuals of this rank's part of the means, by fragment, and the place of that part."""
         place = [self._transfer.large.rank, self._transfer.large.world_size]
         return {"place": place, "parts": [compressed.carried_residual for compressed in self._compressed]}
 
     def load_residuals(self, saved: Mapping[str, Any]) -> None:
-        """Go on from `residuals`; those of another part begin at zero."""
+        """Load the result of `residuals`; residuals of another part than this rank's are left out."""
         mine, theirs = (
             (list(each["place"]), [part.shape for part in each["parts"]]) for each in (self.residuals(), saved)
         )
@@ -476,14 +478,14 @@ class AveragingRound(_Round):
 
 
 class ConsensusRound(_Round):
-    """The round type of a sync point: it moves what replicas are, not the rule's messages, and is no outer step."""
+    """A round type that makes one model of all replicas' parameters at a sync point; it is no step of the rule."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         super().__init__(control, agreed, ledger)
         self._average = average
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
-        """Abandon the message first: should the round fail, the bucket no longer holds it."""
+        """Pack the parameters. The message goes, as the bucket would no longer hold it if the round failed."""
         with self._shared_state.changed:
             self._average.abandon()
         self._replica.pack_(self._buckets.sent)
@@ -508,7 +510,7 @@ class ConsensusRound(_Round):
             replica.of_rule(target).copy_(replica.of_rule(sent))
             exchange.message_bytes -= 4 * replica.layout.numel
         elif shows_state and plan.source is not None:
-            # One rank's, for all: unlike processors may have rounded it differently, and it has to be one to the bit.
+            # Each rank could compute this model, but different processors may round differently: all take one rank's.
             self._transfer.sum_(replica.beyond_rule(target))
             with self._shared_state.committing:
                 self._agreed.agree_(target)
@@ -527,11 +529,11 @@ class ConsensusRound(_Round):
             if differs:
                 exchange.apart[name] = self._one_of(name, tensor, exchange.share)
                 exchange.message_bytes += tensor.nbytes
-            elif tensor.dtype is torch.float64:  # the bucket has cut it
+            elif tensor.dtype is torch.float64:  # the fp32 bucket has cut its digits
                 exchange.apart[name] = tensor.detach().clone()
 
     def _one_of(self, name: str, tensor: Tensor, share: float) -> Tensor:
-        """Return the largest of integers and bools, the mean of others."""
+        """Return one value of the tensor for all ranks: the maximum of integers and bools, the mean of others."""
         if not tensor.is_floating_point():
             flat = tensor.to("cpu", torch.int64, copy=True).reshape(-1)
             self._transfer.largest_(flat)
@@ -548,14 +550,14 @@ class ConsensusRound(_Round):
         return flat.view(tensor.shape)
 
     def commit(self, exchange: Merge) -> None:
-        if not self._agreed.rule.restores_local:  # else the target is what it shows
+        if not self._agreed.rule.restores_local:  # else `move` has made the model already
             self._agreed.agree_(exchange.target)
         if exchange.plan.fresh:
             self._agreed.begin(exchange.target)
         self._average.forget_debts()
 
     def hand_over(self, exchange: Merge) -> None:
-        """End all weights: replicas agree. The rule's clock goes on."""
+        """Set the weights of all work to zero, as replicas agree; the clock of rounds goes on."""
         self._ledger.begin()
         if not self._agreed.rule.restores_local:
             self._ledger.agree()
@@ -563,7 +565,7 @@ class ConsensusRound(_Round):
 
 
 class AnchorRound(_Round):
-    """The round type that gives all ranks the parameters from which one left synchronous training, in its bucket."""
+    """A round type that begins the rule's state anew, with the parameters that one rank had after synchronous steps."""
 
     takes_marks = False
 
@@ -584,19 +586,19 @@ class AnchorRound(_Round):
         self._average.forget_debts()
 
     def hand_over(self, exchange: InFlightRound) -> None:
-        """Merge nothing: the round with the messages follows."""
+        """Give nothing to the training thread: the round with the messages follows."""
         self._ledger.fresh = False
 
 
 class MarkedRound(NamedTuple):
-    """A round that a checkpoint belongs to, as this rank has it."""
+    """This rank's copy of a round to which a checkpoint belongs."""
 
-    mark: Mark  # names the checkpoint, and who takes part
+    mark: Mark  # the checkpoint and its members
     share: dict[str, Any] | None  # `RuleState.share` after it; None after synchronous steps
 
 
 class CheckpointMarkers:
-    """The marked rounds of checkpoints while replicas are asynchronous."""
+    """The rounds that are marked for checkpoints while replicas are asynchronous, for the training thread."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         self._box = control.shared_state
@@ -606,21 +608,21 @@ class CheckpointMarkers:
         self._ledger = ledger
         self._name = control.membership.generation.name
         self.settle: Callable[[], None] = lambda: None
-        """Called where a sync point comes: what is due is taken now, as this replica is."""
+        """Called before a sync point: takes the marked round that is due, while this replica is still as it was."""
         control.on_mark(self._copy)
 
     def ask(self) -> None:
-        """Have the next round marked. Rings for nobody: it goes with the next header."""
+        """Ask for the next round to be marked; this calls for no header, but goes with the next one."""
         with self._box.changed:
             self._box.asked |= Vote.SAVE
 
     def begin(self, saved: int) -> None:
-        """Note the number of the newest save; before the control plane starts, or at a sync point."""
+        """Set the number of the newest save, before the control plane starts or at a sync point."""
         with self._box.changed:
             self._box.saved = max(self._box.saved, saved)
 
     def replica(self) -> dict[str, Any]:
-        """Return what this replica is beside what all have agreed on, but for its tensors."""
+        """Return this replica's own state besides the agreed state and the module's tensors, for a checkpoint."""
         with self._box.changed:
             buckets = self._control.buckets
             return {
@@ -633,7 +635,7 @@ class CheckpointMarkers:
             }
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
-        """Go on from this replica's own state, where all hold what was agreed on."""
+        """Load this replica's own state from a checkpoint, after all replicas have loaded the agreed state."""
         buckets = self._control.buckets
         with buckets.alone(self._control.see), torch.no_grad():
             for name, value in module.state_dict().items():
@@ -647,7 +649,7 @@ class CheckpointMarkers:
             if replica["at_target"]:
                 buckets.replica.pack_(buckets.received)
         with self._box.changed:
-            if "residuals" in replica:  # else the checkpoint is too old
+            if "residuals" in replica:  # older checkpoints lack them
                 self._average.load_residuals(replica["residuals"])
             self._ledger.load_work(replica["work"], replica.get("reported"))
             buckets.at_target = replica["at_target"]
@@ -663,7 +665,7 @@ class CheckpointMarkers:
         return marked is not None and self._name in marked.mark.members
 
     def take(self) -> MarkedRound | None:
-        """Return the marked round, once it is merged and before another is handed over; None without this rank."""
+        """Return the marked round, once it is merged and until another follows; None where this rank is no member."""
         with self._box.changed:
             if self._control.buckets.arrived is not None:
                 return None
@@ -672,7 +674,7 @@ class CheckpointMarkers:
         return marked if marked is not None and self._name in marked.mark.members else None
 
     def lost(self, all: bool = False) -> list[Mark]:
-        """Return the marks that this rank is too late for; ``all``: also the last one."""
+        """Return the marks whose copy this rank did not take in time; with ``all``, also the newest one."""
         with self._box.changed:
             lost = self._box.lost
             self._box.lost = []
@@ -687,6 +689,6 @@ class CheckpointMarkers:
         assert mark is not None
         if isinstance(exchange, Merge) and self._name in mark.members:
             share = self._agreed.share(exchange.target, mark.members.index(self._name), len(mark.members))
-        if not isinstance(exchange, Merge):  # gradients: the step that they are for comes with them
+        if not isinstance(exchange, Merge):  # gradients: the checkpoint holds the step that follows them
             mark = mark._replace(step=mark.step + 1)
         return MarkedRound(mark, share)

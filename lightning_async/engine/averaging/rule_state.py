@@ -1,6 +1,7 @@
-"""The agreement of replicas: `RuleState` is the state that all share, `WorkLedger` the work that it does not hold yet.
+"""The options, the work and the shared state of averaging on one replica.
 
-`AveragerConfig` says how one replica averages.
+`AveragerConfig` holds the options. `WorkLedger` counts the work that no round holds yet. `RuleState` holds the rule and
+its state, which are equal on all replicas between rounds.
 """
 
 from __future__ import annotations
@@ -25,27 +26,28 @@ from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import FlatLayout
 
 _LEFT_BY_CODES = 1e-6
-"""What a reported step weighs at a sync point beside a new one: a message of codes leaves a bit of what it reported in
-the replica's parameters. That weighs next to nothing beside new work, and decides where there is none."""
+"""The weight at a sync point of a step that a message of codes has reported, beside 1 for a new step. The message has
+left a small error in the replica's parameters. This weight is negligible beside new work, but counts where there is
+none."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
 _BY_FRAGMENT = "fragments"
-_FIRST_ROUNDS = 4  # of each fragment: what is measured later is relative to these
+_FIRST_ROUNDS = 4  # of each fragment: later measurements are relative to those of these rounds
 T = TypeVar("T", float, tuple[float, ...])
 Weighting = Literal["samples", "steps", "equal"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class AveragerConfig:
-    """One replica's way to average, beside its rule and its schedule. Raises TypeError or ValueError if wrong."""
+    """The options of averaging on one replica, besides its rule and schedule; raises TypeError or ValueError."""
 
     overlap: bool = True  # rounds run while training goes on; False: training waits for each
-    weighting: Weighting = "samples"  # a message's weight: the samples or the steps behind it, or 1 for each
-    compression: Compression | TopK = "none"  # of the rule's messages, see `CompressedMean`
-    fragments: int = 1  # of the parameters, of which each round moves one, in turn
-    part_bytes: int = 16 << 20  # payloads move in parts of at most this size
-    min_replicas: int | None = None  # fewer do not go on; None: half of the started, rounded up, or all, see `fewest`
-    max_replicas: int | None = None  # joining ranks are admitted up to this number; None: as many as were started
-    timeouts: Timeouts = field(default_factory=Timeouts)  # of the engine
+    weighting: Weighting = "samples"  # a message's weight: its number of samples or steps, or 1
+    compression: Compression | TopK = "none"  # compression of messages, see `CompressedMean`
+    fragments: int = 1  # number of fragments of the parameters; each round moves one, in turn
+    part_bytes: int = 16 << 20  # largest size of one part of a payload
+    min_replicas: int | None = None  # fewer do not go on; None: half of the started ones, see `fewest`
+    max_replicas: int | None = None  # ranks may join up to this number; None: as many as were started
+    timeouts: Timeouts = field(default_factory=Timeouts)  # timeouts of the engine
 
     def __post_init__(self) -> None:
         if self.weighting not in get_args(Weighting):
@@ -77,29 +79,29 @@ class AveragerConfig:
         return {**own, "part_mb": self.part_bytes / 2**20, "timeouts.replicas": self.timeouts.replicas}
 
     def fewest(self, started: int, can_lose: bool = True) -> int:
-        """Return how many replicas go on without those that are lost; fewer end.
+        """Return the smallest number of live replicas that train on without lost ones.
+
+        ``can_lose`` says whether the transport can form new groups.
 
         >>> [AveragerConfig().fewest(started) for started in (1, 2, 3, 8)]
         [1, 1, 2, 4]
-
-        ``can_lose``: the transport can form groups anew.
         """
         if self.min_replicas is not None:
             return self.min_replicas
         return (started + 1) // 2 if can_lose else started
 
     def survives(self, started: int, can_lose: bool = True) -> int:
-        """Return how many form groups anew: one, where fewer than `fewest` wait for others."""
+        """Return the smallest number that forms new groups: one, where fewer than `fewest` wait for ranks to join."""
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
     def weight_of_reported(self, rule: AveragingRule) -> float:
-        """Return what a reported step weighs at a sync point, for what its message has left in the parameters."""
+        """Return the weight at a sync point of a reported step, whose message left an error in the parameters."""
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
         return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
-        """Raise ValueError, in the name of ``owner``, for a rule that this configuration cannot carry out."""
+        """Raise ValueError for a rule that these options cannot carry out; the message names ``owner``."""
         if self.overlap and not rule.overlappable:
             raise ValueError(
                 f"`{owner}(rule={rule!r}, overlap=True)`: this rule overwrites the parameters, so the steps taken "
@@ -124,7 +126,7 @@ class AveragerConfig:
 
 @dataclass(frozen=True)
 class Work:
-    """An amount of work of one replica."""
+    """An amount of work of one replica: samples and optimizer steps."""
 
     samples: float = 0.0
     steps: float = 0.0
@@ -140,30 +142,30 @@ class Work:
 
 @dataclass
 class WorkLedger:
-    """Two counts of one replica's work: counted when a step is done, counted off when a round that holds it commits.
+    """A ledger of one replica's work: a step adds to it, and a committed round subtracts the work in its message.
 
-    Each fragment of the parameters has its own. ``work`` weighs it in the next mean, and an agreement ends it.
-    ``since_round`` is the clock of rounds, and goes on over agreements. Every field is read and written under
-    `SharedState.changed`.
+    Each fragment of the parameters has two counts. ``work`` is the weight in the next mean, and is zero again when
+    replicas agree. ``since_round`` is the clock of rounds, on which an agreement has no effect. Every field is read and
+    written under `SharedState.changed`.
     """
 
     now: Callable[[], float] = time.monotonic
     num_fragments: int = 1
-    work: list[Work] = field(init=False)  # what no round of a fragment holds, since replicas last agreed: its weight
-    since_round: list[float] = field(init=False)  # steps that no round of a fragment holds
-    reported: list[Work] = field(init=False)  # what the last committed messages held; none after a consensus
+    work: list[Work] = field(init=False)  # by fragment, work that no round holds, since replicas last agreed
+    since_round: list[float] = field(init=False)  # by fragment, steps since its last round
+    reported: list[Work] = field(init=False)  # by fragment, work in the last committed message; none after a consensus
     last_round: float = 0.0  # when a round was last committed
     fresh: bool = False
-    """Synchronous steps were taken since the rule's state was begun: that begins anew with the next round."""
+    """Whether synchronous steps were taken since the rule's state began; then it starts over with the next round."""
     synchronous: bool = False
-    """The replica takes synchronous steps: nobody goes on without it, and it is not excused for being slow."""
+    """Whether the replica takes synchronous steps; then all others wait for it, however slow it is."""
     missed: int = 0
-    """Synchronous steps of the others that this replica had no part in: its optimizers have not taken them."""
+    """The number of synchronous steps that the others took without this replica, and its optimizers have not taken."""
 
-    before_s: float = 0.0  # seconds since the last round, where training goes on from a checkpoint
+    before_s: float = 0.0  # seconds between the last round and the checkpoint that was loaded
     spread: Trend = field(default_factory=Trend)
-    """Of the squared distance between replicas, over the steps that made it."""
-    loss_variance: Trend = field(default_factory=Trend)  # over replicas
+    """The trend of the squared distance between replicas, divided by the steps since they agreed."""
+    loss_variance: Trend = field(default_factory=Trend)  # trend of the variance of losses over replicas
 
     def __post_init__(self) -> None:
         self.agree()
@@ -177,12 +179,12 @@ class WorkLedger:
         self.since_round = [steps + 1 for steps in self.since_round]
 
     def agree(self) -> None:
-        """Count all work off: it is in the model that all hold. The clock of rounds goes on."""
+        """Set all work to zero, as all replicas hold it in one model; the clock of rounds goes on."""
         self.work = [Work()] * self.num_fragments
         self.reported = [Work()] * self.num_fragments
 
     def round(self, work: Work | None, steps: float = 0.0, fragment: int = 0) -> None:
-        """Count off this replica's ``work`` and ``steps`` in a committed round; None: it was absent."""
+        """Subtract this replica's ``work`` and ``steps`` in a committed round; ``work`` is None if it was absent."""
         self.last_round = self.now()
         if work is not None:
             self.work[fragment] -= work
@@ -190,9 +192,9 @@ class WorkLedger:
             self.since_round[fragment] -= steps
 
     def compare(self, spread: float, loss_variance: float) -> None:
-        """Take what a committed round of one fragment has measured of replicas; what is not finite is not known."""
+        """Add the measurements of a committed round of one fragment to the trends; infinite ones are unknown."""
         window = _FIRST_ROUNDS * self.num_fragments
-        self.spread = self.spread.add(self.num_fragments * spread, window)  # as if it were of all fragments
+        self.spread = self.spread.add(self.num_fragments * spread, window)  # scaled from one fragment to all
         self.loss_variance = self.loss_variance.add(loss_variance, window)
 
     def synchronous_step(self, work: Work | None) -> None:
@@ -201,7 +203,7 @@ class WorkLedger:
         self.last_round = self.now()
         self.missed += work is None and self.synchronous
         if work is not None or self.synchronous:
-            # Shared already: what is kept is only who has the newest model, should a sync point come next.
+            # All replicas share this work already. It only tells which rank has the newest model if a sync point comes.
             self.agree()
             self.work = [work or Work()] * self.num_fragments
             self.since_round = [0.0] * self.num_fragments
@@ -232,10 +234,10 @@ class WorkLedger:
         self.fresh = bool(saved["fresh"])
         self.missed = int(saved.get("missed", 0))
         since = saved.get("steps_since_round", 0.0)
-        since = since if isinstance(since, list) else [float(since)]  # a number, where there were no fragments yet
+        since = since if isinstance(since, list) else [float(since)]  # one number in checkpoints from before fragments
         self.since_round = self._of_cut(since)
         self.before_s = float(saved.get("seconds_since_round", 0.0))
-        trends = saved.get("trends", {})  # none, where a checkpoint is older
+        trends = saved.get("trends", {})  # missing in older checkpoints
         self.spread = self._trend_of(trends.get("spread", ()), len(since))
         self.loss_variance = self._trend_of(trends.get("loss_variance", ()), len(since))
 
@@ -247,11 +249,11 @@ class WorkLedger:
 
     def load_work(self, work: Sequence[Any], reported: Sequence[Any] | None = None) -> None:
         self.work = self._loaded(work)
-        if reported is not None:  # else the checkpoint is too old
+        if reported is not None:  # older checkpoints lack it
             self.reported = self._loaded(reported)
 
     def _loaded(self, saved: Sequence[Any]) -> list[Work]:
-        pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair, where there were no fragments yet
+        pairs = saved if isinstance(saved[0], (list, tuple)) else [saved]  # one pair in older checkpoints
         return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
 
     def _trend_of(self, saved: Sequence[Any], num_fragments: int) -> Trend:
@@ -260,20 +262,21 @@ class WorkLedger:
         return trend._replace(number=trend.number * self.num_fragments // num_fragments)
 
     def _of_cut(self, counts: list[T]) -> list[T]:
-        """Return counts for these fragments; where parameters were cut otherwise, the largest for each."""
+        """Return counts for these fragments; if their number has changed, each gets the largest saved count."""
         return list(counts) if len(counts) == self.num_fragments else [max(counts)] * self.num_fragments
 
 
 class RuleState:
-    """The rule and its state for each fragment, equal on all replicas between rounds.
+    """The averaging rule, and its state for each fragment, equal on all replicas between rounds.
 
-    Only this touches them, under `SharedState.committing`, which the loop holds for commits.
+    Nothing else touches them. Rounds change them under the lock `SharedState.committing`, which the engine's thread
+    holds during a commit, and the training thread in `mix_` and while it copies them for a checkpoint.
     """
 
     def __init__(self, rule: AveragingRule, buckets: Buckets, shared_state: SharedState) -> None:
         self.rule = rule
         self.num_rounds = 0
-        """Averaging rounds that were committed, the same number on all replicas: it says which fragment is next."""
+        """The number of committed averaging rounds, equal on all replicas; it tells which fragment is next."""
         self._states: list[Any] = []
         self._sizes: list[int] = []
         self._replica = buckets.replica
@@ -283,7 +286,7 @@ class RuleState:
 
     @property
     def name(self) -> str:
-        """Name of the rule under which checkpoints hold its state."""
+        """The name of the rule under which checkpoints hold its state."""
         return _name_of(self.rule)
 
     @property
@@ -291,7 +294,7 @@ class RuleState:
         return self.num_rounds % self._replica.num_fragments
 
     def begin(self, target: Tensor) -> None:
-        """Begin the rule's state where all replicas hold the parameters in the bucket ``target``."""
+        """Begin the rule's state anew, with the parameters in the bucket ``target``, which all replicas hold."""
         replica = self._replica
         layouts = [replica.layout_of(f) for f in range(replica.num_fragments)]
         self._states = [self.rule.init(replica.of_rule(target, f), layout) for f, layout in enumerate(layouts)]
@@ -302,7 +305,7 @@ class RuleState:
         return self.rule.message_(self._replica.of_rule(sent, fragment), self._states[fragment])
 
     def merge_(self, sent: Tensor | None, target: Tensor, round: Round) -> None:
-        """Turn the mean message of a committed round in the bucket ``target`` into the target."""
+        """Turn the mean message of a committed round, in the bucket ``target``, into the rule's target in place."""
         f = round.fragment
         of_rule = self._replica.of_rule
         mine = None if sent is None else of_rule(sent, f)
@@ -310,7 +313,7 @@ class RuleState:
         self.num_rounds += 1
 
     def agree_(self, target: Tensor) -> None:
-        """Turn the mean of the parameters of a consensus into the model that it shows."""
+        """Turn a consensus' mean of the parameters into the model that the sync point shows, in place."""
         for fragment, state in enumerate(self._states):
             mean = self._replica.of_rule(target, fragment)
             shown = self.rule.agree(mean, state)
@@ -323,9 +326,10 @@ class RuleState:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
 
     def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
-        """Copy one of equal parts of each flat tensor after a round that has made ``target``, and the rest whole.
+        """Copy this rank's share of a checkpoint after a round that has made ``target``.
 
-        Only what is equal on all replicas. Under `SharedState.committing`.
+        Each flat tensor is divided into ``num_shares`` equal parts, of which part ``mine`` is copied; other values are
+        copied whole. Only values that are equal on all replicas are among them. Under `SharedState.committing`.
         """
         state = self._by_name(own=False)
         of_rule = self._replica.of_rule
@@ -354,24 +358,24 @@ class RuleState:
         }
 
     def rule_state_dict(self, own: bool) -> dict[str, Any]:
-        """Copy the rule's state: this replica's ``own``, or what is equal on all."""
+        """Copy fields of the rule's state: this replica's ``own`` ones, or those that are equal on all replicas."""
         with self._shared_state.committing:
             return self._whole(own)
 
     def nbytes(self) -> int:
-        """Return the bytes of the tensors in the rule's state; from any thread."""
+        """Return the size of the tensors in the rule's state; any thread may call this."""
         with self._shared_state.committing:
             states = [self.rule.state_dict(state) for state in self._states]
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def _by_name(self, own: bool) -> dict[str, list[Any]]:
-        """Return the values of each field, by fragment."""
+        """Return, by field, a list of its values, one for each fragment."""
         states = [self.rule.state_dict(state) for state in self._states]
         names = [name for name in states[0] if (name in self.rule.per_replica) == own]
         return {name: [state[name] for state in states] for name in names}
 
     def _whole(self, own: bool) -> dict[str, Any]:
-        """Copy the state: a field with one number for each element in one piece, however parameters are cut."""
+        """Copy the state, and join flat fields over fragments, because a checkpoint may be loaded with other ones."""
         state = self._by_name(own)
         return {k: torch.cat(parts) if self._is_flat(parts) else _copied(parts) for k, parts in state.items()}
 
@@ -383,11 +387,11 @@ class RuleState:
         return self._is_flat(parts) or (len(parts) == 1 and isinstance(parts[0], Tensor))
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
-        """Go on from `state_dict`; raise ValueError for another rule's. State that ``own`` lacks begins anew."""
+        """Load the result of `state_dict`; fields that ``own`` lacks start over. Raise ValueError for another rule."""
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
         if saved["rule"] != self.name and not (saved["rule_state"] or own):
-            return  # that one has no state: this one's begins here
+            return  # the other rule had no state, so this rule's begins here
         if saved["rule"] != self.name:
             raise ValueError(
                 f"`rule={self.rule!r}` cannot go on from a checkpoint that `{saved['rule']}` wrote: pass that rule."
@@ -412,7 +416,7 @@ class RuleState:
         return parts[fragment]
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
-        """Fit a saved state to this layout: parameters may have been frozen or unfrozen; new ones begin anew."""
+        """Return a saved state for the present layout; values of parameters that it did not hold start over."""
         layout = self._replica.layout
         if places is None or [name for name, _ in places] == list(layout.names):
             return state
@@ -427,7 +431,7 @@ class RuleState:
         return fitted
 
     def follow_layout(self, before: FlatLayout) -> None:
-        """Begin the rule's state anew for another layout than ``before``, with what is known of old parameters."""
+        """Begin the rule's state anew for a new layout, and keep its values for parameters of the layout ``before``."""
         old = self._flat_fields()
         self.begin(self._buckets.received)
         for name, parts in self._flat_fields().items():
@@ -443,7 +447,7 @@ class RuleState:
 
 
 def _name_of(rule: AveragingRule) -> str:
-    """Return a rule's name, with that of the rule that it wraps: fields of the same name may mean different things."""
+    """Return a rule's name, with that of the rule that it wraps, as fields of the same name may differ in meaning."""
     name = getattr(rule, "saved_as", "") or type(rule).__qualname__
     inner = getattr(rule, "rule", None)
     return f"{name}({_name_of(inner)})" if isinstance(inner, AveragingRule) else name
@@ -454,7 +458,7 @@ def _copied(parts: Sequence[Any]) -> Any:
 
 
 def _share(parts: Sequence[Tensor], mine: int, num_shares: int) -> Tensor:
-    """Copy one of equal shares of what these tensors hold, one behind the other."""
+    """Copy one of ``num_shares`` equal parts of these tensors, taken as one flat tensor."""
     size, rest = divmod(sum(part.numel() for part in parts), num_shares)
     start = mine * size + min(mine, rest)
     end = start + size + (mine < rest)
@@ -467,7 +471,7 @@ def _share(parts: Sequence[Tensor], mine: int, num_shares: int) -> Tensor:
 
 
 def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:
-    """Copy a flat tensor of another layout for each parameter that is still there, in its size."""
+    """Copy the values of a flat tensor of another layout, for each parameter of the same name and size."""
     was = dict(zip(names, old.split(list(sizes)), strict=True))
     for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
         if name in was and was[name].shape == part.shape:

@@ -1,6 +1,6 @@
-"""Gradients that travel compressed, with error feedback: a message brings what the one before lacked.
+"""Gradients that travel compressed, with error feedback: each message includes the error of the one before.
 
-`GradientResiduals` keeps what is not delivered, and adds messages up by a `CompressedSum`: `PowerSum` (products of two
+`GradientResiduals` keeps the errors, and adds all ranks' messages up by a `CompressedSum`: `PowerSum` (products of two
 thin matrices, by power iteration) or `_MeanSum` (codes of 8 or 16 bits, or the elements of largest magnitude).
 """
 
@@ -24,15 +24,17 @@ GradientCompression = Literal["none", "bf16", "fp8", "int8"] | TopK | PowerSGD  
 
 
 class GradientResiduals:
-    r"""The residual of this replica's gradients, which compression has yet to deliver.
+    r"""The residual of this replica's gradients: what compression did not send, and later messages will.
 
     .. math:: v_i = w_i g_i + r_i, \qquad \bar g = \sum_i \mathrm{C}(v_i), \qquad r_i \leftarrow v_i - \mathrm{C}(v_i)
 
-    :math:`w_i` is the replica's share in the mean, which goes in ahead of the compression :math:`C`. So whatever shares
-    are, and whoever is absent, the means that were delivered and the residuals add up to the exact means.
+    :math:`w_i` is the replica's share in the mean, which multiplies the gradient before the compression :math:`C`.
+    Therefore the delivered means and the residuals always add up to the exact means, whatever the shares are and
+    whichever replicas are absent.
 
-    A residual changes when a reduction commits: one that fails leaves it as it is, and so does one whose mean is not
-    finite. It is each replica's own, and in its checkpoints. It takes the room of two fp32 copies of the parameters.
+    A residual changes only when a reduction commits: neither a failed reduction nor one whose mean is not finite has an
+    effect. Each replica has its own, which its checkpoints hold. It takes the memory of two fp32 copies of the
+    parameters.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """
@@ -54,9 +56,9 @@ class GradientResiduals:
         return _MeanSum(compression, layout.numel, self._transfer, self._replica.device)
 
     def move_(self, out: Tensor, present: bool, used: Tensor) -> Tensor | None:
-        """Sum like `CompressedSum`; return the residual for `commit`, None where the sum is not finite.
+        """Sum as `CompressedSum.move_` does; return the residual for `commit`, or None where the sum is not finite.
 
-        ``used``: 1.0 for every parameter that any rank has a gradient of; the others get none.
+        ``used`` is 1.0 for every parameter of which any rank has a gradient; the residuals of all others stay.
         """
         self._follow()
         residual = self._spare.copy_(self.residual)
@@ -78,7 +80,7 @@ class GradientResiduals:
         self._sum.commit()
 
     def _follow(self) -> None:
-        """Follow parameters that were frozen or unfrozen, and groups of another size."""
+        """Adapt to parameters that were frozen or unfrozen, and to groups of another size."""
         before = self._layout
         size = self._transfer.large.world_size
         if before is not self._replica.layout:
@@ -105,31 +107,31 @@ class GradientResiduals:
 
 
 class CompressedSum(ABC):
-    """One way to add up what all ranks bring. All calls come on the engine's thread."""
+    """A way to add up compressed messages of all ranks. All methods are called on the engine's thread."""
 
     @abstractmethod
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
-        """Sum all ranks' ``out + residual``, as far as it is delivered, into ``out``: the same bits everywhere.
+        """Sum the compressed ``out + residual`` of all ranks into ``out``, with the same bits on every rank.
 
-        Not finite, where a rank's is not. ``residual`` becomes what is yet to be delivered of this rank's. Where it is
-        not ``present``, its ``out`` counts as zero, and its ``residual`` stays.
+        The sum is not finite where a rank's term is not. ``residual`` becomes this rank's compression error. A rank
+        that is not ``present`` adds nothing, and its ``residual`` stays.
         """
 
     def commit(self) -> None:  # noqa: B027
-        """Keep what the sum has changed, as all ranks have it. Default: nothing."""
+        """Keep what the last sum has learnt for the next one, as all ranks have the sum. Default: nothing to keep."""
 
     @property
     @abstractmethod
     def message_bytes(self) -> int:
-        """Bytes that this rank sends."""
+        """The number of bytes that this rank sends for one sum."""
         ...
 
 
 class PowerSum(CompressedSum):
-    r"""A sum of matrices as products of two thin ones of ``rank`` columns; see `PowerSGD` for the equations.
+    r"""A sum of matrices, each sent as two thin matrices of ``rank`` columns; see `PowerSGD` for the equations.
 
-    A rank keeps what its own matrix has beyond the common columns, :math:`M_i - P (M_i^\top P)^\top`; these add up to
-    what the sum lacks. The basis is found anew by every sum, on all ranks alike.
+    The residual of a rank is the part of its matrix outside the common columns, :math:`M_i - P (M_i^\top P)^\top`.
+    These parts add up to the error of the sum. Every sum finds a new basis, the same on all ranks.
     """
 
     def __init__(self, rank: int, layout: FlatLayout, transfer: Transfer, device: torch.device) -> None:
@@ -151,7 +153,7 @@ class PowerSum(CompressedSum):
             start += numel
         self._first = torch.zeros(left, device=device)
         self.basis = torch.randn(right, generator=torch.Generator().manual_seed(0)).to(device)
-        """The columns of all matrices, one after the other; the same on all ranks but one that has just joined."""
+        """The columns of all matrices, one after the other; equal on all ranks except one that has just joined."""
         self._next = torch.zeros(right, device=device)
 
     @torch.no_grad()
@@ -167,7 +169,7 @@ class PowerSum(CompressedSum):
                 residual[here] = 0.0
         self._transfer.sum_(first)
         if not ops.all_finite(first):
-            out.fill_(torch.nan)  # as all ranks see
+            out.fill_(torch.nan)  # all ranks have the same sum, so all of them stop here
             return
         for each in self._matrices:
             left = each.left_of(first)
@@ -181,7 +183,7 @@ class PowerSum(CompressedSum):
         for each in self._matrices:
             right = each.right_of(second)
             torch.mm(each.left_of(first), right.T, out=each.of(out))
-            found = right.norm(dim=0) > 0.0  # nobody has used it else: its columns stay
+            found = right.norm(dim=0) > 0.0  # no rank used the others, whose columns stay
             right.copy_(torch.where(found, normalize(right, dim=0), each.right_of(self.basis)))
 
     @property
@@ -189,7 +191,7 @@ class PowerSum(CompressedSum):
         return 4 * (self._first.numel() + self.basis.numel())
 
     def commit(self) -> None:
-        """Begin the next search with the columns that were found."""
+        """Begin the next power iteration with the columns that this one has found."""
         self.basis, self._next = self._next, self.basis
 
     def load(self, basis: Tensor) -> None:
@@ -198,7 +200,7 @@ class PowerSum(CompressedSum):
 
 
 class _Matrix(NamedTuple):
-    """A tensor's place in the bucket, and in the thin matrices of all."""
+    """The place of one tensor's matrix in the bucket, and of its thin matrices in theirs."""
 
     start: int
     rows: int
@@ -218,7 +220,7 @@ class _Matrix(NamedTuple):
 
 
 class _MeanSum(CompressedSum):
-    """A sum as a mean with weights of 1: of codes, or of the largest elements in the order of ranks."""
+    """A sum as a `CompressedMean` with weights of 1: of codes, or of the largest elements."""
 
     def __init__(self, compression: Compression | TopK, numel: int, transfer: Transfer, device: torch.device) -> None:
         large = transfer.large

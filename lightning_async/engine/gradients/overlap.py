@@ -1,14 +1,14 @@
-"""Gradients that leave while the backward pass still makes others.
+"""Gradients that are sent while the backward pass still computes others.
 
 the training thread                               the engine's thread, see `InParts`
-begin: a message that is empty  --------------->  headers meet, and decide
-a hook: part 0's gradients are there  --------->  its share goes into `received`, and its sum begins
-a hook: part 1  ------------------------------->  ...
-finish: the rest; which parameters were used,
-and which changed after they had left  -------->  where any has doubts all say that, and sum what changed once more
+begin: a message without gradients  ----------->  headers meet and decide
+a hook: the gradients of span 0 exist  -------->  packs this rank's share into `received`, and begins their sum
+a hook: those of span 1 exist  ---------------->  ...
+finish: all others exist; which parameters were
+used, and which changed after being sent  ----->  if any rank has changes, all tell them, and sum those once more
 
-`Overlap` runs on the training thread, `InParts` on the engine's; `Outgoing` is what both share. Gradients stay where
-the backward pass has put them until all have committed: a reduction that fails is repeated by the live ranks.
+`Overlap` runs on the training thread, `InParts` on the engine's thread; both share an `Outgoing`. Gradients stay where
+the backward pass has put them until all ranks have committed, so that the live ranks can repeat a failed reduction.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from lightning_async.engine.transfer import Transfer
 from lightning_async.flat import ROOM, FlatLayout, with_tag
 
 _BEAT_S = 0.1
-_LINE = ROOM  # elements: a part begins on a multiple of these in its bucket, as that does behind its room
+_LINE = ROOM  # elements: a sum begins on a multiple of these in its bucket, aligned like the bucket itself
 
 
 class Overlap:
-    """The training thread's side: it tells the engine's thread of gradients while the backward pass makes them.
+    """The training thread's side: it passes gradients to the engine's thread while the backward pass computes others.
 
-    Gradients that have changed after they had left are summed once more.
+    Gradients that change after they were passed on are summed once more.
     """
 
     def __init__(self, replica: Replica) -> None:
@@ -50,7 +50,7 @@ class Overlap:
 
     @property
     def possible(self) -> bool:
-        """Whether gradients and buckets are on the CPU. On GPUs they leave after the backward pass."""
+        """Whether gradients and buckets are on the CPU; on GPUs, gradients are sent after the backward pass."""
         on = {p.device.type for p in self._replica.tensors.trained.values()} | {self._replica.device.type}
         return on == {"cpu"}
 
@@ -70,7 +70,7 @@ class Overlap:
 
     def _tell(self, whole: Sequence[LayoutSpan]) -> None:
         assert self._out is not None and self._backward is not None
-        for span in whole:
+        for span in whole:  # stored before `tell` lets the engine's thread read them
             self._out.gradients[span.first : span.last] = gradients_of(self._params[span.first : span.last])
         self._out.tell(self._backward.filled)
 
@@ -104,10 +104,10 @@ class Overlap:
 
 
 class Outgoing:
-    """The progress of this replica's gradients; shared by both threads.
+    """The gradients of one backward pass as far as they exist; both threads share it under the lock ``changed``.
 
-    Wherever one part takes longer than ``patience_s``, none is under way until all are there, as sums have timeouts.
-    The engine's thread puts gradients into a bucket by ``plans``, times ``scale``.
+    Where one span takes longer than ``patience_s``, the message is ready again only once all gradients exist, because
+    sums on other ranks have timeouts. The engine's thread packs gradients, times ``scale``, by ``plans``.
     """
 
     def __init__(
@@ -117,12 +117,13 @@ class Outgoing:
         self._patience_s = patience_s
         self._plans = plans
         self._scale = scale
-        self.gradients = [torch.empty(0)] * count  # by parameter; of those parts that are filled
-        self.filled = 0  # parts, from the tail
-        self.base: Tensor | None = None  # flat: what goes with them, of backward passes before
-        self.used: Tensor | None = None  # 1.0 for every parameter that has a part in that
+        self.gradients = [torch.empty(0)] * count  # by parameter; valid for the spans that are filled
+        self.filled = 0  # number of spans that are filled, from the end of the layout
+        self.base: Tensor | None = None  # flat gradients of earlier backward passes, which are added
+        self.used: Tensor | None = None  # 1.0 for every parameter with a gradient in ``base``
         self.flags: Tensor | None = None
-        """Once all are filled: 1.0 for every parameter that is used, then for every one that changed late."""
+        """Set once all spans are filled: 1.0 for every used parameter, then 1.0 for every one that changed late."""
+        # `withdrawn`: the backward pass has failed. `late`: a span has taken longer than `patience_s`.
         self.withdrawn = self.late = False
 
     @classmethod
@@ -134,14 +135,14 @@ class Outgoing:
         return out
 
     def put_(self, part: Tensor, first: int, last: int, start: int, share: float) -> None:
-        """Put a share of the gradients of parameters ``first`` to ``last`` where that part of a bucket begins."""
+        """Write a share of the gradients of parameters ``first`` to ``last`` into ``part``, a slice of a bucket."""
         with self._plans.of(self.gradients[first:last], (first, last)) as plan:
             plan.pack_(part, weight=self._scale * share)
         if self.base is not None:
             part.add_(self.base[start : start + part.numel()], alpha=share)
 
     def all(self) -> Tensor:
-        """Return all of them, flat, once all are filled; on the training thread."""
+        """Return all gradients as one flat tensor, once all are filled; on the training thread."""
         flat = torch.empty(sum(gradient.numel() for gradient in self.gradients))
         pack_(self.gradients, flat, self._scale)
         return flat if self.base is None else flat.add_(self.base)
@@ -151,13 +152,13 @@ class Outgoing:
         return all(ops.all_finite(gradient) for gradient in held)
 
     def has(self) -> Tensor:
-        """Return 1.0 for every parameter that has a gradient here, once all are filled."""
+        """Return 1.0 for every parameter that has a gradient, once all are filled."""
         assert self.flags is not None
         return self.flags[: len(self.gradients)]
 
     @property
     def ready(self) -> bool:
-        """Whether others can count on these gradients. Under the lock of the shared state."""
+        """Whether headers may announce these gradients. Under the lock of the shared state."""
         return self.flags is not None or self.withdrawn or not self.late
 
     def tell(self, filled: int, flags: Tensor | None = None) -> None:
@@ -172,7 +173,7 @@ class Outgoing:
             self._changed.notify_all()
 
     def wait(self, there: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Wait for the training thread; return False if it takes too long, or has failed."""
+        """Wait until ``there`` holds; return False if the training thread takes too long, or its pass has failed."""
         waited_s = 0.0
         with self._changed:
             while not self.withdrawn and not there():
@@ -185,9 +186,9 @@ class Outgoing:
 
 
 class InParts:
-    """One sum of all replicas' shares into ``target``; on the engine's thread.
+    """A sum of all replicas' gradients into ``target``, span by span, on the engine's thread.
 
-    This replica's gradients are multiplied by ``share``; where ``out`` is None it has none.
+    This replica's gradients are multiplied by ``share``; ``out`` is None where it has none.
     """
 
     def __init__(
@@ -199,13 +200,13 @@ class InParts:
         self._share = share
         self._out = out
         self._flags = torch.zeros(2 * len(layout) + 1)
-        """As in `Outgoing`; then 1.0 where the gradients are withdrawn or late."""
+        """The flags of `Outgoing`, then 1.0 if this replica's gradients are withdrawn or late."""
 
     def sum_(self, expected: Tensor, tagged: bool = False) -> bool:
-        """Send each part as soon as it is filled; return whether this replica has more to say, for `settle_`.
+        """Sum each span as soon as its gradients exist; return whether `settle_` must follow for this replica.
 
-        ``expected``: 1.0 for every parameter that is used, as all replicas take it. ``tagged``: the last part says
-        whether it has more to say; then return whether any replica has.
+        It must where a gradient changed late, or the used parameters are not those ``expected`` by all replicas (1.0
+        for each). With ``tagged``, the last sum carries this answer along, and the return value is that of any replica.
         """
         transfer = self._transfer
         out = self._out
@@ -215,14 +216,14 @@ class InParts:
         def check() -> None:
             transfer.check()
             for each in pending:
-                each.done()  # what goes in pieces goes on
+                each.done()  # lets an operation that moves in pieces start its next piece
 
         all_ = spans(self._layout)
         end = self._layout.numel
         for number, span in enumerate(all_):
             there = there and out is not None and out.wait(lambda n=number: out.filled > n, check)
             self._put_(span.first, span.last, span.start, span.end, there)
-            start = min(-(-span.start // _LINE) * _LINE, end)  # what lies before that goes with the next part
+            start = min(-(-span.start // _LINE) * _LINE, end)  # elements before a line begins go with the next span
             part = self._target[start:end]
             end = start
             if tagged and number == len(all_) - 1:
@@ -237,7 +238,7 @@ class InParts:
         return bool(with_tag(self._target)[0]) if tagged else self._doubts(expected)
 
     def _hear(self, there: bool, check: Callable[[], None]) -> bool:
-        """Return whether all gradients are there; note which were used, and which changed late."""
+        """Wait until all gradients exist, and note the flags of `Outgoing`; return whether the gradients exist."""
         out = self._out
         there = there and out is not None and out.wait(lambda: out.flags is not None, check)
         if there and out is not None and out.flags is not None:
@@ -251,10 +252,10 @@ class InParts:
         return bool(self._flags[count:].any()) or not torch.equal(self._flags[:count], expected)
 
     def settle_(self) -> Tensor | None:
-        """Sum once more what has changed after it had left; on all ranks, where any has more to say.
+        """Sum the gradients that changed late once more; all ranks call this where any needs it.
 
-        Returns 1.0 for every parameter that any replica used; None, with nothing of use in the bucket, where a
-        replica's gradients are withdrawn or late.
+        Return 1.0 for every parameter that any replica used. Return None where any replica's gradients are withdrawn or
+        late; then the bucket is of no use.
         """
         flags = self._flags
         count = len(self._layout)
@@ -283,25 +284,25 @@ def used_by(params: Sequence[Any]) -> Tensor:
 
 
 def mask_of(used: Tensor) -> int:
-    """Return a hash of which parameters are used, which a float64 holds exactly."""
+    """Return a hash of the set of used parameters that a float64 holds exactly."""
     return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
 
 
 @torch.no_grad()
 def gradients_of(params: Sequence[Any]) -> list[Tensor]:
-    """Return their gradients as real numbers; zeros where there is none."""
+    """Return the gradients of parameters as dense real tensors; zeros where there is none."""
     return [real(torch.zeros_like(p) if p.grad is None else strided(p.grad)) for p in params]
 
 
 class Plans:
-    """Plans between gradients, other tensors at each step, mostly of the same kinds, and a bucket."""
+    """A cache of plans for copies between a bucket and gradients, which are new tensors at each step."""
 
     def __init__(self) -> None:
         self._known: dict[object, ops.Plan] = {}
 
     @contextmanager
     def of(self, gradients: Sequence[Tensor], key: object = None) -> Iterator[ops.Plan]:
-        """Give the plan of these gradients; each list of which others follow has a ``key``."""
+        """Yield the plan for these gradients; lists of the same parameters share a ``key``, and thus a plan."""
         plan = self._known.get(key)
         if plan is None or not plan.follow(gradients):
             plan = self._known[key] = ops.Plan(FlatLayout(gradients), gradients)
@@ -317,9 +318,9 @@ def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
 
 @torch.no_grad()
 def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
-    """Make the parameters' part of a bucket, times ``scale``, their gradients; ``part`` is multiplied, too.
+    """Multiply the parameters' ``part`` of a bucket by ``scale``, and copy it into their gradients.
 
-    Gradients that no replica used stay None, sparse ones become dense.
+    Parameters that no replica used get the gradient None; sparse gradients become dense.
     """
     trained = replica.tensors.trained.values()
     if scale != 1.0:
@@ -333,10 +334,10 @@ def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: P
 
 
 def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
-    """Make a mean over all samples one over those of each parameter's gradient. All ranks call this together.
+    """Turn a mean over all samples into a mean over those samples from which each gradient was computed.
 
-    ``share`` is that of this rank's samples in all ranks', and ``behind`` the part of these that each gradient is of;
-    None: it brings nothing.
+    All ranks call this together. ``share`` is this rank's share of all samples. ``behind`` is, for each parameter, the
+    part of this rank's samples from which its gradient was computed; None where this rank has no gradients.
     """
     total = mean.new_zeros(len(layout))
     if behind is not None:
@@ -348,7 +349,7 @@ def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: floa
 
 
 def _places(trained: Iterable[Any]) -> list[Tensor]:
-    """Return memory for a gradient of each parameter: its own, unless autograd gave several the same one."""
+    """Return a tensor for the gradient of each parameter: its present one, unless it is shared or not dense."""
     places: list[Tensor] = []
     taken: set[int] = set()
     for p in trained:

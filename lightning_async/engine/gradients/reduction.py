@@ -1,7 +1,7 @@
-"""Gradients through the engine, in step or in the background: averaged by weight, with late and empty replicas.
+"""Gradients averaged by the engine, in synchronous steps or in the background, also without some replicas' gradients.
 
-`SynchronousGradients` is the component, on the training thread and in headers; `GradientRounds` is its one round type,
-on the engine's thread.
+`SynchronousGradients` is the component: its methods for the training thread post gradients and take their mean, and the
+engine's thread asks it for its part of headers. `GradientRounds` is its one round type, on the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from lightning_async.engine.shared_state import Header
 from lightning_async.engine.sync_points import SyncPoints
 
 GRADIENTS = 2
-"""The priority of synchronous steps: others have messages too while one rank is at such a step, and go with it."""
+"""The priority of gradient rounds: the highest, as ranks with messages for averaging take part in them, too."""
 
 
 class GradientPart(NamedTuple):
-    """One rank's part of a header."""
+    """The gradient component's part of one rank's header."""
 
-    weight: float = 0.0  # of its gradients in the mean
-    mask: int = 0  # a hash of which parameters have one
-    since: int = 0  # steps that had been taken when the first of them was computed
-    in_parts: int = 0  # 1 where they leave while they are computed, so that the mask is an expected one
-    samples: float = 0.0  # behind them
-    base: float = 0.0  # see `GradientsMean`, as this rank would have it; 0 where it does not ask
-    size: float = 0.0  # see `GradientsMean`, as this rank would have it; 0 where it does not ask
-    keeps: int = 0  # 1 where their mean stays in its bucket as it is
-    there: int = 0  # 1 where there is a message, be its weight 0
+    weight: float = 0.0  # weight of this rank's gradients in the mean
+    mask: int = 0  # hash of the set of parameters that have a gradient
+    since: int = 0  # number of steps taken when the first gradient was computed
+    in_parts: int = 0  # 1 where gradients are sent while others are computed, so that the mask is a guess
+    samples: float = 0.0  # number of samples from which the gradients were computed
+    base: float = 0.0  # this rank's wish for `GradientsMean.base`; 0 for none
+    size: float = 0.0  # this rank's wish for `GradientsMean.size`; 0 for none
+    keeps: int = 0  # 1 where the mean stays in its bucket unchanged after the hand-over
+    there: int = 0  # 1 where there is a message, even if its weight is 0
 
 
 class GradientsMean(NamedTuple):
-    """Facts of gradients that become one, the same on all who step with these."""
+    """The facts of a mean of gradients, equal on all ranks that take a step with it."""
 
-    weight: float = 0.0  # of all replicas' gradients
-    samples: float = 0.0  # behind them
-    ranks: int = 0  # number of replicas, those without gradients too
-    base: float = 0.0  # samples that learning rates are for, of one replica: the mean over those with gradients
-    size: float = 0.0  # of the window of gradients that comes, as the first replica with gradients would have it
+    weight: float = 0.0  # weight of all replicas' gradients
+    samples: float = 0.0  # number of samples from which they were computed
+    ranks: int = 0  # number of replicas, with those without gradients
+    base: float = 0.0  # samples per replica for which the learning rate is set: mean of all wishes
+    size: float = 0.0  # size of the next window of gradients: the wish of the first replica with gradients
 
     @classmethod
     def by(cls, parts: Sequence[GradientPart]) -> GradientsMean:
@@ -60,16 +60,16 @@ class GradientsMean(NamedTuple):
 
 @dataclass
 class GradientMessage(Message):
-    """Gradients in the `sent` bucket."""
+    """A message with gradients in the `sent` bucket, or with `out` where they are still being computed."""
 
-    samples: float  # behind them
-    used: Tensor  # 1.0 for every parameter that has one, or is expected to have one
-    since: int  # steps that had been taken when the first of them was computed
-    behind: Tensor | None = None  # part of these samples for each parameter's gradient; None: all. See `Window`
-    out: overlap.Outgoing | None = None  # their progress, where they leave while they are computed
-    keeps: bool = False  # their mean stays in its bucket as it is, until other gradients are there
-    dropped: bool = False  # they are not finite, and have no weight; see `GradientRounds`
-    asks: tuple[float, float] = (0.0, 0.0)  # `base` and `size` of `GradientsMean`, as this replica would have them
+    samples: float  # number of samples from which they were computed
+    used: Tensor  # 1.0 for every parameter that has a gradient, or is expected to have one
+    since: int  # number of steps taken when the first gradient was computed
+    behind: Tensor | None = None  # by parameter, the part of the samples in its gradient; None: all. See `Window`
+    out: overlap.Outgoing | None = None  # the gradients so far, where they are sent while others are computed
+    keeps: bool = False  # their mean stays in its bucket unchanged until the next gradients
+    dropped: bool = False  # they are not finite and have no weight, see `GradientRounds`
+    asks: tuple[float, float] = (0.0, 0.0)  # this replica's wishes for `base` and `size` of `GradientsMean`
 
     @property
     def ready(self) -> bool:
@@ -79,29 +79,30 @@ class GradientMessage(Message):
 class EarlierPasses(NamedTuple):
     """The backward passes before the last one of a message."""
 
-    pack: Callable[[Tensor], None] | None  # puts their gradients into the rule's part of a bucket; None: none
-    used: Tensor  # 1.0 for every parameter that has a gradient of theirs
-    since: int  # steps that had been taken when the first gradient was computed
+    pack: Callable[[Tensor], None] | None  # packs their gradients into the parameters' part of a bucket, if any
+    used: Tensor  # 1.0 for every parameter that has a gradient from them
+    since: int  # number of steps taken when the first gradient was computed
 
 
 @dataclass(kw_only=True)
 class Reduction(InFlightRound):
-    """Gradients on their way."""
+    """The record of one reduction of gradients."""
 
     share: float  # this rank's share in the mean
     used: Tensor  # 1.0 for every parameter that any replica used
-    since: int  # the smallest of all replicas', see `GradientPart`
-    masks_differ: bool  # replicas used different ones, or one that follows has none to know them by
-    told: GradientsMean  # the facts of all ranks' gradients
-    residual: Tensor | None = None  # of compression, once this is committed; None: as before
-    in_parts: bool = False  # some replica's leave while they are computed
+    since: int  # the smallest of all replicas' `GradientPart.since`
+    masks_differ: bool  # replicas used different parameters, or one without gradients must learn which
+    told: GradientsMean  # the facts of the mean
+    residual: Tensor | None = None  # the compression residual to commit; None: it stays
+    in_parts: bool = False  # some replica sends gradients while it computes others
 
 
 class SynchronousGradients(EngineComponent):
-    """The component that averages gradients; it registers with the control plane.
+    """A component that averages gradients and registers itself with the control plane.
 
-    ``on_step`` is called under the lock where a step is committed, on all ranks, with this one's samples, or None if it
-    had no gradients. ``weigh`` gives the weight of gradients of so many samples. Default: the samples.
+    ``on_step`` is called on all ranks, under the lock of the shared state, when a reduction is handed over: with this
+    rank's number of samples, or None if it had no gradients. ``weigh`` returns the weight of gradients by their number
+    of samples. Default: that number.
     """
 
     blank = GradientPart()
@@ -122,38 +123,38 @@ class SynchronousGradients(EngineComponent):
         self._weigh = weigh
         self.rounds = GradientRounds(control, on_step)
         self._overlap = overlap.Overlap(self.replica)
-        self.asks = (0.0, 0.0)  # of the next gradients that leave, see `GradientMessage`
+        self.asks = (0.0, 0.0)  # of the next message, see `GradientMessage`
         self.told: GradientsMean | None = None  # the facts of the mean that was taken last
         self._there = overlap.Plans()
-        self._back = overlap.Plans()  # the engine's thread's; the training thread's
-        self._taken = False  # what has arrived is with the optimizer: nobody looks at the parameters meanwhile
+        self._back = overlap.Plans()  # for the engine's thread, and for the training thread
+        self._taken = False  # the optimizer is stepping with the mean: no sync point may read the parameters
         control.register(self)
 
     def close(self) -> None:
         self._overlap.close()
 
     def compress(self, compression: GradientCompression) -> None:
-        """Compress gradients like this, on all ranks; before the engine starts."""
+        """Set the compression of gradients, the same on all ranks, before the engine starts."""
         if compression != "none":
             self.rounds.feedback = GradientResiduals(compression, self.replica, self._transfer)
 
     def carried_residual(self) -> dict[str, Any] | None:
-        """Copy the residual of compressed gradients for a checkpoint; None where they are not."""
+        """Copy the residual of compressed gradients for a checkpoint; return None without compression."""
         with self._box.committing:
             return None if self.rounds.feedback is None else self.rounds.feedback.state_dict()
 
     def begin_backward(self, samples: float, scale: float = 1.0) -> None:
-        """Begin a backward pass whose gradients leave as it makes them, where they can; `reduce_` follows."""
+        """Begin a backward pass, sending gradients while it computes others if that is possible; `reduce_` follows."""
         if not self._overlap.under_way and self._can_overlap:
             self._buckets.take_when(self._buckets.can_pack, self._control.see)
             message = GradientMessage(GRADIENTS, self._step, samples, self._expected, self._step, keeps=True)
             self._begin(message, 1.0 / scale)
 
     def begin_last(self, before: EarlierPasses, samples: float, weight: float) -> bool:
-        """Begin the last of several passes; return whether its gradients leave as it makes them.
+        """Begin the last of several passes; return whether its gradients are sent while it computes others.
 
-        They are multiplied by ``weight``, and those of the passes ``before`` go with them, ``samples`` in all;
-        `finish_last` follows, or `withdraw`.
+        Its gradients are multiplied by ``weight``, and those of the passes ``before`` are added. All passes together
+        have ``samples``. The caller calls `finish_last` or `withdraw` next.
         """
         if not self._can_overlap or not self._take_free():
             return False
@@ -161,7 +162,7 @@ class SynchronousGradients(EngineComponent):
         return True
 
     def finish_last(self) -> None:
-        """End the last pass. Gradients stay with the parameters until their mean replaces them."""
+        """End the last pass; the parameters keep their gradients until the mean replaces them."""
         self._overlap.finish()
 
     @property
@@ -174,7 +175,7 @@ class SynchronousGradients(EngineComponent):
         return self.rounds.used if len(self.rounds.used) == count else torch.zeros(count)
 
     def _begin(self, message: GradientMessage, weight: float, before: EarlierPasses | None = None) -> None:
-        """Make the message of a backward pass that begins; the buckets were taken."""
+        """Make the message of a backward pass that begins, after the buckets were taken."""
         patience_s = self._control.timeouts.payload.total_seconds() / 2
         base = None if before is None or before.pack is None else self.replica.of_rule(self._buckets.sent)
         count = len(self.replica.layout)
@@ -189,18 +190,18 @@ class SynchronousGradients(EngineComponent):
             self._overlap.begin(out)
 
     def withdraw(self) -> None:
-        """End a backward pass that has failed: nobody waits for its gradients."""
+        """End a backward pass that has failed, so that no rank waits for its gradients."""
         self._overlap.give_up()
         with self._box.changed:
             message = self._buckets.message
             if isinstance(message, GradientMessage) and message.out is not None:
                 if self._buckets.announced:
-                    message.out.withdraw()  # all hear of it
+                    message.out.withdraw()  # a header has announced it: all ranks learn of this in the round
                 else:
                     self._buckets.message = None
 
     def reduce_(self, samples: float, scale: float = 1.0) -> None:
-        r"""Replace the gradients by their weighted mean over all replicas; wait until it is there.
+        r"""Replace the gradients by their weighted mean over all replicas, after waiting for it.
 
         .. math:: g \leftarrow s \sum_i \frac{n_i}{\sum_j n_j} \frac{g_i}{s_i}
 
@@ -216,15 +217,15 @@ class SynchronousGradients(EngineComponent):
         self.wait()
         self.take_(scale)
         if out is not None:
-            out.gradients.clear()  # the next message lets go of this one, and forward passes need the memory
+            out.gradients.clear()  # frees their memory for forward passes: this message stays until the next one
         self.stepped()
 
     def post(
         self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int, behind: Tensor | None = None
     ) -> bool:
-        """Have gradients averaged, if the buckets are free; return whether they are on their way.
+        """Post gradients to be averaged, if the buckets are free; return whether they were posted.
 
-        ``pack`` puts them into the parameters' part of a bucket; for the rest see `GradientMessage`.
+        ``pack`` writes them into the parameters' part of a bucket. For the other arguments see `GradientMessage`.
         """
         if not self._take_free():
             return False
@@ -249,7 +250,7 @@ class SynchronousGradients(EngineComponent):
         return int(self._box.steps)
 
     def wait_until_free(self) -> None:
-        """Wait until gradients can be posted, or a mean has arrived that must be taken first."""
+        """Wait until gradients can be posted, or until a mean has arrived that must be taken first."""
         self._sync_points.wait(lambda: self._buckets.can_pack() or self.arrived is not None)
 
     @property
@@ -263,11 +264,11 @@ class SynchronousGradients(EngineComponent):
 
     @property
     def arrived(self) -> Reduction | None:
-        """The mean that `take_` finds, if one has arrived."""
+        """The mean that has arrived and that `take_` has not taken yet, if any."""
         return arrived if isinstance(arrived := self._buckets.arrived, Reduction) and not self._taken else None
 
     def unstepped(self) -> tuple[GradientMessage, Tensor] | None:
-        """Return the message and the gradients that have left, with no step taken with them."""
+        """Return the message and the gradients that were sent, and with which no step was taken; None without any."""
         with self._box.changed:
             message = self._buckets.arrived.message if self.arrived else self._buckets.message
         if not isinstance(message, GradientMessage):
@@ -277,39 +278,40 @@ class SynchronousGradients(EngineComponent):
         return None if out.flags is None else (replace(message, used=out.has(), out=None), out.all())
 
     def wait(self) -> None:
-        """Wait until nothing is in flight, or others' step, that this replica was late for, comes first."""
+        """Wait until a mean has arrived: that of this message, or of a step for which this rank was late."""
         buckets = self._buckets
         self._sync_points.wait(lambda: buckets.message is None or buckets.arrived is not None)
         message = buckets.message
         if isinstance(message, GradientMessage) and message.out is not None and message.out.flags is not None:
-            # No header speaks of it before that step is taken, which needs the gradients' place.
+            # The step of the others comes first and needs the memory of the gradients. So the gradients of the message
+            # move into the bucket; no header announces the message before that step is taken.
             self.replica.of_rule(buckets.sent).copy_(message.out.all())
             message.used = message.out.has()
             message.out = None
 
     def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
-        """Make the mean that has arrived, if any, times ``scale``, the gradients; `stepped` follows.
+        """Copy the mean that has arrived, if any, times ``scale``, into the gradients; `stepped` follows.
 
-        ``change`` is called with the flat mean first, and with its reduction.
+        ``change`` is called with the flat mean and its reduction first, and may change the mean in place.
         """
         buckets = self._buckets
         self.told = GradientsMean()
-        if isinstance(arrived := buckets.arrived, Reduction):  # else no replica had a weight
+        if isinstance(arrived := buckets.arrived, Reduction):  # None: no replica had any weight
             buckets.to_training.take()
             self.told = arrived.told
             mean = self.replica.of_rule(arrived.target)
             changes = scale != 1.0 or change is not None
-            mean = mean.clone() if changes and arrived.at_once else mean  # others may need it as it is
+            mean = mean.clone() if changes and arrived.at_once else mean  # others may need it unchanged
             if change is not None:
                 change(mean, arrived)
             overlap.unpack_(self.replica, mean, arrived.used, scale, self._back)
-        elif buckets.arrived is None:  # what is left here was dropped, or is of no samples
+        elif buckets.arrived is None:  # this replica's gradients were dropped, or are of no samples
             for p in self.replica.tensors.trained.values():
                 p.grad = None
         self._taken = True
 
     def stepped(self) -> None:
-        """Note that the step was taken: a sync point may open for this replica from now on."""
+        """Note that the step was taken, so that a sync point may open for this replica."""
         with self._box.changed:
             self._buckets.arrived = None
             self._taken = False
@@ -342,10 +344,10 @@ class SynchronousGradients(EngineComponent):
 
 
 class GradientRounds(RoundType):
-    """The round type of gradients.
+    """A round type that averages gradients.
 
-    A mean that is not finite is never handed over. It has the same bits on all ranks, so that nobody commits it. Then
-    each rank looks at what it has sent: gradients that are not finite lose their weight, and the round is repeated
+    A mean that is not finite is never handed over. It has the same bits on all ranks, so no rank commits it. Then each
+    rank looks at the gradients that it has sent. Those that are not finite lose their weight, and the round is repeated
     without them.
     """
 
@@ -356,15 +358,15 @@ class GradientRounds(RoundType):
         self._replica = control.buckets.replica
         self._on_step = on_step
         self.apart = False
-        """Parameters' gradients are means over different samples, on any rank: of optimizers that step apart."""
+        """Whether, on any rank, parameters' gradients are means over different samples, as optimizers step apart."""
         self.follows = False
-        """A replica takes the steps that it has no gradients in, too: it stands at a sync point meanwhile."""
-        self.feedback: GradientResiduals | None = None  # of compressed gradients; None: they travel as they are
-        self.used = torch.empty(0)  # 1.0 for every parameter that any replica used in the step before
+        """Whether a replica without gradients takes the steps, too, while it stands at a sync point."""
+        self.feedback: GradientResiduals | None = None  # of compressed gradients; None without compression
+        self.used = torch.empty(0)  # 1.0 for every parameter that any replica used in the last step
         self.drops = True
-        """Means that are not finite are dropped; False where a gradient scaler is to see them, on all ranks."""
-        self.dropped = 0  # messages of this replica that were dropped
-        self.on_drop: Callable[[], None] = lambda: None  # called when one more was dropped
+        """Whether means that are not finite are dropped; False on all ranks where a gradient scaler must see them."""
+        self.dropped = 0  # number of dropped messages of this replica
+        self.on_drop: Callable[[], None] = lambda: None  # called after each of them
 
     @property
     def message_bytes(self) -> int:
@@ -427,7 +429,7 @@ class GradientRounds(RoundType):
         used = sums.settle_()
         if used is not None:
             exchange.used = used
-            if self._is_polluted(exchange):  # behind what has changed late: that may have mended it, or not
+            if self._is_polluted(exchange):  # the late sums may have replaced the bad values, or not
                 self._drop(exchange)
             return
         exchange.void = True
@@ -438,13 +440,13 @@ class GradientRounds(RoundType):
                 self._buckets.message = None
 
     def _is_polluted(self, exchange: Reduction) -> bool:
-        """Return whether the mean is not finite; the same on all ranks."""
+        """Return whether the mean is not finite and must be dropped; the same on all ranks."""
         return self.drops and not ops.all_finite(self._replica.of_rule(exchange.target))
 
     def _drop(self, exchange: Reduction) -> None:
-        """Take the weight from gradients that make the mean not finite. All ranks call this together.
+        """Take away the weight of gradients that are not finite. All ranks call this together.
 
-        Where all gradients are finite their sum has overflowed: then all of them lose it.
+        Where all gradients are finite, their sum has overflowed: then all of them lose their weight.
         """
         exchange.void = True
         message = exchange.message
@@ -457,7 +459,7 @@ class GradientRounds(RoundType):
         self._transfer.largest_(any_bad)
         if mine is None or not (is_bad or not any_bad.item()):
             return
-        sent.zero_()  # checkpoints may hold what has left
+        sent.zero_()  # checkpoints may hold what was sent
         with self._box.changed:
             mine.dropped = True
             mine.samples = 0.0

@@ -1,10 +1,10 @@
-"""The gradients of several batches of one replica, gathered into one flat buffer until they leave together.
+"""Windows: the gradients of several batches of one replica, summed in one flat buffer and sent together.
 
     the open window --- full: the mean of what it holds ---> the `sent` bucket, which is reduced in the background
           ^                                                            |
           +--- zeroed: it gathers the next one meanwhile               +---> `received`, then the optimizer's step
 
-A window leaves whole: no gradient is in two of them, and none is lost when a reduction is repeated.
+A window is sent as a whole: no gradient is in two windows, and none is lost when a reduction is repeated.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from lightning_async.engine.sync_points import SyncPoints
 
 
 class Window:
-    r"""The gradients of several batches of one replica, on its training thread.
+    r"""A window of gradients of several batches of one replica; its training thread uses it.
 
     .. math:: g_i = \frac{1}{n_i} \sum_b n_{i,b}\, g_{i,b}, \qquad n_i = \sum_b n_{i,b}
 
-    Over :math:`b` batches of :math:`n_{i,b}` samples; the replicas' means are weighted by :math:`n_i`, so that each
-    sample counts the same, however many batches the window of each replica holds. Where optimizers step `apart`, each
-    with gradients of other batches, :math:`n_{i,b}` and :math:`n_i` are those of the parameters of each.
+    The window of replica :math:`i` holds batches :math:`b` of :math:`n_{i,b}` samples each. The replicas' means are
+    weighted by :math:`n_i`, so that each sample counts the same, however many batches the window of each replica holds.
+    Where optimizers step `apart`, each with gradients of other batches, :math:`n_{i,b}` and :math:`n_i` are counted for
+    the parameters of each optimizer.
     """
 
     def __init__(self, gradients: SynchronousGradients) -> None:
@@ -42,15 +43,16 @@ class Window:
         self.since = 0
         self._used = torch.zeros(len(self._layout))
         self._behind = torch.zeros(len(self._layout), dtype=torch.float64)
-        """Samples behind each parameter's gradient, be that none."""
+        """By parameter, the number of samples of its batches, whether they gave it a gradient or not."""
         self._sum = self._layout.empty(self._replica.device)
 
     @torch.no_grad()
     def add_(self, samples: float, scale: float = 1.0, step: int = 0, params: Collection[Tensor] | None = None) -> None:
-        """Move parameters' gradients, a mean over so many samples, into the window; drop those of no samples.
+        """Add the parameters' gradients, a mean over ``samples``, to the window, and set them to None.
 
-        The window is without their factor ``scale`` (mixed precision, a loss that is divided). ``step`` counts the
-        steps before. ``params`` are those of an optimizer that steps apart, whose batch `count` counts. Default: all.
+        Gradients of no samples are dropped. They are divided by ``scale`` (of mixed precision, or a divided loss).
+        ``step`` is the number of steps taken so far. ``params`` are those of an optimizer that steps apart; then
+        `count` counts the batch. Default: all parameters.
         """
         self._follow_layout()
         if not self.batches:
@@ -84,7 +86,7 @@ class Window:
         return gradient if gradient.device == self._sum.device else gradient.to(self._sum.device)
 
     def leave(self) -> bool:
-        """Send the window and empty it, if the one before was taken; return whether it has left."""
+        """Send the window and empty it, if the buckets are free; return whether it was sent."""
         self._follow_layout()
         weight = 1.0 / self.samples if self.samples > 0.0 else 0.0
         if not self._gradients.post(
@@ -99,9 +101,10 @@ class Window:
         return True
 
     def leave_with(self, samples: float, scale: float = 1.0, step: int = 0) -> bool:
-        """Send the window with the last backward pass as that makes gradients; return whether it leaves so.
+        """Send the window together with the last backward pass while that computes gradients.
 
-        `clear` follows when the pass is over; if it fails, the window is as before. Arguments as for `add_`.
+        Return whether that is possible now. The caller calls `clear` after the pass; if the pass fails, the window is
+        as before. The arguments are those of `add_`.
         """
         self._follow_layout()
         total = self.samples + samples
@@ -134,7 +137,7 @@ class Window:
         self._behind = self._behind.new_tensor([behind.get(name, 0.0) for name in now.names])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy what it holds, with what has left it and is in no step yet, should training end now."""
+        """Copy the window for a checkpoint, together with a window that was sent and is in no step yet."""
         sum = self._sum.clone()
         samples = self.samples
         since = self.since
@@ -173,15 +176,15 @@ class Window:
 
 @dataclass
 class WindowTotals:
-    """The totals of one replica's windows."""
+    """The totals of one replica's windows; times are in seconds."""
 
-    number: int = 0  # windows that were reduced
-    own: int = 0  # of these, those with a part of this replica's
-    batches: int = 0  # of this replica, in them
-    exchange_s: float = 0.0  # time on their way
-    waited_s: float = 0.0  # how long the training thread has waited for that; at sync points, for all of it
-    sent_bytes: int = 0  # of this replica's windows, as they travel
-    left: tuple[int, float] = (0, 0.0)  # batches of the window that left last; this replica's waiting before
+    number: int = 0  # number of reduced windows
+    own: int = 0  # number of those with gradients of this replica
+    batches: int = 0  # number of this replica's batches in them
+    exchange_s: float = 0.0  # time of their exchanges
+    waited_s: float = 0.0  # the part that the training thread waited for; at a sync point, all of it
+    sent_bytes: int = 0  # bytes of this replica's windows on the wire
+    left: tuple[int, float] = (0, 0.0)  # batches of the last window sent; waiting time until then
 
     title: ClassVar[str] = "Windows of gradients"
     prefix: ClassVar[str] = "gradients"
@@ -191,7 +194,7 @@ class WindowTotals:
         self.left = batches, sync_points.waited_s
 
     def arrive(self, arrived: Reduction, sync_points: SyncPoints, message_bytes: int) -> None:
-        """Count a reduced window that a step is about to be taken with."""
+        """Count a reduced window, before the step that is taken with it."""
         self.number += 1
         self.exchange_s += arrived.exchange_s
         batches, before_s = self.left
@@ -221,7 +224,7 @@ class WindowTotals:
         return {"windows reduced": f"{self.number}", "batches in a window": batches, "a window travels": travels}
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals; those of windows from the first one on."""
+        """Return the totals for loggers; facts of windows follow the first window."""
         of_windows = {
             "window_s": self.each_s, "hidden_share": self.hidden_share, "batches_in_window": self.batches_each,
         }  # fmt: skip
