@@ -14,6 +14,8 @@
 #                              (SERVER_KILLS=30, WORKER_KILLS=100)
 #   make projects              models of other people's libraries under every strategy, beside DDP; the libraries are
 #                              installed into `.venv-projects`
+#   make docs                  build the documentation site into build/site, without warnings; `make docs-serve` shows it
+#   make dist                  build the source package and the wheel into dist
 #   make lint | types | bench | clean
 #
 # Variables: PYTHON (which Python makes the environment), PIP_ARGS (more options for pip), TORCH (which torch: a
@@ -38,7 +40,7 @@ else
 TORCH ?= torch==2.13.0
 endif
 
-.PHONY: help venv demo test check horovod native gpu lint types bench kills soak servers projects format clean ask
+.PHONY: help venv demo test check horovod native gpu lint types bench docs docs-serve dist kills soak servers projects format clean ask
 help:
 	@sed -n 's/^#   //p' Makefile
 
@@ -112,6 +114,16 @@ bench: $(VENV)/.ready-test
 	$(BIN)/python -m tests.benchmarks.averaging $(BENCH_ARGS)
 	$(BIN)/python -m tests.benchmarks.ops --out runs/ops
 	$(BIN)/python -m tests.benchmarks.checkpoints --out runs/bench
+
+docs docs-serve: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.ready-docs
+	$(BIN)/python -m mkdocs build --quiet --strict
+
+docs-serve: $(VENV)/.ready-docs
+	$(BIN)/python -m mkdocs serve
+
+dist: $(VENV)/.ready-release
+	$(BIN)/python -m build
 
 # A few, of which each place has one or none: a percentile is of KILLS=100.
 KILLS ?= 8

@@ -1,8 +1,8 @@
-"""Build the native libraries: ``python cuda_ext/build.py [cpu|cuda]``. Needs neither torch nor setuptools.
+"""The build of the native libraries: ``python cuda_ext/build.py [cpu|cuda]``. It needs neither torch nor setuptools.
 
-Two shared libraries come out, ``liblightning_async_cpu.so`` and ``liblightning_async_cuda.so``, and ``build.json``: the
-compilers, the flags, and where a library is missing, why. Nothing is linked to torch or to Python, so that one library
-serves every version of both.
+It makes two shared libraries, ``liblightning_async_cpu.so`` and ``liblightning_async_cuda.so``, and ``build.json`` with
+the compilers, the flags, and the reason if a library is missing. The libraries are linked neither to torch nor to
+Python, so one library serves every version of both.
 """
 
 from __future__ import annotations
@@ -34,37 +34,38 @@ KINDS: tuple[Kind, ...] = ("cpu", "cuda")
 CXX_FLAGS = (
     "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fopenmp",
     "-fno-exceptions", "-fno-rtti", "-fno-threadsafe-statics",
-    # One rounding per operation, so that all backends agree to the bit. The last two change no result: they let
-    # compilers make vector code of square roots and of selections.
+    # Each operation is rounded once, so that all backends agree to the bit. The last two flags change no result: they
+    # let
+    # compilers vectorise square roots and selections.
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
     "-Wall", "-Wextra", "-Wno-psabi",
 )  # fmt: skip
 LEVELS = ("v2", "v3", "v4")
-"""Instruction-set levels of x86-64 that kernels are compiled for, besides the compiler's default."""
+"""Instruction-set levels of x86-64 for which kernels are compiled, besides the compiler's default."""
 
 CUDA_FLAGS = (
     "-std=c++17", "-O3", "-fmad=false", "-cudart=static", "-lineinfo", "--threads=0",
     "-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90,code=[sm_90,compute_90]",
 )  # fmt: skip
 MINIMUM_DRIVER = {12: "525", 13: "580"}
-"""Of each CUDA major version, by NVIDIA's release notes."""
+"""The oldest driver of each major version of CUDA, by NVIDIA's release notes."""
 
 
 class BuildError(RuntimeError):
-    """Why a library cannot be built."""
+    """The reason why a library cannot be built."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What became of one library.
+    """The result of building one library.
 
     Args:
-        built: whether it is there.
-        compiler: its version line.
-        commands: what was run, as shell commands.
-        error: why there is no library.
-        driver: of the CUDA library, the oldest driver it runs on.
-        digest: of the sources and the flags; a library with the same one is not built again.
+        digest: Digest of the sources and the flags. A library with the same digest is not built again.
+        built: Whether the library exists.
+        compiler: Version line of the compiler.
+        commands: Shell commands that were run.
+        error: Reason why there is no library.
+        driver: Oldest driver on which the CUDA library runs.
     """
 
     digest: str = ""
@@ -76,12 +77,12 @@ class Outcome:
 
 
 def library(kind: Kind) -> str:
-    """The file name of a library."""
+    """Return the file name of a library."""
     return f"liblightning_async_{kind}.so"
 
 
 def demanded(environment: Mapping[str, str] = os.environ) -> Kind | None:
-    """What ``LIGHTNING_ASYNC_BUILD`` asks for: without it, what cannot be built is left out."""
+    """Return the library that ``LIGHTNING_ASYNC_BUILD`` demands; None: a library that cannot be built is left out."""
     asked = environment.get("LIGHTNING_ASYNC_BUILD") or None
     if asked is not None and asked not in KINDS:
         raise BuildError(f"LIGHTNING_ASYNC_BUILD={asked!r} must be 'cpu', 'cuda' (both libraries) or unset.")
@@ -89,10 +90,10 @@ def demanded(environment: Mapping[str, str] = os.environ) -> Kind | None:
 
 
 def build(target: Path = TARGET, demand: Kind | None = None, kinds: Sequence[Kind] = KINDS) -> dict[Kind, Outcome]:
-    """Build what can be built into ``target``, and write the record.
+    """Build the libraries that can be built into ``target``, and write the record.
 
     Raises:
-        BuildError: a library that ``demand`` asks for (``"cuda"``: both) could not be built; the record is written.
+        BuildError: A library that ``demand`` requires (``"cuda"``: both) could not be built; the record is written.
     """
     target.mkdir(parents=True, exist_ok=True)
     outcomes = _recorded(target)
@@ -119,12 +120,13 @@ def build(target: Path = TARGET, demand: Kind | None = None, kinds: Sequence[Kin
 def _recorded(target: Path) -> dict[Kind, Outcome]:
     try:
         return {kind: Outcome(**fields) for kind, fields in json.loads((target / RECORD).read_text()).items()}
-    except (OSError, ValueError, TypeError):  # none, or of another version
+    # There is no record, or it is of another version.
+    except (OSError, ValueError, TypeError):
         return {}
 
 
 def _digest(kind: Kind) -> str:
-    """Of the sources, the flags, and what chooses the compilers."""
+    """Return a digest of the sources, the flags, and the variables that choose the compilers."""
     chosen = [os.environ.get(name, "") for name in (("CXX",) if kind == "cpu" else ("CXX", "CUDA_HOME"))]
     digest = hashlib.sha256(Path(__file__).read_bytes() + "\0".join(chosen).encode())
     for path in sorted(SOURCES.iterdir()):
@@ -142,7 +144,7 @@ def _run(command: Sequence[str], outcome: Outcome) -> str:
 
 
 def compiler() -> list[str]:
-    """The C++ compiler: ``$CXX``, or the first of the usual ones."""
+    """Return the C++ compiler: ``$CXX``, or the first of the usual ones."""
     if sys.platform != "linux":
         raise BuildError(f"the native libraries are built on Linux only, not on {sys.platform}")
     if asked := os.environ.get("CXX"):
@@ -170,16 +172,16 @@ def _build_cpu(path: Path, outcome: Outcome) -> None:
 
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             list(pool.map(compile_one, zip(jobs, objects, strict=True)))
-        # OpenMP's runtime is not linked: at load time it is the one that torch brought, and a process needs just one.
+        # OpenMP's runtime is not linked. At load time it is torch's, because a process needs only one.
         half = folder / path.name
         _run([*cxx, "-shared", "-Wl,-z,lazy", "-Wl,--as-needed", "-s", *objects, "-o", str(half)], outcome)
         shutil.copyfile(half, path)
 
 
 def toolkit() -> tuple[Path, list[str]]:
-    """nvcc and the flags it needs to find its own parts.
+    """Return nvcc, and the flags that it needs to find its own parts.
 
-    ``$CUDA_HOME``, then the path, then the nvidia-cuda-nvcc packages of pip (-cu12, and 13's) on ``sys.path``.
+    The order is ``$CUDA_HOME``, then the path, then pip's nvidia-cuda-nvcc packages (-cu12, and 13's) on ``sys.path``.
     """
     if home := os.environ.get("CUDA_HOME"):
         nvcc = Path(home) / "bin" / "nvcc"
@@ -205,6 +207,7 @@ def _build_cuda(path: Path, outcome: Outcome) -> None:
     outcome.driver = MINIMUM_DRIVER.get(int(release.group(1))) if release else None
     host = ["-ccbin", *compiler()[:1]]
     with tempfile.TemporaryDirectory(prefix="lightning-async-") as name:
+        # Copy the finished library, so that a failed build leaves no half-written one.
         half = Path(name) / path.name
         _run(
             [str(nvcc), *CUDA_FLAGS, *flags, *host, "-Xcompiler=-fPIC,-fvisibility=hidden", "-shared",
@@ -215,7 +218,7 @@ def _build_cuda(path: Path, outcome: Outcome) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line: build into the source tree, and say what came out."""
+    """Run the command line: build into the source tree, and print the results."""
     parser = argparse.ArgumentParser(prog="python cuda_ext/build.py", description="Build the native libraries.")
     parser.add_argument(
         "demand", nargs="?", choices=KINDS,

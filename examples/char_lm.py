@@ -1,12 +1,12 @@
 """Train a character-level transformer on the text that CPython ships, on several replicas.
 
-Everything here is plain Lightning; the strategy is the one line that makes training asynchronous::
+Everything here is plain Lightning. The strategy is the one line that makes training asynchronous::
 
     python examples/char_lm.py --strategy async_averaging --devices 2
     horovodrun -np 2 python examples/char_lm.py --strategy horovod
     mpirun -np 2 python examples/char_lm.py --strategy async_averaging --transport horovod
 
-The model and the data are importable without side effects (tests and benchmarks use them).
+The model and the data can be imported without side effects, as tests and benchmarks do.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torchmetrics.classification import MulticlassAccuracy
 MODULES = (
     "argparse", "ast", "inspect", "ipaddress", "statistics", "subprocess", "tarfile", "threading", "typing",
 )  # fmt: skip
-"""Standard modules whose source joins the text of the language reference."""
+"""Standard modules whose source is added to the text of the language reference."""
 
 
 def read_text() -> str:
-    """The texts behind `help("...")`, then source of the standard library: about 1.1 MB of English and Python."""
+    """Return the texts of `help("...")` and source of the standard library: about 1.1 MB of English and Python."""
     from pydoc_data.topics import topics
 
     pieces = [topics[name] for name in sorted(topics)]
@@ -48,7 +48,7 @@ def read_text() -> str:
 
 
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """Windows of ``context`` characters, every ``stride`` characters, each with the characters that follow."""
+    """A dataset of windows of ``context`` characters, one every ``stride``, with the characters that follow."""
 
     def __init__(self, tokens: Tensor, context: int, stride: int) -> None:
         self.tokens, self.context, self.stride = tokens, context, stride
@@ -65,7 +65,10 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class CharData(pl.LightningDataModule):
-    """Every tenth block of the text is held out; Lightning's sampler gives each replica a shard of its own."""
+    """The text as training and validation data: every tenth block is held out.
+
+    Lightning's sampler gives each replica a shard of its own.
+    """
 
     BLOCK = 8192
 
@@ -89,7 +92,7 @@ class CharData(pl.LightningDataModule):
 
 
 class Block(nn.Module):
-    """Attention over the past, then a two-layer perceptron, each on a normalised residual stream."""
+    """A transformer block: causal attention, then a two-layer perceptron, each on a normalised residual stream."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -115,11 +118,13 @@ class CharLM(pl.LightningModule):
     """A decoder-only transformer over characters, with learned positions and tied embeddings.
 
     Args:
-        vocab_size: number of characters in the alphabet.
-        context: the longest window it can read.
-        width, depth, heads: its size; the defaults make about 1.2 million parameters.
-        lr: peak learning rate; it warms up and decays over ``total_steps``.
-        total_steps: the replica's own number of optimizer steps.
+        vocab_size: Number of characters in the alphabet.
+        context: Length of the longest window.
+        width: Size of the residual stream. The default sizes make about 1.2 million parameters.
+        depth: Number of blocks.
+        heads: Number of attention heads.
+        lr: Peak learning rate, which warms up and decays over ``total_steps``.
+        total_steps: Number of optimizer steps of each replica.
     """
 
     def __init__(
@@ -137,7 +142,7 @@ class CharLM(pl.LightningModule):
         self.lr, self.total_steps = lr, total_steps
         self.embedding = nn.Embedding(vocab_size, width)
         self.position = nn.Parameter(torch.zeros(context, width))
-        # What the last few characters add to each one. Attention would find them too, but only after a long plateau.
+        # The last few characters contribute to each one. Attention would learn that too, but only after a long plateau.
         self.recent = nn.Parameter(torch.zeros(3, width))
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
@@ -148,7 +153,7 @@ class CharLM(pl.LightningModule):
         self.val_accuracy = MulticlassAccuracy(vocab_size, average="micro", validate_args=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next character at every position."""
+        """Return the logits of the next character at every position."""
         embedded = self.embedding(tokens)
         x = embedded + self.position[: tokens.shape[1]]
         for distance, weight in enumerate(self.recent, start=1):
@@ -182,7 +187,7 @@ class CharLM(pl.LightningModule):
 
 
 def make_strategy(options: Any) -> Any:
-    """The strategy's name as Lightning takes it; for "async_averaging" the strategy itself, with its options."""
+    """Return the strategy's name, or for "async_averaging" the strategy with its options."""
     from lightning_async import AsyncAveragingStrategy, DeltaMean, DiLoCo, EveryNSteps, Mean
 
     if options.strategy != "async_averaging":

@@ -1,9 +1,11 @@
-"""Train on ranks that come and go, under Horovod Elastic::
+"""Train on ranks that come and go, under Horovod Elastic.
+
+Start it by::
 
     horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic.py
 
-``hosts.sh`` prints the hosts that are there at the moment, a line each: ``name:slots``. Kill a rank, or let a host come
-or go: the others train on from the last commit in memory.
+``hosts.sh`` prints the hosts that are there at the moment, one line for each: ``name:slots``. Kill a rank, or add or
+remove a host: the others train on from the last commit in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     data = CharData()
     model = CharLM(len(data.alphabet), data.context, total_steps=options.max_steps)
 
-    def make_trainer() -> pl.Trainer:  # one for every world of ranks
+    def make_trainer() -> pl.Trainer:  # called for every world of ranks
         return pl.Trainer(
             accelerator="cpu",
             strategy=HorovodStrategy(),

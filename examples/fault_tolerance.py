@@ -1,10 +1,12 @@
-"""A training that is killed, twice, and goes on as if nothing had happened::
+"""Train in a process that is killed twice, and compare it with a training without interruption.
+
+Start it by::
 
     python examples/fault_tolerance.py
 
-The same training runs twice at the same time: once in peace, and once in a process that is ended by ``kill -9`` at two
-random moments and started again. All that the program does for it is to give the Trainer a `FaultTolerantCheckpoint`.
-In the end every loss of every step is compared, and all weights, bit by bit. The exit status is 0 where all are equal.
+The same training runs twice at the same time: once without interruption, and once in a process that is ended by ``kill
+-9`` at two random moments and started again. For this, the program only gives the Trainer a `FaultTolerantCheckpoint`.
+In the end every loss of every step is compared, and all weights, bit by bit. The exit status is 0 if all are equal.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TIMEOUT_S = 300.0
-"""For one process, on a machine that is very busy."""
+"""The longest time for one process, on a very busy machine."""
 
 
 def train(folder: Path, attempt: int, steps: int) -> None:
-    """The program that is killed: it knows nothing of attempts, but for the name of the file of its losses."""
+    """Run the program that is killed; it uses ``attempt`` only for the name of the file of its losses."""
     import lightning.pytorch as pl  # or: import pytorch_lightning as pl
     import torch
     from torch import Tensor, nn
@@ -34,7 +36,7 @@ def train(folder: Path, attempt: int, steps: int) -> None:
     from lightning_async import FaultTolerantCheckpoint
 
     class Regression(pl.LightningModule):
-        """With all that is lost easily: dropout, statistics, an optimizer's memory, a scheduler, accumulation."""
+        """A model with all kinds of state: dropout, statistics, an optimizer's momentum, a scheduler, accumulation."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -84,8 +86,8 @@ class Attempt(NamedTuple):
     """One process of a training.
 
     Args:
-        losses: by batch, exact.
-        ended_by: what has ended it.
+        losses: Exact losses, by the number of the batch.
+        ended_by: Way in which the process has ended.
     """
 
     losses: dict[int, str]
@@ -96,9 +98,9 @@ class Training:
     """A training in a process of its own.
 
     Args:
-        folder: of its checkpoints, losses and weights; made.
-        attempt: counts the processes in one folder.
-        steps: optimizer steps to train.
+        folder: Folder for checkpoints, losses and weights, which is created.
+        attempt: Number of the process in this folder.
+        steps: Number of optimizer steps to train.
     """
 
     def __init__(self, folder: Path, attempt: int, steps: int) -> None:
@@ -111,13 +113,13 @@ class Training:
         self._until = time.monotonic() + TIMEOUT_S
 
     def losses(self) -> dict[int, str]:
-        """Of the batches so far."""
+        """Return the losses of the batches so far."""
         text = self._losses.read_text() if self._losses.exists() else ""
         rows = [line.split() for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return {int(batch): loss for batch, loss in rows}
 
     def kill(self, at: int, delay_s: float) -> Attempt:
-        """End it by ``kill -9``, somewhere in the batches from ``at`` on; or see it end before."""
+        """Kill the process by ``kill -9``, after batch ``at`` and ``delay_s``, unless it has ended before."""
         while self._process.poll() is None and max(self.losses(), default=0) < at:
             self._check_time()
             time.sleep(0.005)
@@ -129,7 +131,7 @@ class Training:
         return Attempt(self.losses(), "kill -9")
 
     def finish(self) -> Attempt:
-        """Wait until it has ended well."""
+        """Wait until the process has ended without an error."""
         while self._process.poll() is None:
             self._check_time()
             time.sleep(0.05)
@@ -138,7 +140,7 @@ class Training:
         return Attempt(self.losses(), "its end")
 
     def end(self) -> None:
-        """Whatever it does."""
+        """Kill the process, whatever its state is."""
         self._process.kill()
         self._process.wait()
 
@@ -148,14 +150,14 @@ class Training:
 
 
 def interrupted(folder: Path, steps: int, kills: int, chance: random.Random) -> list[Attempt]:
-    """Train in as many processes as it takes."""
+    """Train in ``kills`` processes that are killed, and in a last one that finishes."""
     attempts: list[Attempt] = []
     batches = 2 * steps
     for number in range(1, kills + 2):
         training = Training(folder, number, steps)
         try:
             if number <= kills:
-                # Each kill in a part of the training of its own, so that each attempt gets on.
+                # Each kill falls into a part of the training of its own, so that each attempt makes progress.
                 part = batches / (kills + 1)
                 at = int(part * (number - 1 + chance.uniform(0.3, 0.9)))
                 attempts.append(training.kill(at, chance.uniform(0, 0.02)))
@@ -167,7 +169,7 @@ def interrupted(folder: Path, steps: int, kills: int, chance: random.Random) -> 
 
 
 def report(whole: Attempt, attempts: Sequence[Attempt], weights_equal: bool) -> bool:
-    """Print what was trained and whether it is equal; whether it is."""
+    """Print what was trained, and whether it is equal; return whether it is."""
     print(f"{'attempt':>7}  {'batches':>12}  {'ended by':<8}  {'trained again':>13}  losses equal to the bit")
     seen: set[int] = set()
     wrong: list[str] = []

@@ -1,10 +1,12 @@
-"""Train the character-level model with parameter servers::
+"""Train the character-level model with parameter servers.
+
+Start it by::
 
     python examples/parameter_server.py
 
-That starts two workers, and a server process beside them. ``--mode async`` waits for nobody; ``--mode sync`` takes the
-steps of one process on the joined batch. Kill the server, or a worker: training goes on. With ``--dedicated`` servers
-are ranks, after the workers.
+This starts two workers, and a server process beside them. ``--mode async`` waits for nobody. ``--mode sync`` takes the
+steps of a single process with the joined batch. Kill the server, or a worker: training continues. With ``--dedicated``
+the servers are ranks, after the workers.
 """
 
 from __future__ import annotations

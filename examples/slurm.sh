@@ -8,7 +8,7 @@
 #
 # train.py has Trainer(num_nodes=3, devices=1, strategy=AsyncAveragingStrategy(min_replicas=1)), and a
 # FaultTolerantCheckpoint. A replica that dies, any of them, is started again, and joins the others. Where the job is put
-# into the queue again, all save, and go on from there. See docs/launching.md.
+# into the queue again, all save, and go on from there. See docs/how-to/several-hosts.md.
 set -m # each replica has a process group, by which it can be told to end
 mapfile -t hosts <<< "$(scontrol show hostnames "$SLURM_JOB_NODELIST")" # with <(...) `wait` may wait for the store
 export MASTER_ADDR=${MASTER_ADDR:-${hosts[0]}} MASTER_PORT=${MASTER_PORT:-29500} LOCAL_RANK=0

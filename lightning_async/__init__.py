@@ -10,7 +10,7 @@ A user gives one of the strategies to the Trainer; everything else follows from 
 Importing this package starts no thread or process; a strategy starts them as training begins, see `strategies`.
 
 Read strategies first, then engine (averaging rounds and sync points) and membership (which ranks are alive). The
-algorithms are values without any communication, and can be read alone. docs/architecture.md lists all modules.
+algorithms are values without any communication, and can be read alone. docs/contributing has the list of all modules.
 """
 
 from lightning_async.algorithms import (

@@ -1,12 +1,14 @@
 """What the documentation shows is true: its commands run somewhere, its Python runs here, its links lead somewhere.
 
-Conventions, for README.md and docs/*.md:
+Conventions, for README.md and all Markdown files below docs/:
 
 - A block of commands is fenced as ``console``; a line ``$ command`` is a command, other lines are its output. Each
   command stands in `COMMANDS` with the test, or the line of .ci/run, that runs it.
 - A block fenced as ``python`` is complete and is executed, in a fresh process and an empty folder. A fragment that
   cannot stand alone is fenced as ``py`` and is only compiled; what it calls of the package's must take those arguments.
-- Other fences (``text``, ``yaml``, ``toml``) are not commands; a fence without a word is refused.
+- Other fences (``text``, ``yaml``, ``toml``) are not commands. A ``mermaid`` fence is a state diagram that the site can
+  draw. A fence without a word is refused.
+- docs/specification/failures.yaml names tests that exist, and docs/reference/api.md every public name.
 
 Doctests of the package run with the other tests (`--doctest-modules` in pyproject.toml).
 """
@@ -14,9 +16,13 @@ Doctests of the package run with the other tests (`--doctest-modules` in pyproje
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
+import itertools
 import re
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
@@ -115,8 +121,9 @@ COMMANDS = {
 
 PUBLIC = (lightning_async, algorithms, divergence, partition)
 """Whose public names are called in fragments with arguments that these take."""
-KNOWN_FENCES = {"console", "python", "py", "text", "yaml", "toml"}
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+KNOWN_FENCES = {"console", "python", "py", "text", "yaml", "toml", "mermaid"}
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 
 
 class Fence(NamedTuple):
@@ -157,6 +164,11 @@ def problems(fence: Fence) -> list[str]:
         if not commands(fence):
             return [f"{fence}: a console block shows at least one command, as `$ command`"]
         return [f"{fence}: nothing runs `{c}`: add it to COMMANDS" for c in commands(fence) if c not in COMMANDS]
+    if fence.kind == "mermaid":
+        try:
+            diagrams.svg(fence.body)
+        except ValueError as error:
+            return [f"{fence}: {error}"]
     if fence.kind in ("python", "py"):
         try:
             tree = ast.parse(fence.body)
@@ -188,6 +200,18 @@ def dead_links(text: str, folder: Path) -> list[str]:
     return [target for target in targets if "://" not in target and not (folder / target).exists()]
 
 
+def of_the_site(name: str) -> ModuleType:
+    """Return a module of docs/_site, which is in no package."""
+    spec = importlib.util.spec_from_file_location(f"docs_site_{name}", DOCS / "_site" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look it up
+    spec.loader.exec_module(module)
+    return module
+
+
+diagrams = of_the_site("diagrams")
+failures = of_the_site("failures")
 ALL = [fence for page in PAGES for fence in fences(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))]
 
 
@@ -230,6 +254,7 @@ def test_links_lead_to_files(page: Path):
         ("```console\nmake demo\n```", "at least one command"),
         ("```console\n$ rm -rf runs\n```", "nothing runs `rm -rf runs`"),
         ("```python\nprint(\n```", "never closed"),
+        ("```mermaid\nflowchart LR\n```", "must begin with stateDiagram-v2"),
         ("```py\nf(ByEpoch({0: 1}), CommunicationShare(0.1))\n```", "CommunicationShare(0.1): too many positional"),
         ("```py\nTrainer(strategy=AsyncGradientStrategy(acumulate=2))\n```", "unexpected keyword argument 'acumulate'"),
     ],
@@ -246,21 +271,43 @@ def test_an_open_fence_and_a_dead_link_are_found(tmp_path: Path):
     assert dead_links("[a](there.md#x) [b](https://example.org) [c](absent.md)", tmp_path) == ["absent.md"]
 
 
-def test_every_line_on_failures_names_tests_that_exist() -> None:
-    text = (ROOT / "docs" / "failure-semantics.md").read_text(encoding="utf-8")
-    headers = ("| what happens |", "| --- |")
-    table = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith(headers)]
+def test_every_row_of_the_failure_tables_names_tests_that_exist() -> None:
+    tables = failures.read()
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
-    assert len(table) > 25
-    for line in table:
-        names = re.findall(r"`(test_\w+)`", line)
-        assert names, f"no test holds: {line}"
-        missing = [name for name in names if f"def {name}(" not in sources]
-        assert not missing, f"{missing} are no tests: {line}"
+    assert sum(map(len, tables.values())) > 150
+    for row in itertools.chain(*tables.values()):
+        assert row["tests"], f"no test holds: {row}"
+        missing = [name for name in row["tests"] if f"def {name}(" not in sources]
+        assert not missing, f"{missing} are no tests: {row}"
+
+
+def test_the_page_on_failures_shows_every_table() -> None:
+    page = (DOCS / "specification" / "failures.md").read_text(encoding="utf-8")
+    assert sorted(failures.PLACE.findall(page)) == sorted(failures.read())
+    shown = failures.fill(page)
+    assert not failures.PLACE.search(shown)
+    assert shown.count('<small class="tests">`test_') == sum(map(len, failures.read().values()))
+
+
+def test_a_state_diagram_is_drawn_with_all_that_it_says() -> None:
+    text = "stateDiagram-v2\n[*] --> A\nA --> B: x < 1\nB --> A: back\nA --> A: again\nB --> [*]: end\nB: the second"
+    drawn = diagrams.svg(text)
+    for words in ("x &lt; 1", "back", "again", "end", "the second"):
+        assert f">{words}</text>" in drawn
+    assert (drawn.count('class="arrow"'), drawn.count('class="state"'), drawn.count('class="dot"')) == (5, 2, 2)
+    for wrong in ("flowchart LR", "stateDiagram-v2\nA -> B", ""):
+        with pytest.raises(ValueError, match="a diagram"):
+            diagrams.svg(wrong)
+
+
+def test_the_reference_names_all_that_is_public() -> None:
+    page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"^::: lightning_async\.(\w+)$", page, flags=re.MULTILINE))
+    assert named == set(lightning_async.__all__)
 
 
 def test_the_architecture_names_every_folder() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (DOCS / "contributing" / "architecture.md").read_text(encoding="utf-8")
     law = text[text.index("## The law of imports") : text.index("## One round")]
     cells = re.findall(r"^\| (`.+?) \|", law, re.MULTILINE)
     assert {folder for cell in cells for folder in re.findall(r"`([\w/]+)`", cell)} == set(ALLOWED)
@@ -285,12 +332,12 @@ def tables_of_modules() -> str:
 
 def test_the_architecture_says_of_every_module_what_it_says_of_itself() -> None:
     """Where this fails, `python -m tests.test_docs` writes the tables anew."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = (DOCS / "contributing" / "architecture.md").read_text(encoding="utf-8")
     assert tables_of_modules() in text
 
 
 def write_tables() -> None:
-    path = ROOT / "docs" / "architecture.md"
+    path = DOCS / "contributing" / "architecture.md"
     before, _, rest = path.read_text(encoding="utf-8").partition("## Every module\n")
     _, heading, behind = rest.partition("\n## ")
     path.write_text(f"{before}## Every module\n\n{tables_of_modules()}\n{heading}{behind}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/extending.md is done, word for word, in a copy of the source: its blocks go in, and their tests run."""
+"""docs/contributing/extending.md, word for word, in a copy of the source: its blocks go in, and their tests run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.test_layers import CHECKS, PACKAGE, folder_of, place_of
 
 pytestmark = pytest.mark.processes
 
-PAGE = ROOT / "docs" / "extending.md"
+PAGE = ROOT / "docs" / "contributing" / "extending.md"
 
 
 class Block(NamedTuple):

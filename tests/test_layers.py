@@ -1,4 +1,4 @@
-"""The layer contract (docs/architecture.md), held by reading the source of every module.
+"""The layer contract (docs/contributing/architecture.md), held by reading the source of every module.
 
 Each rule is a function from a module's place and syntax tree to the lines that break it, or from all trees to what
 breaks it, and each is shown to fail.
@@ -83,7 +83,7 @@ NOT_IN_NAMES = {
     "muster", "newcomer", "newcomers", "owe", "owed", "parcels", "reception", "roster", "standing", "succession",
     "survivor", "survivors", "terms", "verdict", "whereabouts", "wing", "wings",
 }  # fmt: skip
-"""Words that no module and no class is called by: docs/architecture.md has the field's word for each."""
+"""Words that no module and no class is called by: docs/contributing/architecture.md has the field's word for each."""
 
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
 COLLECTIVES = {

@@ -8,9 +8,12 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 import zipfile
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -95,16 +98,37 @@ def take_the_cuda_library(source: Path) -> dict[str, object]:
     return record
 
 
-@pytest.mark.timeout(300)  # a compiler on few cores
-def test_source_package_wheel_and_a_clean_place(source: Path, tmp_path: Path):
-    assert (source / "cuda_ext/csrc/cuda.cu").exists()
-    assert (source / "cuda_ext/build.py").exists()
+class Wheel(NamedTuple):
+    """A wheel of the source package.
+
+    Args:
+        path: of the file.
+        demand: the libraries that were to be built, "cpu" or "cuda".
+        cuda: the record of the CUDA library that was taken, if one was.
+    """
+
+    path: Path
+    demand: str
+    cuda: dict[str, object] | None
+
+
+@pytest.fixture(scope="module")
+def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    folder = tmp_path_factory.mktemp("wheel")
     demand = os.environ.get("LIGHTNING_ASYNC_BUILD") or "cpu"  # the CI sets it
     toolkit = {} if demand == "cuda" else {"CUDA_HOME": "/nonexistent"}
     taken = take_the_cuda_library(source) if demand == "cuda" else None
-    wheel = built("wheel", source, tmp_path, LIGHTNING_ASYNC_BUILD=demand, PATH=quick_compiler(tmp_path), **toolkit)
-    assert wheel.name.startswith("lightning_async-") and "-py3-none-linux_" in wheel.name
-    with zipfile.ZipFile(wheel) as archive:
+    path = built("wheel", source, folder, LIGHTNING_ASYNC_BUILD=demand, PATH=quick_compiler(folder), **toolkit)
+    return Wheel(path, demand, taken)
+
+
+@pytest.mark.timeout(300)  # a compiler on few cores
+def test_source_package_wheel_and_a_clean_place(source: Path, wheel: Wheel, tmp_path: Path):
+    assert (source / "cuda_ext/csrc/cuda.cu").exists()
+    assert (source / "cuda_ext/build.py").exists()
+    path, demand, taken = wheel
+    assert path.name.startswith("lightning_async-") and "-py3-none-linux_" in path.name
+    with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
         archive.extractall(tmp_path / "site")
     libraries = tmp_path / "site/lightning_async/ops/lib"
@@ -121,6 +145,29 @@ def test_source_package_wheel_and_a_clean_place(source: Path, tmp_path: Path):
         assert "CUDA_HOME=/nonexistent holds no bin/nvcc" in record["cuda"]["error"]
     command = [sys.executable, "-I", "-S", "-c", LOAD, str(libraries / "liblightning_async_cpu.so")]
     subprocess.run(command, check=True, timeout=30)
+
+
+@pytest.mark.timeout(300)
+def test_the_wheel_works_in_an_environment_of_its_own(wheel: Wheel, tmp_path: Path):
+    """Torch and Lightning come from the environment around it: installing them takes minutes."""
+    venv.create(tmp_path / "venv")
+    python = tmp_path / "venv/bin/python"
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*command: str | Path) -> str:
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    pip = ("-m", "pip", "--disable-pip-version-check", "--python", python)
+    run(sys.executable, *pip, "install", "--quiet", "--no-index", "--no-deps", "--no-compile", wheel.path)
+    # Plain paths, so that the editable install in there stays out; after the install, which would take it for done.
+    around = "\n".join(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+    (packages / "around.pth").write_text(around)
+    where = run(python, "-c", "import importlib.util as util; print(util.find_spec('lightning_async').origin)")
+    assert where.strip() == str(packages / "lightning_async" / "__init__.py")
+    assert "ops on cpu      native" in run(tmp_path / "venv/bin/lightning-async", "doctor")
 
 
 def test_without_a_compiler_the_wheel_is_pure_and_says_why(source: Path, tmp_path: Path):

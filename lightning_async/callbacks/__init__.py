@@ -1,0 +1,11 @@
+"""Lightning callbacks of this package, which work with any strategy as far as their docstrings say so.
+
+`FaultTolerantCheckpoint` saves without stalling and resumes exactly. `PeerMemory` keeps a rank's own state in another
+rank's memory. `DivergenceMonitor` detects diverging training and applies remedies. `HangWatchdog` ends a rank that
+makes no progress. `AdaptiveGradientAccumulation` and `BalancedBatchSizes` decide on the number of samples in steps and
+batches. `AveragingMonitor` logs averaging. The callbacks are thin: the work is in `lightning_async.trainer`, and the
+equations are in `lightning_async.algorithms`.
+
+Hooks run on the training thread. Only `HangWatchdog` has a thread of its own. The modules are independent of one
+another; `accumulation_steps` belongs to `accumulation`, and `divergence_signals` to `divergence`.
+"""

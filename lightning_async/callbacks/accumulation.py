@@ -1,4 +1,4 @@
-"""How many samples an optimizer step has: fixed, by schedule, or by what training shows."""
+"""Adaptive gradient accumulation: the number of samples in an optimizer step is fixed, scheduled or measured."""
 
 from __future__ import annotations
 
@@ -35,51 +35,52 @@ from lightning_async.trainer.strategy_view import StrategyView, view_of
 
 
 class Probe:
-    """What is measured of the windows of one fit, for a policy that asks for it; nothing, in this base."""
+    """A measurement of the windows of one fit, for a policy that needs one. This base measures nothing."""
 
     measures = False
 
     def begin_period(self, optimizers: Sequence[Any]) -> None:
-        """Begin to measure for another decision."""
+        """Begin to measure for the next decision."""
 
     def begin_batch(self) -> None:
-        """See a batch begin."""
+        """Note that a batch begins."""
 
     def before_backward(self, scale: float) -> None:
-        """See a backward pass begin; ``scale`` is the factor of the gradient of this batch's mean loss."""
+        """Note that a backward pass begins; ``scale`` is the factor of the gradient of this batch's mean loss."""
 
     def after_backward(self, ends: bool) -> None:
-        """See a backward pass end; ``ends``: its gradients are stepped with now."""
+        """Note that a backward pass has ended; ``ends`` says whether its gradients are stepped with now."""
 
     def before_step(self) -> None:
-        """See an optimizer step begin, with its gradients in place."""
+        """Note that an optimizer step begins, with its gradients in place."""
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        """End a window; ``is_full``: as it was meant to be, of equal batches.
+        """End a window; ``is_full`` says that the window had its planned size and equal batches.
 
-        A batch has ``small_size`` samples, the window ``big_size``, over all ranks whose gradients are averaged.
+        A batch has ``small_size`` samples and the window ``big_size``, over all ranks whose gradients are averaged.
         """
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        """Return what is known now, as fields of `WindowProgress`; ``mean`` is over the ranks that step together."""
+        """Return the results as fields of `WindowProgress`; ``mean`` averages over the ranks that step together."""
         return {}
 
     def close(self) -> None:
-        """Let go of the parameters."""
+        """Remove all hooks from the parameters."""
 
     def keep(self) -> Callable[[], dict[str, Any]]:
-        """Return what puts the present state together when it is asked for: a GPU is waited for then."""
+        """Return a function that assembles the present state. Only that call waits for a GPU."""
         return dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the state that `keep` has put together."""
+        """Restore a state that `keep` has assembled."""
 
 
 class NoiseProbe(Probe):
-    """Squared norms of the gradients of single batches, and of whole windows, see `estimate`.
+    """A measurement of squared gradient norms, of single batches and of whole windows; see `estimate`.
 
-    A hook of each parameter's sees the gradient of a batch before it is added to the others': no copy is kept. With
-    ``arrive``, windows are gathered apart from the parameters, and seen when their mean arrives, maybe one late.
+    A hook of each parameter sees a batch's gradient before it is added to the other batches' gradients, so no copy is
+    kept. With ``arrive``, the strategy gathers windows apart from the parameters. They are measured when their mean
+    arrives, which may be one window late.
     """
 
     measures = True
@@ -92,17 +93,20 @@ class NoiseProbe(Probe):
         self.noise = Noise()
         self._hooks: dict[int, Any] = {}
         self._parts: list[Tensor] = []
-        self._scale = 0.0  # what the gradients at hand are multiplied by; 0 where none is looked at
-        self._window = 0.0  # sum of squared norms of the batches of this window, but for those in `_norms`
+        # Factor of the gradients that are computed now; 0 if this batch is not measured.
+        self._scale = 0.0
+        # Sum of squared norms of this window's batches, without those that are still in `_norms`.
+        self._window = 0.0
         self._batches = 0
         self._norms: tuple[tuple[Tensor, float], ...] = ()
-        """Of batches, each with what it was multiplied by: on a GPU nothing is waited for until the window ends."""
+        """The norm of each batch, with its factor. On a GPU reading them waits, so that is done at a window's end."""
         self._big: tuple[Tensor, float] | None = None
-        self._sums = [0.0, 0.0, 0.0]  # of this period: squared norms of batches, squared norms of windows, windows
+        # Sums over this period: squared norms of batches, squared norms of windows, number of windows.
+        self._sums = [0.0, 0.0, 0.0]
         self._sizes = (0.0, 0.0)
 
     def begin_period(self, optimizers: Sequence[Any]) -> None:
-        """Hook parameters that were unfrozen since."""
+        """Begin a period; also hook parameters that were unfrozen since the last one."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -124,7 +128,7 @@ class NoiseProbe(Probe):
             self._see_window()
 
     def before_step(self) -> None:
-        """Look at gradients that were not there before."""
+        """Measure the window's mean, which the strategy has just put into the gradients."""
         if self._arrive:
             self._see_window()
 
@@ -143,7 +147,8 @@ class NoiseProbe(Probe):
         sizes = (small_size, big_size)
         if not is_full or not batches or big is None or not small_size < big_size:
             return
-        if sizes != self._sizes:  # norms of unlike batches have no mean
+        # Norms of batches of different sizes have no common mean.
+        if sizes != self._sizes:
             self._sums = [0.0, 0.0, 0.0]
             self._sizes = sizes
         for place, value in enumerate((window / batches, _sum(0.0, (big,)), 1.0)):
@@ -191,8 +196,10 @@ class NoiseProbe(Probe):
 
 
 class TimesProbe(Probe):
-    """The time that batches take up to the end of their backward pass, and the last ones of windows until their
-    step."""
+    """A measurement of the time to the end of a backward pass, and of the time from there to the step.
+
+    The last batch of a window is timed until the optimizer's step, all others until their backward pass has ended.
+    """
 
     measures = True
 
@@ -214,6 +221,7 @@ class TimesProbe(Probe):
             self._lasts.append(self._now() - self._began)
 
     def _now(self) -> float:
+        # Without this wait, the host's clock would only measure how fast kernels are launched.
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
@@ -228,7 +236,8 @@ class TimesProbe(Probe):
         self._lasts = []
         if not batches or not lasts:
             return {}
-        batch_s = statistics.median(batches)  # what one batch had to wait for is no batch's time
+        # The median is robust against a single batch that had to wait for something.
+        batch_s = statistics.median(batches)
         return {"times": Times(batch_s, statistics.median(lasts) - batch_s)}
 
     def keep(self) -> Callable[[], dict[str, Any]]:
@@ -241,7 +250,7 @@ class TimesProbe(Probe):
 
 
 def probe_of(policy: AccumulationPolicy, strategy: Any, arrive: bool) -> Probe:
-    """Return what measures for a policy; ``arrive``: see `NoiseProbe`."""
+    """Return the measurement that a policy needs; for ``arrive`` see `NoiseProbe`."""
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
         return NoiseProbe(getattr(policy, "decay", 0.9), strategy.precision_plugin, arrive)
@@ -260,9 +269,9 @@ _SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
 class Sizes:
     """The sizes of the windows of one fit.
 
-    Where ranks average their gradients by the engine they agree with these: learning rates are by the samples of all,
-    and a size that is measured is that of the first rank, one window later. ``probe`` measures what the policy asks
-    for, if it does.
+    If ranks average their gradients by the engine, they exchange their sizes with the gradients. Learning rates then
+    follow the samples of all ranks, and a measured size is that of the first rank, one window later. ``probe`` measures
+    what the policy needs.
     """
 
     def __init__(self, callback: Any, trainer: Any, probe: Probe) -> None:
@@ -277,9 +286,10 @@ class Sizes:
         self._wanted = 0
         self._ranks = 0
         self._base = float(callback.base_batch_size or 0)
-        self.seen: dict[str, Any] = {}  # what was measured, when that was last asked for
+        # The results of the last measurement.
+        self.seen: dict[str, Any] = {}
         self.arrived = 0.0
-        """Samples behind the gradients of the last step, of all ranks: of an earlier window, with a delay."""
+        """Number of samples in the last step's gradients, over all ranks. With a delay it is of an earlier window."""
 
     @property
     def first(self) -> int:
@@ -302,19 +312,21 @@ class Sizes:
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     def tell(self) -> None:
-        """Have all ranks hear the sizes with this one's next gradients, where they go by the engine."""
+        """Send the sizes to all ranks with this rank's next gradients, if the engine moves them."""
         if (gradients := self._strategy.gradients) is not None:
             gradients.asks = self._base, self._wanted
 
     @property
     def _told(self) -> Any:
-        """What all ranks have told with the gradients of the step that is taken now, see `GradientsMean`; None where
-        the step is of this rank's gradients, or another's to average."""
+        """The values that all ranks have sent with the gradients of the step that is taken now; see `GradientsMean`.
+
+        None if the step has only this rank's gradients, or if another mechanism averages them.
+        """
         gradients = self._strategy.gradients
         return None if gradients is None else gradients.told
 
     def hear(self) -> None:
-        """Take over what all have told with the gradients of a step that is taken now."""
+        """Adopt the values that all ranks have sent with the gradients of the step that is taken now."""
         told = self._told
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
@@ -323,7 +335,7 @@ class Sizes:
                 self._size = int(told.size)
 
     def lr_factor(self, samples: float) -> float:
-        """Return the factor of learning rates in the step that is taken now, of so many samples of this rank's."""
+        """Return the factor of learning rates in the step that is taken now, of ``samples`` samples on this rank."""
         if not self._base:
             return 1.0
         scaling = self._callback.lr_scaling
@@ -332,9 +344,10 @@ class Sizes:
         return lr_factor(scaling, told.samples, told.base * told.ranks) if told.base else 1.0
 
     def plan(self, samples: float) -> WindowPlan:
-        """Return the window that begins, with a batch of so many samples."""
+        """Return the plan of the window that begins, whose first batch has ``samples`` samples."""
         callback = self._callback
         together = self._strategy.in_lockstep
+        # Without `base_batch_size`, the first batch is the unit of learning rates, on average over the ranks.
         if not self._base:
             self._base = self.mean(samples)
         if self._by_samples and not self._size and callback.count is None and samples != self._base:
@@ -344,10 +357,12 @@ class Sizes:
                 "size."
             )
         self._wanted = self._size
+        # Measuring policies decide every few windows, because measurements need several.
         if self._age % max(1, self._policy.every) == 0 or not self._size:
             self._decide(together)
         self._age += 1
         batches = self._batches(self._size)
+        # Ranks in lockstep need equal numbers of batches. Others may fill a window by samples.
         if together:
             return WindowPlan(batches, batches * (self._base or 1.0))
         if self._by_samples:
@@ -356,7 +371,7 @@ class Sizes:
         return WindowPlan(batches, batches * (samples or self._base or 1.0))
 
     def mean(self, value: float) -> float:
-        """Return the mean over the ranks that have equal numbers of batches in a window."""
+        """Return the mean over the ranks that have equally many batches in a window."""
         if not self._strategy.in_lockstep:
             return value
         strategy = self._trainer.strategy
@@ -374,55 +389,61 @@ class Sizes:
         if type(size) is not int or size < 1:
             raise ValueError(f"`{policy!r}` said {size!r}: the size of a window is an int, at least 1.")
         if self._probe.measures and together:
-            size = int(trainer.strategy.broadcast(size))  # of numbers that may differ in the last bit
+            # Measurements may differ between ranks in the last bit, and rounding would then give different sizes.
+            size = int(trainer.strategy.broadcast(size))
         before = self._ranks
         self._ranks = self._strategy.num_averaged
         if self._by_samples and not self._probe.measures and self._callback.count is None:
             check_target(self._callback, trainer.global_rank, size, self._ranks, began=before in (0, self._ranks))
         self._wanted = size
+        # Otherwise the size follows one window later, as the first rank measured it: `hear` sets it.
         if not self._probe.measures or not self._size or together or self._ranks == 1:
-            self._size = size  # else one window later, as the first rank would have it: all hear that with this one
+            self._size = size
 
     def _unit(self) -> float:
-        """Return the samples in one batch of each rank, where the policy counts samples."""
+        """Return the number of samples in one batch of each rank, or 1 if the policy counts batches."""
         return self._base * self._strategy.num_averaged if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
+        # Noise is estimated from batches that are smaller than their window.
         least = 2 if isinstance(self._probe, NoiseProbe) and not self._strategy.in_lockstep else 1
         return max(least, math.floor(size / self._unit() + 0.5))
 
 
 class AdaptiveGradientAccumulation(Callback):
-    r"""Accumulates gradients over windows that may change from one to the next, with any strategy.
+    r"""A callback that accumulates gradients over windows of changing size, with any strategy.
 
     .. math:: g = \frac{\sum_j n_j g_j}{\sum_j n_j}, \qquad \eta = \eta_0 \, f\Big(\frac{\sum_j n_j}{n_0}\Big)
 
-    :math:`g_j` is the gradient of batch :math:`j` and :math:`n_j` its samples; :math:`n_0` are those of a step without
-    accumulation, for which the learning rate :math:`\eta_0` is right. Where ranks average their gradients (DDP,
-    Horovod, `Synchronous()`, windows in the background) the sums are over all of them; asynchronous replicas step by
-    themselves, with their own. The last window of an epoch, which may be smaller, has the mean of what it has;
-    Lightning divides it by the length of a full one. A window begins when the last one has ended: whatever changes, no
-    gradient is lost, counted twice, or late. All that counts optimizer steps (``max_steps``, `EveryNSteps`, schedulers
-    by step) counts windows.
+    :math:`g_j` is the gradient of batch :math:`j`, and :math:`n_j` its number of samples. :math:`n_0` is the number of
+    samples in a step without accumulation, for which the learning rate :math:`\eta_0` is right. If ranks average their
+    gradients (DDP, Horovod, `Synchronous()`, windows in the background), the sums are over all ranks. Asynchronous
+    replicas step with their own gradients. The last window of an epoch, which may be smaller, has the mean of its own
+    samples, while Lightning divides it by the length of a full window. A window begins when the last one has ended:
+    whatever changes, no gradient is lost, counted twice, or late. Everything that counts optimizer steps
+    (``max_steps``, `EveryNSteps`, schedulers by step) counts windows.
 
     Args:
-        accumulation_steps: batches of each rank in a window: a number, `ByEpoch`, `ByStep`, `CommunicationShare`, or a
-            policy of your own.
-        base_batch_size: samples in a batch of one rank, as the loader has them; with ``target_batch_size`` only.
-        target_batch_size: samples behind an optimizer step, over all ranks that average their gradients: a number,
-            `ByEpoch`, `ByStep`, `NoiseScale`, or a policy of your own. What is fixed must be a multiple of
-            ``base_batch_size`` times these ranks; what is measured is rounded to one.
-        lr_scaling: :math:`f`: "linear", "sqrt", or None (default): learning rates stay as they are. Schedulers go on
-            from the unscaled ones; the scaled ones exist while the optimizer steps.
-        count: what a batch counts, such as its tokens, as a number >= 0 of the batch. Default: samples.
-        split_on_oom: where there is not enough memory for a batch, train on halves from then on, or less, each by a
-            `training_step` of its own. Gradients stay means over samples. Not with DDP and Horovod. Default False.
+        accumulation_steps: Number of batches in each rank's window: an int, `ByEpoch`, `ByStep`, `CommunicationShare`,
+            or a policy of your own.
+        base_batch_size: Number of samples in one rank's batch, as the loader has it; only with ``target_batch_size``.
+        target_batch_size: Number of samples in an optimizer step, over all ranks that average their gradients: an int,
+            `ByEpoch`, `ByStep`, `NoiseScale`, or a policy of your own. A fixed number must be a multiple of
+            ``base_batch_size`` times the number of these ranks. A measured number is rounded to such a multiple.
+        lr_scaling: :math:`f`, which is "linear", "sqrt", or None (default) to leave learning rates as they are.
+            Schedulers continue from the unscaled rates; the scaled ones exist only during the optimizer's step.
+        count: Function that returns the weight of a batch as a number >= 0, such as its number of tokens. Default:
+            samples.
+        split_on_oom: If there is not enough memory for a batch, train on halves of batches from then on, or on smaller
+            parts, each with its own `training_step`. Gradients stay means over samples. Not with DDP and Horovod.
+            Default: False.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind, out of range, or does not go with the others. When
-            training begins: with manual optimization, another `AdaptiveGradientAccumulation`, Lightning's
-            `GradientAccumulationScheduler`, ``Trainer(accumulate_grad_batches=...)``, a strategy that accumulates by
-            itself, servers in step with ``lr_scaling``, or a target that cannot be met to the sample.
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range, or does not go with the others. When training begins: manual
+            optimization, another `AdaptiveGradientAccumulation`, Lightning's `GradientAccumulationScheduler`,
+            ``Trainer(accumulate_grad_batches=...)``, a strategy that accumulates by itself, synchronous servers with
+            ``lr_scaling``, or a target that no number of samples meets exactly.
 
     Source: Goyal et al., 2017, https://arxiv.org/abs/1706.02677; McCandlish et al., 2018,
     https://arxiv.org/abs/1812.06162
@@ -453,7 +474,8 @@ class AdaptiveGradientAccumulation(Callback):
         self._undo: list[Callable[[], None]] = []
         self._probe = Probe()
         self._sizes: Sizes | Any = None
-        self._lent = False  # windows are gathered by the strategy
+        # Whether the strategy gathers the windows, which this callback only plans.
+        self._lent = False
         self._start_over()
 
     @property
@@ -462,7 +484,7 @@ class AdaptiveGradientAccumulation(Callback):
 
     def _start_over(self) -> None:
         self._before: tuple[int, Callable[[], dict[str, Any]]] = (0, dict)
-        """The state before the batch that was begun last, and its number."""
+        """The number of the batch that was begun last, and a function that returns the state before it."""
         self._shown = 0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -494,7 +516,8 @@ class AdaptiveGradientAccumulation(Callback):
         if strategy.in_windows:
             self._undo.append(set_for_now(strategy, "lent", True))
         windows.planned = windows.planned._replace(batches=sizes.first)
-        windows.show()  # for who asks how many steps there will be
+        # `trainer.estimated_stepping_batches` divides by this number.
+        windows.show()
 
     def _end(self) -> None:
         take_back(self._undo)
@@ -508,11 +531,11 @@ class AdaptiveGradientAccumulation(Callback):
         if self._windows is None:
             return {}
         number, before = self._before
-        # A batch that went wrong comes again: Lightning's counters are then set back to where they were before it.
+        # A failed batch is repeated, and Lightning's counters are then set back to their values before it.
         return (before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._keep())()
 
     def _keep(self) -> Callable[[], dict[str, Any]]:
-        """Return what puts the present state together when it is asked for."""
+        """Return a function that assembles the present state."""
         assert self._windows is not None
         probe = self._probe.keep()
         state = {
@@ -541,7 +564,8 @@ class AdaptiveGradientAccumulation(Callback):
         self._before = trainer.fit_loop.epoch_loop.batch_progress.total.ready, self._keep()
         runner = view_of(trainer.strategy).step_runner
         held = self._lent and runner.accumulates and runner.between_windows
-        if held:  # the window that was full leaves now, with what was to be heard with it
+        # A full window leaves now, and takes the sizes along that were known before this batch.
+        if held:
             self._sizes.tell()
         self._windows.begin_batch(batch)
         if not held:
@@ -564,7 +588,8 @@ class AdaptiveGradientAccumulation(Callback):
         strategy = view_of(trainer.strategy)
         ranks = strategy.num_averaged if self._lent or strategy.in_lockstep else 1
         is_full = (windows.samples, windows.batches) == (planned.samples, planned.batches) and windows.whole
-        if self._lent:  # the mean that has arrived is of windows as large as this one
+        # A late mean is of an earlier window, and only windows of equal size may be compared.
+        if self._lent:
             is_full &= self._sizes.arrived == planned.samples * ranks
         self._probe.end_window(is_full, planned.samples / planned.batches, planned.samples * ranks)
         if planned.batches != self._shown:

@@ -1,4 +1,4 @@
-"""What an `AdaptiveGradientAccumulation` accepts, and learning rates that are others while a step is taken."""
+"""Checks of `AdaptiveGradientAccumulation`'s arguments, and learning rates for the time of one step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def check_arguments(callback: Any) -> AccumulationPolicy:
 
 
 def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
-    """Raise ValueError where windows are somebody else's already, or the module's."""
+    """Raise ValueError if the module, the Trainer, the strategy or another callback already decides on windows."""
     name = type(callback).__name__
     if not module.automatic_optimization:
         raise ValueError(
@@ -87,6 +87,7 @@ def check_trainer(callback: Any, trainer: Any, module: Any) -> None:
 
 
 def _check_windows(callback: Any, strategy: Any) -> None:
+    """Raise ValueError for arguments that windows of `AsyncGradientStrategy` do not support."""
     name = type(callback).__name__
     owner = type(strategy).__name__
     policy = callback.policy
@@ -119,7 +120,8 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 
 def _check_servers(callback: Any, strategy: Any) -> None:
-    """Raise ValueError where a worker would not know in time what a step needs that servers make of all gradients."""
+    """Raise ValueError if a worker would need to know all workers' samples before it pushes its gradients."""
+    # Workers that run the optimizer themselves, or alone, know their whole step.
     if not view_of(strategy).served or not strategy.update_on_server or strategy.world_size == 1:
         return
     name = type(callback).__name__
@@ -141,12 +143,13 @@ def _check_servers(callback: Any, strategy: Any) -> None:
 
 
 def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -> None:
-    """Raise ValueError where a target cannot be met to the sample; warn where ranks were lost since training
-    ``began``."""
+    """Raise ValueError for a target that cannot be met exactly; warn if ranks were lost since training ``began``."""
     base = callback.base_batch_size
     unit = base * ranks
+    # Each rank has a whole number of batches.
     if size % unit == 0:
         return
+    # Training must not end because a rank was lost, so the target is met as closely as possible.
     if not began:
         log.warning(
             "Rank %d: %d ranks average their gradients now, so that steps have multiples of %d samples: as near to "
@@ -163,7 +166,7 @@ def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -
 
 
 def show(module: Any, metrics: dict[str, float]) -> None:
-    """Show metrics in all loggers; the first one in the progress bar, too."""
+    """Log metrics to all loggers, and the first one to the progress bar, too."""
     trainer = module.trainer
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -172,10 +175,10 @@ def show(module: Any, metrics: dict[str, float]) -> None:
 
 
 class TemporaryRates:
-    """Learning rates that are others for the time of one optimizer step.
+    """Learning rates that differ for the time of one optimizer step.
 
-    Schedulers and checkpoints never see them: they are set when gradients are ready, and put back when the step is
-    done, whatever came of it.
+    Schedulers and checkpoints never see them. They are set when gradients are ready, and restored when the step is
+    done, even if the step fails.
     """
 
     def __init__(self) -> None:
@@ -189,15 +192,17 @@ class TemporaryRates:
         try:
             original(*args, **kwargs)
         finally:
+            # A failed step must leave the rates as schedulers know them.
             self._put_back()
 
     @torch.no_grad()
     def multiply(self, optimizer: Any, factor: float) -> None:
-        """Multiply rates by this, for the step that comes; groups without a rate stay as they are."""
+        """Multiply the learning rates of the next step by ``factor``; groups without a rate stay as they are."""
         self._put_back()
         for group in optimizer.param_groups if factor != 1.0 else ():
             lr = group.get("lr")
-            if isinstance(lr, torch.Tensor):  # whose memory a captured step reads
+            # A captured CUDA graph reads this tensor's memory, so it must change in place.
+            if isinstance(lr, torch.Tensor):
                 self._before.append((group, lr.clone()))
                 lr.mul_(factor)
             elif lr is not None:

@@ -1,4 +1,4 @@
-"""Batches of unequal size for ranks of unequal speed."""
+"""Batches of unequal size, for ranks of unequal speed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightning_async.trainer.strategy_view import view_of
 
 
 def check_trainer(callback: Any, trainer: Any) -> None:
-    """Raise ValueError, which says what to do, where batches may not be of unequal size."""
+    """Raise ValueError, with the remedy, if batches must not be of unequal size."""
     owner = type(callback).__name__
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -44,38 +44,41 @@ def check_trainer(callback: Any, trainer: Any) -> None:
         raise ValueError(f"`Trainer(overfit_batches={trainer.overfit_batches})` beside `{owner}`: leave one out.")
 
 
+# Ranks in step look for better sizes at most this many times less often while sizes are right.
 _PATIENCE = 16
 
 
 class BalancedBatchSizes(CollectiveCallback, Callback):
-    r"""Gives each rank batches of a size by its speed, so that all take equally long for one.
+    r"""A callback that gives each rank batches in proportion to its speed, so that all take equally long for one.
 
     .. math:: n_i = \operatorname{clip}\Big(\lambda v_i,\; n_{\min},\; n_{\max}\Big), \qquad \sum_i n_i = n
 
-    :math:`v_i` are samples per second, as measured of late; :math:`n` is what a step has over all ranks, and stays,
-    whoever is slow. So a rank that is 3 times slower than three others no longer holds them up: 10 samples a step in
-    the time of 4. Each sample is trained on once an epoch, without a sampler's padding, and counts the same.
+    :math:`v_i` is the recent speed of rank :math:`i` in samples per second. :math:`n` is the number of samples in a
+    step, over all ranks, which stays the same. A rank that is 3 times slower than three others then no longer holds
+    them up: a step of 10 samples takes the time that 4 samples took. Each sample is trained on once in an epoch,
+    without a sampler's padding, and has the same weight.
 
-    The first epoch begins with equal batches. Sizes change where all ranks are together: as an epoch begins, and within
-    it at a sync point, when a step would become at least 5% shorter; the rest of the epoch is then dealt out anew. It
-    is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, `Synchronous()` included, with one DataLoader of a
-    map-style dataset, whose sampler Lightning makes; the loader's ``batch_size`` is what the first epoch begins with. A
-    rank that runs out of memory trains on the batch in pieces, and has smaller ones from then on (not with manual
-    optimization). On GPUs the host waits for each backward pass, or it would measure nobody's speed.
+    The first epoch begins with equal batches. Sizes change when all ranks are together: at the beginning of an epoch,
+    and within it at a sync point, if a step would become at least 5% shorter. The rest of the epoch is then divided
+    again. The callback is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, including `Synchronous()`, with one
+    DataLoader of a map-style dataset, whose sampler Lightning makes. The loader's ``batch_size`` is the size at the
+    beginning. A rank that runs out of memory trains on the batch in pieces, and has smaller batches from then on (not
+    with manual optimization). On GPUs the host waits for each backward pass, because otherwise it could not measure the
+    speed.
 
     Args:
-        minimum: :math:`n_{\min}`. Default 1.
-        maximum: :math:`n_{\max}`. Default: none but memory.
-        every: batches of a rank between two looks at whether other sizes would pay; None: only as an epoch begins.
-            Ranks that take their steps together meet for it, up to 16 times less often while sizes are right. Default
-            50.
-        global_batch_size: :math:`n`. Default: the sum of all ranks' loaders' batch sizes as training begins; it stays
-            the same where ranks are lost or come.
+        minimum: :math:`n_{\min}`. Default: 1.
+        maximum: :math:`n_{\max}`. Default: limited by memory only.
+        every: Number of a rank's batches between two checks whether other sizes would pay; None: only at the beginning
+            of an epoch. Ranks that step together meet for the check, up to 16 times less often while sizes are right.
+            Default: 50.
+        global_batch_size: :math:`n`. Default: the sum of the batch sizes of all ranks' loaders when training begins. It
+            stays the same when ranks are lost or join.
 
     Raises:
-        TypeError: an argument is not an int.
-        ValueError: a number is less than 1, or ``maximum`` less than ``minimum``. When training begins: bounds that
-            leave no room for the samples of a step, a strategy, loader or other callback with which it cannot work.
+        TypeError: An argument is not an int.
+        ValueError: A number is less than 1, or ``maximum`` is less than ``minimum``. When training begins: the bounds
+            do not allow the number of samples in a step, or a strategy, loader or other callback is not supported.
 
     Source: dynamic local updates of Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024,
     https://arxiv.org/abs/2401.09135, for the size of batches
@@ -109,10 +112,13 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
         self._shown: dict[str, int] = {}
         self._total = self.global_batch_size or 0
         self._base = 0
-        # The others are called together because of memory; once, where they cannot take more either.
+        # Whether this rank has called the others because of its memory. It calls once, as they may not be able to take
+        # more.
         self._told_namespace = False
-        self._sizes: dict[str, int] = {}  # of a checkpoint
-        self._patience = 1  # looks of ranks that step together come the less often the longer sizes are right
+        # The sizes that a checkpoint has restored.
+        self._sizes: dict[str, int] = {}
+        # Factor of the interval between checks of ranks in step, which doubles while sizes are right.
+        self._patience = 1
 
     @property
     def compared(self) -> str:
@@ -120,7 +126,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     @property
     def batch_sizes(self) -> dict[str, int]:
-        """Samples in a batch of each rank, by its name; empty where there is one rank."""
+        """Number of samples in each rank's batch, by the rank's name; empty with a single rank."""
         return {} if self._balancing is None else dict(self._balancing.sizes)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -132,6 +138,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
         check_trainer(self, trainer)
         self._start_over()
         self._undo.append(override(trainer, "_teardown", self._tear_down))
+        # With manual optimization the module decides on its steps, and batches cannot be trained on in pieces.
         if pl_module.automatic_optimization:
             parts = 1 if trainer.strategy.in_windows else trainer.accumulate_grad_batches
             self._windows = AccumulationWindows(
@@ -161,7 +168,9 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             self._since = state_dict["since"]
             self._patience = state_dict["patience"]
             self._sizes = dict(state_dict["sizes"])
-            if self._balancing is not None:  # this rank comes to a fit that is under way
+            # Training begins again within this fit, and the patches are in place.
+            # This rank joins a fit that is under way, so its training has begun already.
+            if self._balancing is not None:
                 self._balancing.total = self._total
                 self._balancing.sizes = self._sizes
             if self._windows is not None and state_dict["windows"] is not None:
@@ -169,7 +178,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         if self._balancing is not None:
-            return  # training begins anew within this fit
+            return
         ranks = trainer.world_size
         base = getattr(trainer.fit_loop._combined_loader.flattened[0], "batch_size", None)
         if trainer.strategy.world is None and not trainer.strategy.joining:
@@ -210,8 +219,10 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             self.call_together()
 
     def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
-        """Return whether this rank comes to a sync point. Ranks that step together all do, after as many
-        batches: so no step is without one of them. One asynchronous replica calls the others, where that pays.
+        """Return whether this rank goes to a sync point for other sizes.
+
+        Ranks that step together all go after equally many batches, so that no step lacks one of them. Of asynchronous
+        replicas, one calls the others if other sizes pay.
         """
         strategy = trainer.strategy
         if strategy.in_step if strategy.in_windows else strategy.averages_gradients:
@@ -224,11 +235,11 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     @property
     def _room(self) -> int | None:
-        """Samples for which there was memory at once, where there was not for more."""
+        """The number of samples that did fit into memory, if more did not; else None."""
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide on sizes; the model stays as it is. See `CollectiveCallback`."""
+        """Decide on sizes with all other ranks; the model stays as it is. See `CollectiveCallback`."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
             self._since = 0
             self._told_namespace = self._told_namespace and not has_changed
@@ -241,7 +252,6 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for the GPU, so that the host's time is its time: what the host waits for afterwards, it waits for
-    others."""
+    """Wait for the GPU, so that the host measures the GPU's time, and waits afterwards only for other ranks."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

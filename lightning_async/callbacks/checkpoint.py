@@ -1,4 +1,4 @@
-"""Checkpoints that do not stall training, that are verified, and that `fit` resumes from by itself."""
+"""Checkpoints that do not stall training, are verified, and from which `fit` resumes by itself."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _SHARDED = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 def save_policy(
     owner: str, save: SavePolicy | None, steps: int | None, interval: timedelta | None = None
 ) -> SavePolicy:
-    """Return the policy that a callback's arguments ask for; raise TypeError or ValueError for bad ones."""
+    """Return the policy for a callback's arguments; raise TypeError or ValueError for bad ones."""
     policies: list[SavePolicy] = [] if save is None else [save]
     if steps is not None:
         check_number(owner, "every_n_train_steps", steps, at_least=1)
@@ -55,47 +55,47 @@ def save_policy(
 
 
 class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
-    """Saves all that training needs to go on exactly, while training goes on; `fit` resumes by itself.
+    """A callback that saves everything for an exact resume, while training continues; `fit` resumes by itself.
 
-    State is copied into memory of another process, which writes it: training stands still for the copy only, and what
-    was copied is written even if training is killed. A checkpoint is a directory ``dirpath/000017-step-1200``, which is
-    there whole or not at all. Before one is resumed from, every byte of it is verified; damaged ones are set aside by
-    name, and the next one is taken. Files are read without executing anything in them, unless ``objects="pickle"``.
+    State is copied into the memory of another process, which writes it. Training stands still for the copy only, and a
+    copy is written even if training is killed. A checkpoint is a directory ``dirpath/000017-step-1200``, which exists
+    as a whole or not at all. Before a resume, every byte of the checkpoint is verified. Damaged checkpoints are
+    renamed, and the next one is taken. Reading files executes no code in them, unless ``objects="pickle"``.
 
-    It holds parameters, optimizers, schedulers, scaler, loops, callbacks, random states, positions of data loaders and
-    gradients in accumulation, of every rank its own. What follows a resume is equal, to the bit, to what would have
-    followed without an interruption, for a single device, DDP and synchronous steps of this package's strategies.
-
-    SIGTERM to any rank saves once more, on all of them, and ends with exit code 75 (try again).
+    A checkpoint holds parameters, optimizers, schedulers, scaler, loops, callbacks, random states, positions of data
+    loaders and gradients in accumulation, of every rank its own. Training after a resume is bit-equal with training
+    without an interruption, for a single device, DDP and synchronous steps of this package's strategies. After a
+    SIGTERM to any rank, all ranks save once more and end with exit code 75 (try again).
 
     Args:
-        dirpath: a directory that all ranks see, or a URL that fsspec knows; of this training alone. Where ranks take
-            every step together, each host may have its own.
-        every_n_train_steps: save whenever so many optimizer steps were taken.
-        train_time_interval: save whenever so much time has passed.
-        save: or a policy of `lightning_async.algorithms`. Default, without any of the three:
-            ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time. Besides, training always saves
-            at its end.
-        keep: which to keep, by a policy. Default: ``Latest(2)``. The newest, the last good one and the one resumed from
-            are always kept.
-        recover: which one a plain ``trainer.fit(model)`` goes on from: ``"auto"`` (default) or ``"latest"``, the newest
-            that is whole; ``"best"`` by the `Best` policy in ``keep``; ``"last_good"``; ``"step=N"``; None: begin anew.
-        busy: what becomes of a save that is due while the one before is still being written: ``"latest"`` (default) is
-            made as soon as that is done, ``"skip"`` is left out, and for ``"wait"`` training waits.
-        buffers: copies of the state in memory, 1 or 2. Default: 2.
-        max_failures: after so many failed saves in a row training ends with an error. Default: 3.
-        good_after: beside a `DivergenceMonitor`, a checkpoint is good when so many steps have followed in which nothing
-            was out of bounds. Default: 20.
-        save_on_exception: when training ends by an exception, save what was trained until then; a rank alone, without
-            waiting for others. Default: True.
-        objects: what becomes of objects that are no plain values or tensors, such as one that a module puts into the
-            checkpoint in ``on_save_checkpoint``. ``"refuse"`` (default): an error names the first one as training
-            begins; hyper-parameters are left out, and a warning names them. ``"pickle"``: they are pickled, and
-            checkpoints that hold such are loaded, which executes code in them.
+        dirpath: Directory that all ranks see, or a URL that fsspec knows; it must belong to this training alone. If
+            ranks take every step together, each host may have its own.
+        every_n_train_steps: Save after each time this number of optimizer steps.
+        train_time_interval: Save after each time this interval.
+        save: Alternatively, a policy of `lightning_async.algorithms`. Default, without any of the three:
+            ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time. Training also saves at its end,
+            in any case.
+        keep: Policy that says which checkpoints to keep. Default: ``Latest(2)``. The newest, the last good one and the
+            one resumed from are always kept.
+        recover: Checkpoint from which a plain ``trainer.fit(model)`` resumes: ``"auto"`` (default) or ``"latest"``, the
+            newest complete one; ``"best"`` by the `Best` policy in ``keep``; ``"last_good"``; ``"step=N"``; None: begin
+            from scratch.
+        busy: Handling of a save that is due while the last one is still being written: ``"latest"`` (default) saves as
+            soon as that is done, ``"skip"`` leaves the save out, and for ``"wait"`` training waits.
+        buffers: Number of copies of the state in memory, 1 or 2. Default: 2.
+        max_failures: Number of failed saves in a row after which training ends with an error. Default: 3.
+        good_after: With a `DivergenceMonitor`, number of steps without an alarm after which a checkpoint is good.
+            Default: 20.
+        save_on_exception: Save the training so far when it ends by an exception; a rank alone, without waiting for
+            others. Default: True.
+        objects: Handling of objects that are no plain values or tensors, such as one that a module puts into the
+            checkpoint in ``on_save_checkpoint``. ``"refuse"`` (default): an error names the first one when training
+            begins; hyper-parameters are left out, and a warning names them. ``"pickle"``: such objects are pickled, and
+            checkpoints with them are loaded, which executes code in them.
 
     Raises:
-        TypeError: a policy lacks what one must answer, or an argument is of another type.
-        ValueError: an argument is out of range.
+        TypeError: A policy lacks a method, or an argument is of another type.
+        ValueError: An argument is out of range.
 
     Source: CheckFreq (Mohan et al., FAST 2021) for when to save; Orbax for policies of what to keep.
 
@@ -150,7 +150,8 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
                 f"`{type(self).__name__}` does not know the sharded state of `{strategy}` yet: use that strategy's own "
                 "checkpoints, or a strategy whose ranks hold whole replicas."
             )
-        # So that `trainer.checkpoint_callback`, and what is "best", are those of the user's `ModelCheckpoint`, if any.
+        # Move this callback to the end, so that `trainer.checkpoint_callback` and "best" are of the user's
+        # `ModelCheckpoint`.
         trainer.callbacks = [*(each for each in trainer.callbacks if each is not self), self]
         self._now = Checkpointing(trainer, self.settings, self._call)
         self._now.install()
@@ -160,7 +161,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             self.call_together()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to save; raise ValueError where ranks that step together are not equal."""
+        """Begin to save; raise ValueError if ranks that step together are not equal."""
         kinds = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
         if "ZeroRedundancyOptimizer" in kinds or view_of(trainer.strategy).averages_parameters:
             raise ValueError(
@@ -183,7 +184,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             self._now.save_together()
 
     def roll_back(self, trainer: Any) -> int | None:
-        """Go back to the newest good checkpoint, see `RollsBack`."""
+        """Restore the newest good checkpoint; see `RollsBack`."""
         return None if self._now is None else self._now.roll_back()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -191,7 +192,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             self._now.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save what was trained; a signal is one that a checkpoint was made for."""
+        """Save the training so far; after a signal, set the exit code that asks for another try."""
         if self._now is not None:
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
@@ -199,17 +200,23 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
 
     @property
     def resume(self) -> Any:
-        """The position of the fit under way; None outside of one."""
+        """The `Resume` of the fit under way; None outside of a fit."""
         return None if self._now is None else self._now.resume
 
     @property
     def best_model_path(self) -> str:
-        """The path that Lightning takes for ``ckpt_path="best"``, and where it evaluates without
-        a model: the best one by the `Best` policy in ``keep``, without one the newest; ``""`` where there is none.
+        """The path that Lightning takes for ``ckpt_path="best"``, and for evaluation without a model.
+
+        It is the best checkpoint by the `Best` policy in ``keep``, or the newest one without such a policy; ``""`` if
+        there is none.
         """
         best = self.settings.best
         found = candidates(CheckpointStore(self.settings.dirpath).entries(), "best" if best else "latest", best)
         return found[0].path if found else ""
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        """Ignore the path that Lightning brings back from ranks it has forked or spawned: the folder tells it here."""
 
     def __repr__(self) -> str:
         s = self.settings

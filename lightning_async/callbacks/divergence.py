@@ -1,4 +1,4 @@
-"""Training that diverges is noticed, and brought back: by skipping, synchronising, resetting, rolling back."""
+"""Detection of training that diverges, and its remedies, from skipping a batch to rolling back."""
 
 from __future__ import annotations
 
@@ -39,44 +39,44 @@ log = logging.getLogger(__name__)
 
 
 class Alarm(NamedTuple):
-    """A finding, for an alert."""
+    """A report of signals out of bounds on one rank, for the function ``alert``."""
 
-    rank: int  # that has found something
-    step: int  # its optimizer steps
-    epoch: int  # of the Trainer
-    findings: tuple[SignalAlarm, ...]  # what was out of bounds
-    remedy: Remedy  # what follows
+    rank: int  # the rank that reports
+    step: int  # the rank's number of optimizer steps
+    epoch: int  # the rank's epoch
+    findings: tuple[SignalAlarm, ...]  # the signals that are out of bounds
+    remedy: Remedy  # the remedy that follows
 
     def __str__(self) -> str:
         found = "; ".join(map(str, self.findings))
         return f"Rank {self.rank}, epoch {self.epoch}, step {self.step}: {found}. Remedy: {self.remedy.name.lower()}."
 
 
-_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # what schedulers keep in groups
+_RATES = ("lr", "initial_lr", "max_lr", "min_lr")  # the entries of parameter groups in which schedulers keep rates
 
 
 @runtime_checkable
 class RollsBack(Protocol):
-    """Something, such as a callback on the same Trainer, that holds the last good state."""
+    """An object, such as a callback on the same Trainer, that can restore the last good state."""
 
     def roll_back(self, trainer: Any) -> int | None:
-        """Put the last good state in place: parameters, buffers, optimizers, scaler, schedulers; the data goes on.
+        """Restore the last good state: parameters, buffers, optimizers, scaler and schedulers; the data continues.
 
-        All ranks call it together, between two batches, and all get the same state. Returns the step that it is of;
-        None where there is none, then nothing has changed.
+        All ranks call this together, between two batches, and all get the same state. Returns the step of that state,
+        or None if there is none, in which case nothing has changed.
         """
         ...
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Drop gradients, so that this step moves no parameter, and no optimizer's state."""
+    """Drop gradients, so that this step changes no parameter and no optimizer state."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
 
 
 def cut_learning_rates(groups: Iterable[dict[str, Any]], schedulers: Iterable[Any], factor: float) -> None:
-    """Multiply the learning rates of groups of parameters, and those that schedulers begin and end with."""
+    """Multiply the learning rates of parameter groups, and the first and last rates of their schedulers."""
     for group in groups:
         for name in _RATES:
             if isinstance(group.get(name), (float, torch.Tensor)):
@@ -96,7 +96,7 @@ def _cut(scheduler: Any, factor: float) -> None:
 
 
 def sync_more(averager: Any) -> Callable[[], None]:
-    """Have rounds twice as often; return what makes them as rare as they were."""
+    """Make rounds twice as frequent; return a function that restores the schedule."""
     schedule = averager.schedule
     averager.schedule = Denser(schedule)
 
@@ -108,48 +108,61 @@ def sync_more(averager: Any) -> Callable[[], None]:
 
 
 def call_unfit(replica: Any) -> Callable[[], None]:
-    """Mark this replica as one that others take nothing from: at the next sync point it takes over theirs, and its
-    optimizers begin anew. Returns what takes it back.
+    """Mark this replica as unfit; return a function that removes the mark.
+
+    At the next sync point an unfit replica takes over the others' model, and its optimizers begin again. The others
+    take nothing from it.
     """
     watched = replica.watched
+    # A replica counts as unfit if one of its watched tensors is not finite.
     nan = torch.tensor(math.nan)
     return set_for_now(replica, "watched", lambda: [*watched(), nan])
 
 
 RemedyName = Literal["log", "alert", "sync_more", "sync", "cut_lr", "skip", "reset", "roll_back", "stop"]
-_OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only where replicas are asynchronous
+_OF_REPLICAS = {Remedy.SYNC_MORE, Remedy.SYNC, Remedy.RESET}  # of use only for asynchronous replicas
 
 
 class DivergenceMonitor(CollectiveCallback, Callback):
-    r"""Watches for training that diverges, with any strategy, and does the mildest thing that may help.
+    r"""A callback that detects diverging training, with any strategy, and applies the mildest remedy that may help.
 
-    A signal :math:`x` is out of bounds where it is not finite, or where :math:`x > m + k \max(\sigma, f |m|)` by the
-    median :math:`m` and the deviation :math:`\sigma` of its own recent values (`Relative`), or :math:`x > c`
-    (`Absolute`). What comes back after a remedy asks for the next one: "log", "alert", "sync_more" (rounds twice as
-    often), "sync" (one model now), "cut_lr", "skip" (drop the gradients of batches), "reset" (a replica takes over the
-    others' model, and its optimizers begin anew), "roll_back" (all go back to the last good state, the data goes on),
-    "stop" (`TrainingDiverged` on all ranks). A gradient that is not finite begins with "skip", a model that is not with
-    "reset". "sync_more", "sync" and "reset" exist where replicas are asynchronous, "roll_back" where something can.
+    A signal :math:`x` is out of bounds if it is not finite, or if :math:`x > m + k \max(\sigma, f |m|)` with the median
+    :math:`m` and the deviation :math:`\sigma` of its own recent values (`Relative`), or :math:`x > c` (`Absolute`). A
+    signal that is out of bounds again after a remedy asks for the next one:
 
-    All ranks do the same at the same step, and none waits for another: ranks in lockstep gather a few numbers beside
-    the training and read them a step later; where replicas are asynchronous, the one in need calls all to a sync point.
-    Looks at gradients and parameters take less than 1% of the time, so on small batches not every step is looked at. On
-    a GPU numbers are looked at one step later. A gradient scaler goes on skipping steps by itself.
+    - "log" and "alert" report;
+    - "sync_more" makes rounds twice as frequent, and "sync" makes one model now;
+    - "cut_lr" cuts learning rates, and "skip" drops the gradients of batches;
+    - "reset" lets a replica take over the others' model, and its optimizers begin again;
+    - "roll_back" returns all ranks to the last good state, while the data continues;
+    - "stop" raises `TrainingDiverged` on all ranks.
+
+    A gradient that is not finite begins with "skip", and a model that is not finite with "reset". "sync_more", "sync"
+    and "reset" exist for asynchronous replicas only, and "roll_back" only with an object that can do so.
+
+    All ranks apply the same remedy at the same step, and none waits for another. Ranks in lockstep gather a few numbers
+    beside the training and read them a step later. An asynchronous replica in need calls all ranks to a sync point.
+    Checks of gradients and parameters take less than 1% of the time, so with small batches not every step is checked.
+    On a GPU numbers are read one step later. A gradient scaler continues to skip steps by itself.
 
     Args:
-        signals: what is watched; default all: "loss", "gradient_norm", "parameters", "optimizer_state",
+        signals: Signals to watch. Default: all of "loss", "gradient_norm", "parameters", "optimizer_state",
             "loss_variance" (over replicas), "replica_spread" (at the last round).
-        alert_threshold: of all signals, or a mapping by signal (the others keep `Relative()`); a number is `Absolute`.
-        remedies: by name; default all that can be had.
-        history: how much of the past counts: 100 steps, of which 20 must be there; 10 steps for a remedy to help.
-        rollback: holds the last good state, see `RollsBack`; default: the first callback of the Trainer that does.
-        max_rollbacks: in one training. Default 3.
-        lr_factor: learning rates are multiplied by it. Default 0.5.
-        skip_batches: optimizer steps that one "skip" drops, for signals that are finite. Default 1.
-        alert: called with an `Alarm` on the rank that found something. The loggers get the numbers too.
+        alert_threshold: Threshold of all signals, or a mapping by signal (other signals keep `Relative()`). A number
+            means `Absolute`.
+        remedies: Names of the remedies to use. Default: all that are possible.
+        history: Length of the past that counts. Default: 100 steps, of which 20 must be there, and 10 steps for a
+            remedy to help.
+        rollback: Object that restores the last good state; see `RollsBack`. Default: the first callback of the Trainer
+            that does.
+        max_rollbacks: Largest number of rollbacks in one training. Default: 3.
+        lr_factor: Factor by which "cut_lr" multiplies learning rates. Default: 0.5.
+        skip_batches: Number of optimizer steps that one "skip" drops, for signals that are finite. Default: 1.
+        alert: Function that is called with an `Alarm` on the rank that reports. The loggers get the numbers, too.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong kind, out of range, or no name of a signal or remedy.
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range, or is no name of a signal or remedy.
 
     Source: skipping batches around spikes as in PaLM (Chowdhery et al., 2022), https://arxiv.org/abs/2204.02311
     """
@@ -179,7 +192,8 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self.max_rollbacks = max_rollbacks
         self.lr_factor = lr_factor
         self.skip_batches = skip_batches
-        self.compared = f"{owner}({lr_factor=}, {skip_batches=})"  # what all do alike, whoever asks for it
+        # Remedies that all ranks apply, whichever rank asks for them, must use the same numbers.
+        self.compared = f"{owner}({lr_factor=}, {skip_batches=})"
         check_int(self, "max_rollbacks", at_least=0)
         check_int(self, "skip_batches", at_least=1)
         check_real(self, "lr_factor", above=0.0, below=1.0)
@@ -202,12 +216,13 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         self._clean_everywhere = 0
         self._dense: Callable[[], None] | None = None
         self.rollbacks = 0
-        """How often training went back."""
+        """Number of rollbacks so far."""
 
     @property
     def clean_steps(self) -> int:
-        """Batches since something was out of bounds: a state is good after some of them, at least 3. Of
-        ranks in lockstep it is the same on all; of asynchronous replicas each has its own.
+        """Number of batches since a signal was out of bounds; a state is good after some of them, at least 3.
+
+        Ranks in lockstep have the same number. Each asynchronous replica has its own.
         """
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 
@@ -224,14 +239,17 @@ class DivergenceMonitor(CollectiveCallback, Callback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._end()
-        if searches_lr(trainer):  # which diverges on purpose
+        # A search for a learning rate diverges on purpose.
+        if searches_lr(trainer):
             return
         self._council = council_of(self, trainer)
         self._trainer = trainer
         asynchronous = isinstance(self._council, SyncPointAgreement)
         alone = not asynchronous and not isinstance(self._council, LockstepAgreement)
-        windows = updates_of(trainer) is not None  # replicas meet as asynchronous ones do, and all take every step
-        self._served = view_of(trainer.strategy).served  # there is one model, and each pushes by itself
+        # Replicas with windows meet at sync points as asynchronous ones do, but all take every step.
+        windows = updates_of(trainer) is not None
+        # Parameter servers hold one model, to which each worker pushes by itself.
+        self._served = view_of(trainer.strategy).served
         able = set(Remedy) - {Remedy.NONE} if self._remedies is None else set(self._remedies)
         if not asynchronous or windows or self._served:
             able -= _OF_REPLICAS
@@ -291,7 +309,8 @@ class DivergenceMonitor(CollectiveCallback, Callback):
             return
         heard = council.hear()
         self._clean_everywhere = self._clean_everywhere + 1 if all(row.clean for row in heard) else 0
-        if self._do(trainer, severest(heard)):  # what this batch said is of a model that is no more
+        # After a rollback, this batch's numbers are of a model that is gone.
+        if self._do(trainer, severest(heard)):
             council.say(Row(every=observer.every))
             return
         found = observer.after_batch(trainer, pl_module, outputs)
@@ -309,7 +328,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         if here and wanted is not Remedy.NONE:
             self._escalation.note(wanted)
             self._to_skip = self.skip_batches if wanted is Remedy.SKIP and not observer.dropped else self._to_skip
-        # What was asked stays until all have met: not at once, maybe.
+        # A request stays until all ranks have met, which may take some batches.
         kept = self._asked if isinstance(council, SyncPointAgreement) else Remedy.NONE
         self._asked = kept if here else max(wanted, kept)
         if self._asked is Remedy.RESET and averager is not None:
@@ -332,10 +351,11 @@ class DivergenceMonitor(CollectiveCallback, Callback):
             try:
                 self.alert(alarm)
             except Exception:
+                # A failing alert, such as a message to a chat, must not end the training.
                 log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide what all ranks do, once replicas have met and unfit ones have another's model."""
+        """Apply the most severe remedy of all ranks, once replicas have met and unfit ones have another's model."""
         trainer = self._trainer
         asked = self._asked
         self._asked = Remedy.NONE
@@ -343,7 +363,8 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         if trainer is None:
             return False
         if not is_finite([*parameters(trainer.lightning_module), *optimizer_state(trainer.optimizers)]):
-            asked = self._escalation.climb(max(asked, Remedy.ROLL_BACK))  # no replica was fit
+            # Even the merged model is not finite, so no replica was fit.
+            asked = self._escalation.climb(max(asked, Remedy.ROLL_BACK))
         said = world.gather_objects((int(asked), self._words if asked else ""))
         self._words = " ".join(words for wanted, words in said if wanted) or self._words
         return self._do(trainer, severest([Row(Remedy(wanted)) for wanted, _ in said]))
@@ -356,6 +377,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         averager = view_of(trainer.strategy).averager
         if remedy is Remedy.SYNC_MORE and averager is not None and self._dense is None:
             self._dense = sync_more(averager)
+        # Schedulers are cut, too, because they would restore the old rates.
         elif remedy is Remedy.CUT_LR:
             groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
             cut_learning_rates(groups, [each.scheduler for each in trainer.lr_scheduler_configs], self.lr_factor)
@@ -363,6 +385,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
             log.warning("Rank %d: learning rates are cut, to %.3g.", trainer.global_rank, lr)
         elif remedy is Remedy.SKIP:
             self._to_skip = self.skip_batches
+        # The replica has taken over another model at the sync point. Old measurements do not apply to it.
         elif remedy is Remedy.RESET:
             self._observer.forget()
         elif remedy is Remedy.ROLL_BACK:
@@ -393,8 +416,9 @@ class DivergenceMonitor(CollectiveCallback, Callback):
             if self._escalation.has(Remedy.STOP):
                 raise self._diverged(trainer)
             return False
+        # Accumulated gradients are of the model before the rollback.
         for optimizer in trainer.optimizers:
-            drop_gradients(optimizer)  # accumulated by the model that is no more
+            drop_gradients(optimizer)
         self._observer.forget()
         self.rollbacks += 1
         log.warning(

@@ -1,4 +1,4 @@
-"""The signals that one rank sees of its training, step by step, and which of them are out of bounds."""
+"""The signals that one rank measures at each step, and the agreement of ranks on a remedy."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from lightning_async.trainer.namespace import scaler_of
 
 
 class Row(NamedTuple):
-    """A rank's word on one step."""
+    """The numbers that one rank contributes to one step's agreement."""
 
-    wanted: Remedy = Remedy.NONE  # what it asks for
-    loss: float = float("nan")  # of its batch; NaN where there is none
-    every: int = 1  # it has time to look at gradients every so many steps
-    clean: bool = True  # nothing was out of bounds
+    wanted: Remedy = Remedy.NONE  # the remedy that the rank asks for
+    loss: float = float("nan")  # the loss of its batch; NaN if unknown
+    every: int = 1  # interval in steps at which the rank has time to check gradients
+    clean: bool = True  # whether no signal was out of bounds
 
 
 def severest(rows: Sequence[Row]) -> Remedy:
-    """Return what all do.
+    """Return the remedy that all ranks apply, the most severe one of all requests.
 
     >>> severest([Row(), Row(Remedy.CUT_LR), Row(Remedy.SYNC)]).name
     'CUT_LR'
@@ -37,25 +37,27 @@ def severest(rows: Sequence[Row]) -> Remedy:
 
 
 class RemedyAgreement:
-    """The way in which all ranks do the same at the same step: each says what it asks for, and the severest is done.
-    This one is that of a single rank."""
+    """The agreement by which all ranks apply the same remedy at the same step: the most severe one that any asks for.
+
+    This base is for a single rank.
+    """
 
     def hear(self) -> list[Row]:
-        """Return what all ranks have said, the same on all of them at this step."""
+        """Return the rows of all ranks, equal on all of them at this step."""
         return []
 
     def say(self, row: Row) -> list[Row]:
-        """Say this, and return what all say, where that is known at once."""
+        """Send this rank's row; return the rows of all ranks that are known at once."""
         return [row]
 
     def close(self) -> None:
-        """Hear no more."""
+        """Release the connection."""
 
 
 class SyncPointAgreement(RemedyAgreement):
-    """The agreement of asynchronous replicas: what is more than a word is decided at a sync point.
+    """The agreement of asynchronous replicas, which apply remedies at a sync point.
 
-    ``callback`` calls the others, see `CollectiveCallback`; losses travel in the headers of the strategy's sync points.
+    ``callback`` calls the others; see `CollectiveCallback`. Losses travel in the headers of the strategy's sync points.
     """
 
     def __init__(self, callback: Any, strategy: Any) -> None:
@@ -93,10 +95,10 @@ class LockstepAgreement(RemedyAgreement):
 
 
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
-    """Return the right one for this Trainer's strategy. All ranks call it together, as training begins.
+    """Return the agreement for the Trainer's strategy. All ranks call this together, when training begins.
 
     Raises:
-        ValueError: ranks that this package and torch.distributed know nothing of.
+        ValueError: The ranks can be reached neither by this package nor by torch.distributed.
     """
     if callback.call_together is not None and trainer.world_size > 1:
         return SyncPointAgreement(callback, trainer.strategy)
@@ -104,14 +106,16 @@ def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     return RemedyAgreement() if lagged is None else LockstepAgreement(lagged)
 
 
-_SAMPLE = 1024  # elements of a tensor
+# Number of elements of a tensor that a sample has.
+_SAMPLE = 1024
 
 
 @torch.no_grad()
 def norm(tensors: Iterable[Tensor]) -> Tensor | None:
-    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, where the tensors are; None of none.
+    r"""Return the norm of all elements, :math:`\sqrt{\sum_k \lVert x_k \rVert^2}`, on their device.
 
-    It is finite exactly if all elements are, short of an overflow of fp32. On a GPU nothing is waited for.
+    The norm is finite exactly if all elements are, unless fp32 overflows. On a GPU this does not wait. The result is
+    None if there are no tensors.
 
     >>> norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float64)])
     tensor(5.)
@@ -120,7 +124,8 @@ def norm(tensors: Iterable[Tensor]) -> Tensor | None:
     for tensor in map(_plain, tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     norms: list[Tensor] = []
-    for (_, dtype), group in groups.items():  # half types would overflow
+    # Sums of squares would overflow in half precision.
+    for (_, dtype), group in groups.items():
         wide = torch.float64 if dtype is torch.float64 else torch.float32
         norms += torch._foreach_norm(group, 2.0, dtype=wide)
     if not norms:
@@ -129,7 +134,7 @@ def norm(tensors: Iterable[Tensor]) -> Tensor | None:
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Return the memory of this rank as real numbers: of a sharded tensor its shard, of a sparse one its values."""
+    """Return a tensor's memory on this rank as real numbers: the shard of a sharded one, the values of a sparse one."""
     if hasattr(tensor, "to_local"):
         tensor = tensor.to_local()  # type: ignore[operator]
     if tensor.layout is torch.sparse_coo:
@@ -138,12 +143,16 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def gradients(optimizer: Any) -> list[Tensor]:
+    """Return the gradients of an optimizer that are not None."""
     return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def sample(optimizer: Any) -> list[Tensor]:
-    """Return a few elements of its gradients, for want of time: of the last tensor, and of the first, which whatever is
-    not finite further on in a network reaches in the backward pass."""
+    """Return a few elements of the optimizer's gradients, if there is no time for all.
+
+    They are of the last tensor, and of the first one, which any non-finite value from later layers reaches in the
+    backward pass.
+    """
     groups = optimizer.param_groups
     first = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
     last = next((p.grad for group in reversed(groups) for p in reversed(group["params"]) if p.grad is not None), None)
@@ -152,10 +161,12 @@ def sample(optimizer: Any) -> list[Tensor]:
 
 
 def parameters(module: Any) -> Iterator[Tensor]:
+    """Yield the parameters that are floating-point or complex."""
     return (p for p in module.parameters() if p.is_floating_point() or p.is_complex())
 
 
 def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the floating-point and complex tensors of the optimizers' state."""
     for optimizer in optimizers:
         for state in optimizer.state.values():
             for value in state.values() if isinstance(state, dict) else ():
@@ -164,8 +175,9 @@ def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class StepMetrics:
-    """Numbers by name. Those on the CPU are taken at once; those on a GPU are copied over beside the training, and
-    taken one step later.
+    """Numbers by name, read without waiting for a GPU.
+
+    Numbers on the CPU are read at once. Numbers on a GPU are copied in the background, and read one step later.
     """
 
     def __init__(self) -> None:
@@ -180,7 +192,7 @@ class StepMetrics:
         self._coming = None
 
     def take(self) -> dict[str, float]:
-        """Return what is there: this step's numbers of the CPU, the last step's of a GPU."""
+        """Return this step's numbers on the CPU, and the last step's numbers on a GPU."""
         put = self._put
         self._put = {}
         here = {name: float(value) for name, value in put.items() if value.device.type != "cuda"}
@@ -196,13 +208,14 @@ class StepMetrics:
             self._coming = there, copy, event
         if coming is not None:
             names, values, event = coming
-            event.synchronize()  # of a whole step ago
+            # The copy began a whole step ago, so this hardly ever waits.
+            event.synchronize()
             here |= dict(zip(names, values.tolist(), strict=True))
         return here
 
 
 class SamplingBudget:
-    r"""A budget for looks: every how many steps there is time for one, where ``share`` of the time is for them.
+    r"""A budget for checks: the interval in steps at which checks take a ``share`` of the time.
 
     .. math:: n = \lceil t_\text{look} / (s\, t_\text{step}) \rceil
     """
@@ -216,7 +229,7 @@ class SamplingBudget:
     def step(self) -> None:
         now = self._clock()
         if self._began is not None:
-            # The least of late: what a validation, a first step or another process took in between is no step's.
+            # Follow the shortest recent step, because a validation, a first step or another process may prolong one.
             step_s = now - self._began
             self._step_s = min(step_s, 1.05 * self._step_s) if self._step_s else step_s
         self._began = now
@@ -226,22 +239,23 @@ class SamplingBudget:
 
     @property
     def every(self) -> int:
-        """Steps between two looks; 1 while nothing is known."""
+        """Number of steps from one check to the next; 1 while times are unknown."""
         if not self._step_s or not self._look_s:
             return 1
         return max(1, math.ceil(self._look_s / (self._share * self._step_s)))
 
 
 Signal = Literal["loss", "gradient_norm", "parameters", "optimizer_state", "loss_variance", "replica_spread"]
-_SHARE = 0.0025  # of the time of training, for each of the two looks: at gradients, and at the model
+# Share of the training time for each of the two checks: of the gradients, and of the model.
+_SHARE = 0.0025
 _SELDOM = (25, 100)
-"""The model is looked at no more and no less often than every so many batches, where nothing points to it."""
-_SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")  # what is not finite there may have reached the model
+"""Least and largest number of batches between two checks of the model, unless a signal is suspicious."""
+# If one of these is not finite, the model may not be, either.
+_SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
 
 
 class SignalTracker:
-    """The signals of one rank; with ``skips``, gradients that are not finite are dropped before they reach the
-    model."""
+    """The signals of one rank; with ``skips``, non-finite gradients are dropped before they reach the model."""
 
     def __init__(
         self, signals: Collection[Signal], thresholds: Mapping[str, Threshold], history: History, skips: bool
@@ -256,14 +270,18 @@ class SignalTracker:
         self._model = SamplingBudget(_SHARE)
         self._batch = 0
         self._every = 1
-        self._suspicious = False  # a loss since the last step was not finite
+        # Whether a loss since the last step was not finite.
+        self._suspicious = False
         self._losses: Sequence[float] = ()
         self._rounds = 0
-        self.dropped = False  # gradients of this batch's were not finite, and are gone: no harm is done
-        self.loss = math.nan  # of the last batch, as far as it is known
+        # Whether non-finite gradients of this batch were dropped, so that no harm is done.
+        self.dropped = False
+        # The loss of the last batch; NaN if unknown.
+        self.loss = math.nan
         self.alone = True
-        """Whether this rank may drop a step that others take. Else all look at their gradients in the same steps."""
-        self.alike = True  # whether all ranks have the same gradients, so that all drop the same steps
+        """Whether this rank may drop a step that others take. Otherwise all check their gradients at the same steps."""
+        # Whether all ranks have the same gradients, and so drop the same steps.
+        self.alike = True
 
     @property
     def every(self) -> int:
@@ -282,15 +300,17 @@ class SignalTracker:
             self._every = self.every
 
     def before_backward(self, trainer: Any, loss: Tensor) -> None:
-        if "gradient_norm" in self._signals:  # which say it too
+        # Gradients of a loss that is not finite are not finite, either, so their norm suffices.
+        if "gradient_norm" in self._signals:
             return
         if self.alone and self._skips and "loss" in self._signals and loss.device.type == "cpu":
             known = loss.numel() == 1 and scaler_of(trainer.precision_plugin) is None
             self._suspicious |= known and not math.isfinite(float(loss.detach()))
 
     def before_step(self, trainer: Any, optimizer: Any) -> bool:
-        """Look at the gradients that this optimizer is about to use; return whether they are to be dropped."""
-        if scaler_of(trainer.precision_plugin) is not None:  # it skips steps that are not finite, to find its scale
+        """Check the gradients that this optimizer is about to use; return whether to drop them."""
+        # A gradient scaler skips such steps itself, and needs to see them to find its scale.
+        if scaler_of(trainer.precision_plugin) is not None:
             return False
         drop = self._suspicious
         self._suspicious = False
@@ -304,7 +324,8 @@ class SignalTracker:
             else:
                 size = norm(sample(optimizer))
             if size is not None:
-                bad = self._is_to_drop(optimizer, size)  # and is told as the whole norm below: once
+                # A bad sample is reported as the whole norm below, so that it is reported once.
+                bad = self._is_to_drop(optimizer, size)
                 self._readings.put(name if whole or bad else f"sample:{name}", size)
                 drop |= bad
         if drop:
@@ -317,12 +338,13 @@ class SignalTracker:
             return False
         if size.device.type == "cpu":
             return not math.isfinite(float(size))
-        if getattr(optimizer, "_step_supports_amp_scaling", False):  # torch's fused ones skip by themselves
+        # torch's fused optimizers skip a step by this flag, without a wait for the GPU.
+        if getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.found_inf = (~torch.isfinite(size)).float()
         return False
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any) -> list[SignalAlarm]:
-        """Return what is out of bounds: on the CPU in this batch, on a GPU in the one before."""
+        """Return the signals that are out of bounds: on the CPU in this batch, on a GPU in the batch before."""
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
@@ -347,7 +369,8 @@ class SignalTracker:
                 continue
             if size.device.type == "cuda":
                 self._readings.put(name, size)
-            elif not math.isfinite(float(size)) and not is_finite(tensors):  # else the norm has overflowed
+            # If all elements are finite, only the norm has overflowed.
+            elif not math.isfinite(float(size)) and not is_finite(tensors):
                 taken[name] = math.nan
         self._model.looked(time.perf_counter() - started)
 
@@ -366,7 +389,7 @@ class SignalTracker:
         return SignalAlarm(name, value, limit) if value > limit else None
 
     def compare(self, rows: Sequence[Row], summary: Any = None) -> list[SignalAlarm]:
-        """Return what all ranks' losses, and the last round, say of the replicas."""
+        """Return the alarms about replicas, from all ranks' losses and from the last round."""
         if rows and not self.alone:
             self._every = max(row.every for row in rows)
         found = []
@@ -381,7 +404,7 @@ class SignalTracker:
 
 
 def _loss_of(outputs: Any, parts: int) -> Tensor | None:
-    """Return what `training_step` returned, not divided by the number of batches that are accumulated."""
+    """Return the loss of `training_step`, not divided by the number of accumulated batches."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
@@ -389,6 +412,7 @@ def _loss_of(outputs: Any, parts: int) -> Tensor | None:
 
 
 def thresholds_by_signal(owner: str, given: Any) -> dict[str, Threshold]:
+    """Return the threshold of each signal; raise ValueError or TypeError for bad ones."""
     for name in given if isinstance(given, Mapping) else ():
         check_choice(owner, "alert_threshold", name, get_args(Signal))
     thresholds: dict[str, Threshold] = {}

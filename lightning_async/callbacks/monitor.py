@@ -1,4 +1,4 @@
-"""Metrics of averaging for Lightning: in every logger and in the progress bar."""
+"""Metrics of averaging, in every logger and in the progress bar."""
 
 from __future__ import annotations
 
@@ -17,40 +17,49 @@ _EMPTY = (
 
 
 class AveragingMonitor(Callback):
-    """Logs the strategy's running totals after every round, to every logger; two of them to the progress bar.
+    """A callback that logs the strategy's running totals after every round, and shows two in the progress bar.
 
-    The strategy adds one for the time of a fit, unless there is one. Names: ``averaging/rounds``, ``/staleness_steps``
-    (local steps between snapshot and merge, on average), ``/bytes`` (sent by this replica), ``/hidden_share`` (of
-    communication), ``/spread`` (root of the work-weighted mean squared distance from the mean, at the last round),
-    ``/samples/own`` (of this replica; ``/samples/rank_0`` and so on: of each, at the last header; beside servers one
-    comes at sync points only), ``/round_s``, ``/idle_s`` (waiting at sync points), ``/failed_rounds``,
-    ``/dropped_gradients`` (of this replica, not finite); what is of rounds, from the first one on. They are rank 0's;
-    the summary at the end of training names all replicas' samples.
+    The strategy adds one for the time of a fit, unless there is one. The names are:
 
-    Between rounds it costs nothing: `LightningModule.log` would compute each name again at every step.
+    - ``averaging/rounds``, ``/failed_rounds`` and ``/round_s``: number of rounds, and seconds per round;
+    - ``/staleness_steps``: mean number of local steps between snapshot and merge;
+    - ``/bytes``: bytes sent by this replica;
+    - ``/hidden_share``: share of communication that is hidden behind training;
+    - ``/spread``: root of the work-weighted mean squared distance from the mean, at the last round;
+    - ``/samples/own``: samples of this replica; ``/samples/rank_0`` and so on: of each replica, at the last header;
+    - ``/idle_s``: seconds of waiting at sync points;
+    - ``/dropped_gradients``: gradients of this replica that were not finite.
+
+    Values about rounds appear from the first round on, and with parameter servers headers come at sync points only. All
+    values are rank 0's. The summary at the end of training names all replicas' samples. Between rounds the callback
+    costs nothing, while `LightningModule.log` would compute each name again at every step.
     """
 
     def __init__(self) -> None:
         self._logged = 0
         self._before: dict[str, float] = {}
         self._told: dict[str, float] = {}
-        self._told_at = 0  # rounds
+        # Number of rounds when the settings were last logged.
+        self._told_at = 0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         summary = view_of(trainer.strategy).summary
         if summary is None or not self._is_due(summary, trainer.log_every_n_steps):
             return
         metrics = summary.metrics()
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped  # as Lightning's own metrics
+        # The same step number as of Lightning's own metrics.
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=step)
         show(trainer._logger_connector, summary.shown())
         if summary.automatic and summary.settings and self.is_news(summary):
-            rank_zero_info(f"Set by what is measured ({', '.join(summary.automatic)}): {summary.in_words()}.")
+            rank_zero_info(f"Set from measurements ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
-        """Return whether to log. Steps that take a window of gradients, or a push, each are many: then as often as
-        Lightning."""
+        """Return whether to log now.
+
+        Steps with windows of gradients and pushes are frequent, so these are logged as often as Lightning logs.
+        """
         number = summary.exchanges + summary.consensuses
         if number == self._logged or (summary.totals is not None and 0 < number - max(0, self._logged) < every):
             return False
@@ -58,9 +67,10 @@ class AveragingMonitor(Callback):
         return True
 
     def is_news(self, summary: Any) -> bool:
-        """Return whether to tell how rounds are set: it has settled, and differs by a third or more from what was told.
+        """Return whether to log the settings of rounds, which have settled and differ from the last logged ones.
 
-        The next line comes after twice as many rounds at the earliest, so that there are few however long training is.
+        The difference is a third or more. The next line comes after twice as many rounds at the earliest, so that lines
+        stay few in a long training.
         """
         settles = not _differ(self._before, summary.settings)
         self._before = summary.settings
@@ -71,11 +81,12 @@ class AveragingMonitor(Callback):
         return True
 
     def attach(self, trainer: Any) -> Callable[[], None]:
-        """Join the Trainer's callbacks, unless it has a monitor; return what takes this one away again."""
+        """Add this callback to the Trainer, unless it has a monitor; return a function that removes it."""
         if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
             return lambda: None
+        # Lightning profiles every call of a hook, even of an empty one, so the empty ones are removed.
         for hook in _EMPTY:
-            setattr(self, hook, None)  # Lightning profiles every call of a hook, also of an empty one
+            setattr(self, hook, None)
         trainer.callbacks.insert(0, self)
         return lambda: trainer.callbacks.remove(self) if self in trainer.callbacks else None
 

@@ -1,4 +1,4 @@
-"""Peer memory: what is a replica's own outlives it in the memory of another rank."""
+"""Peer memory: copies of each rank's own state in another rank's memory."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ log = logging.getLogger(__name__)
 
 
 class PeerMemory(CollectiveCallback, Callback):
-    r"""Keeps each rank's own state in the memory of the next one: a rank that died comes back with it, without a disk.
+    r"""A callback that keeps each rank's own state in the next rank's memory, for when the rank dies and comes back.
 
-    A rank that joins takes over rank 0's state, see docs/failure-semantics.md, and then its own, as of its last copy,
-    at step :math:`k`: the optimizers' state of each parameter where replicas are asynchronous, random states, the scale
-    of fp16's gradients, buffers that are kept apart; the weights are the run's. Rank :math:`r` leaves its copies with
-    rank :math:`(r + 1) \bmod n` of the live ranks, or with the one at the same place on the next host. Training stands
-    still while the state is copied into memory; a thread sends it, over TCP, with a checksum. What has not arrived
-    whole counts as not sent, and the copy before serves.
+    A rank that joins takes over rank 0's state, see docs/specification/failures.md, and then its own state as of its
+    last copy, at step :math:`k`: for asynchronous replicas the optimizers' state of each parameter, random states, the
+    gradient scale of fp16, and buffers that each replica keeps. The weights are the run's. Rank :math:`r` sends its
+    copies to rank :math:`(r + 1) \bmod n` of the live ranks, or to the rank at the same place on the next host.
+    Training stands still while the state is copied into memory. A thread sends it, over TCP, with a checksum. A copy
+    that has not arrived as a whole does not count, and the copy before stays valid. No disk is involved.
 
-    Costs memory of the host: one copy of this rank's own state, and two of another one's; two more for each rank that
-    is lost. Where the ranks step together no optimizer state is copied: all have the same. For a restart of all ranks
-    use `FaultTolerantCheckpoint`, alone or beside this one.
+    This costs host memory: one copy of this rank's own state, and two copies of another rank's state, and two more for
+    each rank that is lost. If ranks step together, no optimizer state is copied, because all ranks have the same. For a
+    restart of all ranks use `FaultTolerantCheckpoint`, alone or beside this callback.
 
     Args:
-        every_n_train_steps: copy whenever so many optimizer steps were taken.
-        save: or a policy of `lightning_async.algorithms`. Default, without either of the two:
+        every_n_train_steps: Copy after each time this number of optimizer steps.
+        save: Alternatively, a policy of `lightning_async.algorithms`. Default, without either of the two:
             ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time.
 
     Raises:
-        TypeError: ``save`` lacks what a policy must answer, ``every_n_train_steps`` is no int.
-        ValueError: ``every_n_train_steps`` is less than 1. When training starts: the strategy takes nobody back in.
-        SettingsMismatch: before training, on every rank: only some of them have it.
+        TypeError: ``save`` lacks a method of a policy, or ``every_n_train_steps`` is no int.
+        ValueError: ``every_n_train_steps`` is less than 1. When training starts: the strategy does not let ranks come
+            back.
+        SettingsMismatch: Before training, on every rank: only some ranks have this callback.
 
     Source: in-memory checkpoints at a neighbour, as in Gemini (Wang et al., SOSP 2023).
 
@@ -52,12 +53,13 @@ class PeerMemory(CollectiveCallback, Callback):
         self._now: Peers | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Make the copies ready; the ranks have met, and nothing is restored yet."""
+        """Prepare the copies. The ranks have met, and nothing is restored yet."""
         check_object(self, trainer)
         self._now = None
         strategy = trainer.strategy
         if stage != "fit" or trainer.fast_dev_run:
             return
+        # Only a strategy that admits joining ranks can return a copy to its owner.
         if view_of(strategy).host is None:
             raise ValueError(
                 f"`{type(self).__name__}` is for ranks that are lost and come back, which those of "
@@ -65,7 +67,7 @@ class PeerMemory(CollectiveCallback, Callback):
                 "out."
             )
         if trainer.world_size == 1:
-            rank_zero_info(f"`{type(self).__name__}`: there is one rank, and nobody to keep what is its own.")
+            rank_zero_info(f"`{type(self).__name__}`: there is a single rank, and no other one to keep its state.")
         elif not strategy.shrinks:
             log.warning("`%s`: the first rank that is lost ends training here (`min_replicas=`), so nothing is kept.",
                         type(self).__name__)  # fmt: skip
@@ -73,7 +75,7 @@ class PeerMemory(CollectiveCallback, Callback):
             self._now = Peers(trainer, self.policy)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Listen, before replicas become asynchronous, and before one that comes back asks to join."""
+        """Listen for copies, before replicas become asynchronous, and before a rank that comes back asks to join."""
         if self._now is not None and not searches_lr(trainer):
             self._now.start()
 

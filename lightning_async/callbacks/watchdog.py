@@ -1,4 +1,4 @@
-"""A rank that hangs says where, tells the others, and ends, so that whatever watches over it can start it again."""
+"""A watchdog that ends a rank whose training thread hangs, so that its supervisor can start it again."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from lightning_async.errors import AsyncTrainingError
 from lightning_async.trainer.namespace import Callback
 from lightning_async.trainer.strategy_view import view_of
 
+# Number of recent steps whose median is the usual duration.
 _RECENT = 51
-_TOLD_S = 5.0  # for telling the others
+# Limit for reporting the hang to the other ranks.
+_TOLD_S = 5.0
 
 
 class _Beat(NamedTuple):
-    """The place where the training thread was last seen; None as limit: it may take as long as it likes."""
+    """The place where the training thread was last seen; without a limit, it may stay there for ever."""
 
     number: int = 0
     place: str = "before training"
@@ -31,31 +33,32 @@ class _Beat(NamedTuple):
 
 
 class HangWatchdog(Callback):
-    r"""Ends a rank whose training thread makes no progress, with any strategy.
+    r"""A callback that ends a rank whose training thread makes no progress, with any strategy.
 
     .. math:: \text{limit} = \max(t_\text{min}, k\, \tilde t)
 
-    :math:`\tilde t` is the median of the recent steps. A rank that takes longer for one step, the loader's time
-    included, writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``, tells the other ranks where the
-    strategy has a way to (those of this package), and ends its process with ``exit_code``. A thread looks; where that
-    cannot run either, as code in C holds the interpreter, a timer writes the stacks to stderr after twice the limit,
-    and the exit code is 1.
+    :math:`\tilde t` is the median duration of recent steps. If one step, with the loader's time, takes longer than the
+    limit, the rank writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``. It then tells the other
+    ranks, if this package's strategy can, and ends its process with ``exit_code``. A thread does this. If code in C
+    holds the interpreter, the thread cannot run, and a timer writes the stacks to stderr after twice the limit, with
+    exit code 1.
 
-    The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given; waiting
-    at a sync point has none. Time in which the whole process was stopped does not count, but one that was stopped for
-    more than twice the limit may end by that timer when it goes on. Where every step waits for all ranks, all end, each
-    with its own stacks: the one that hangs is where the others do not wait.
+    The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given. Waiting
+    at a sync point has none. Time in which the whole process was stopped does not count, but a process that was stopped
+    for more than twice the limit may be ended by the timer when it continues. If every step waits for all ranks, all
+    end, each with its own stacks; the cause is the rank that does not wait for the others.
 
     Args:
-        k: steps as long as usual. Default 20.
-        min_s: no limit is less, in seconds. Default 60.
-        other_s: limit of what is no step, in seconds. Default None: no limit.
-        warmup: steps before which there is no limit: compilers and caches work. Default 10.
-        dirpath: where the file goes. Default: the Trainer's ``default_root_dir``.
-        exit_code: of the process. Default 70.
+        k: Limit, in usual durations of a step. Default: 20.
+        min_s: Least limit in seconds. Default: 60.
+        other_s: Limit in seconds for everything that is no step. Default: None, no limit.
+        warmup: Number of first steps without a limit, in which compilers and caches work. Default: 10.
+        dirpath: Directory of the file. Default: the Trainer's ``default_root_dir``.
+        exit_code: Exit code of the process. Default: 70.
 
     Raises:
-        TypeError, ValueError: an argument is out of range.
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -91,7 +94,7 @@ class HangWatchdog(Callback):
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that the next step may take; None while too few were seen."""
+        """Seconds that the next step may take; None while too few steps were seen."""
         if len(self._steps) < self.warmup:
             return self.other_s
         return max(self.min_s, self.k * statistics.median(self._steps))
@@ -105,6 +108,7 @@ class HangWatchdog(Callback):
         rank = trainer.global_rank
         path = Path(self.dirpath or trainer.default_root_dir) / f"hang-rank-{rank}.txt"
         name = f"lightning_async-watchdog-{rank}"
+        # A daemon, so that a thread that hangs does not keep the process from ending.
         self._thread = threading.Thread(target=self._watch, args=(trainer, path, self._stop), name=name, daemon=True)
         self._thread.start()
 
@@ -116,7 +120,8 @@ class HangWatchdog(Callback):
         self._see(f"a step, number {trainer.global_step}", self.limit_s)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.is_last_batch:  # where replicas are asynchronous, ranks may wait there for others
+        # Asynchronous replicas may wait for other ranks at the end of an epoch.
+        if trainer.is_last_batch:
             self._elsewhere("the end of an epoch")
         else:
             self._see(f"waiting for a batch after step {trainer.global_step}", self.limit_s)
@@ -149,7 +154,8 @@ class HangWatchdog(Callback):
         self._end()
 
     def _see(self, place: str, limit_s: float | None) -> None:
-        if (self._beat.limit_s is None) is not (limit_s is None):  # else the watchdog's thread does it, while it can
+        # Between equal limits the watchdog's thread sets the timer, which would cost time at each step here.
+        if (self._beat.limit_s is None) is not (limit_s is None):
             _arm(limit_s, self._stderr)
         self._beat = _Beat(self._beat.number + 1, place, limit_s)
 
@@ -166,13 +172,14 @@ class HangWatchdog(Callback):
         self._stop = self._thread = self._stderr = None
 
     def _watch(self, trainer: Any, path: Path, stop: threading.Event) -> None:
+        # The limit is counted in ticks of this thread, because the process may have been stopped between two of them.
         seen = -1
         waited_s = 0.0
         last = time.monotonic()
         tick_s = min(1.0, self.min_s / 10)
         while not stop.wait(tick_s):
             now = time.monotonic()
-            waited_s += min(now - last, 2 * tick_s)  # more than that, and the process was stopped meanwhile
+            waited_s += min(now - last, 2 * tick_s)
             last = now
             beat = self._beat
             if beat.number != seen or _waits_at_sync_point(trainer.strategy):
@@ -189,13 +196,16 @@ class HangWatchdog(Callback):
             f"{beat.limit_s:.1f} s, a step takes {usual}). Its stacks are in {path}. It ends with exit code "
             f"{self.exit_code}; raise `HangWatchdog(k=)` or `min_s=` if this was no hang."
         )
+        # The directory may be on the file system that hangs or is full, and stderr gets the stacks anyway.
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a") as file:
                 _dump(text, file)
         if self._stderr is not None:
             _dump(text, self._stderr)
-        _arm(_TOLD_S, self._stderr)  # the timer is not to come before that is over
+        # The timer must not end the process while it tells the others.
+        _arm(_TOLD_S, self._stderr)
+        # A thread of its own, because telling the others may hang as well.
         teller = threading.Thread(target=_tell_others, args=(trainer.strategy, text), daemon=True)
         teller.start()
         teller.join(_TOLD_S)
@@ -203,8 +213,7 @@ class HangWatchdog(Callback):
 
 
 def _arm(limit_s: float | None, file: IO[str] | None) -> None:
-    """Set a timer in C that writes all stacks and ends the process after twice as long, unless it is set anew
-    before."""
+    """Set a timer in C that writes all stacks and ends the process after twice ``limit_s``, unless set again."""
     if limit_s is None or file is None:
         faulthandler.cancel_dump_traceback_later()
     else:
@@ -212,7 +221,7 @@ def _arm(limit_s: float | None, file: IO[str] | None) -> None:
 
 
 def _stderr() -> IO[str] | None:
-    """Return the process's stderr; None where there is no file behind it. A notebook or a test may have replaced it."""
+    """Return the process's stderr as a real file, which a notebook or test may have replaced; None if none."""
     for stream in (sys.stderr, sys.__stderr__):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             if stream is not None and stream.fileno() >= 0:
@@ -228,14 +237,15 @@ def _dump(text: str, file: IO[str]) -> None:
 
 
 def _waits_at_sync_point(strategy: Any) -> bool:
-    """Return whether it waits for other ranks, which are watched themselves."""
+    """Return whether this rank waits for other ranks, which have watchdogs themselves."""
     sync_points = view_of(strategy).sync_points
     live_ranks = view_of(strategy).live_ranks
-    waits = live_ranks is not None and live_ranks.are_short  # for other replicas
+    waits = live_ranks is not None and live_ranks.are_short
     return sync_points is not None and (sync_points.standing or waits)
 
 
 def _tell_others(strategy: Any, text: str) -> None:
+    """Report the hang to the other ranks as if it was an exception of this rank."""
     if view_of(strategy).replicated:
         with contextlib.suppress(Exception):
             strategy.on_exception(AsyncTrainingError(text))

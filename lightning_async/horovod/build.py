@@ -1,9 +1,9 @@
-"""Build Horovod for the installed torch: ``lightning-async build-horovod [--mpi] [--nccl]``.
+"""The build of Horovod for the installed torch: ``lightning-async build-horovod [--mpi] [--nccl]``.
 
-Horovod 0.28.1, its last release, is published as a source package that compiles for the torch it finds, and that does
-not compile for torch 2.1 or newer as it is. This script gets that package (its checksum is compared), asks for the
-C++ standard that torch's headers ask for, has the library find torch beside itself, builds a wheel, keeps it in a
-folder outside the project for the next environment with the same torch, and installs it.
+Horovod 0.28.1, its last release, is published as a source package that compiles for the torch that it finds, but not
+for torch 2.1 or newer. This script downloads the package, compares its checksum, sets the C++ standard that torch's
+headers need, and lets the library find torch beside itself. It builds a wheel, keeps it in a folder outside the project
+for the next environment with the same torch, and installs it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 
 
 class BuildError(RuntimeError):
-    """An obstacle to a build, and what to do about it."""
+    """An obstacle to a build, with its remedy."""
 
 
 def kept(cache: Path, pattern: str) -> Path | None:
-    """Return the wheel that was kept, if it is what was kept.
+    """Return the kept wheel that matches ``pattern``, if its checksum is right; None if there is none.
 
     Raises:
-        BuildError: other users may write into the folder, so that they could have it installed.
+        BuildError: Other users may write into the folder, and could have any wheel installed.
     """
     if not cache.is_dir():
         return None
@@ -51,10 +51,10 @@ def kept(cache: Path, pattern: str) -> Path | None:
 
 
 def keep(cache: Path, wheel: Path) -> Path:
-    """Copy a wheel to where the next build looks for it, with its checksum."""
+    """Copy a wheel, with its checksum, into the folder where the next build looks for it."""
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     place = cache / wheel.name
-    # Under other names first: builds may run at the same time.
+    # Write under temporary names first, because builds may run at the same time.
     half, note = (cache / f".{os.getpid()}-{wheel.name}{kind}" for kind in ("", ".sha256"))
     shutil.copyfile(wheel, half)
     note.write_text(checksum(half))
@@ -69,7 +69,8 @@ def checksum(path: Path) -> str:
 
 VERSION = "0.28.1"
 SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
-PATCHES = 1  # to be raised with every change of `patch`: kept wheels are told apart by it
+# Increase this with every change of `patch`. It is part of a kept wheel's version.
+PATCHES = 1
 TOOLS = ("setuptools==84.2.1", "wheel==0.48.0")
 CMAKE = "cmake==4.4.4"
 RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
@@ -79,10 +80,10 @@ RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
 class Build:
     """The features of a wheel."""
 
-    torch: str  # torch's version, ``"2.13.0+cpu"``
+    torch: str  # version of torch, such as ``"2.13.0+cpu"``
     cxx: int  # the C++ standard of torch's headers
-    mpi: bool = False  # with MPI beside Gloo; needs ``mpicxx``
-    nccl: bool = False  # with NCCL; needs a CUDA build of torch, and a toolkit in ``cuda_home``
+    mpi: bool = False  # MPI beside Gloo; needs ``mpicxx``
+    nccl: bool = False  # NCCL; needs a CUDA build of torch, and a toolkit in ``cuda_home``
     cuda_home: Path | None = None  # the CUDA toolkit
     cuda_arch: str = "80,90"  # compute capabilities without a dot, ``"80,90"``
 
@@ -101,7 +102,7 @@ class Build:
             "HOROVOD_WITHOUT_MXNET": "1",
             "HOROVOD_WITH_GLOO": "1",
             "HOROVOD_WITH_MPI" if self.mpi else "HOROVOD_WITHOUT_MPI": "1",
-            "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # cmake 4 refuses what Gloo asks for
+            "CMAKE_POLICY_VERSION_MINIMUM": "3.5",  # cmake 4 refuses the version that Gloo requires
             "LDFLAGS": "-s",
             "MAKEFLAGS": f"-j{jobs}",
         }
@@ -122,10 +123,10 @@ def cxx_standard(torch_folder: Path) -> int:
 
 
 def nccl_package() -> str:
-    """Return the package with NCCL that the installed torch depends on.
+    """Return the name of the package with NCCL that the installed torch depends on.
 
     Raises:
-        BuildError: torch depends on none, or the other one is installed too: they overwrite each other's files.
+        BuildError: torch depends on none, or another one is installed, too: they overwrite each other's files.
     """
     needed = [re.match(r"nvidia-nccl-cu\d+", each) for each in importlib.metadata.requires("torch") or []]
     names = sorted({match.group() for match in needed if match})
@@ -170,12 +171,12 @@ def patch(source: Path, cxx: int) -> None:
     old = "set(CMAKE_CXX_STANDARD 14)"
     new = f"set(CMAKE_CXX_STANDARD {cxx})"
     edit("horovod/torch/CMakeLists.txt", old, new)
-    # Torch and NCCL are found beside Horovod, wherever the environment lies.
+    # The library must find torch and NCCL beside itself, wherever the environment is.
     rpath = r"\$ORIGIN/../../torch/lib;\$ORIGIN/../../nvidia/nccl/lib"
     new += f'\nset(CMAKE_BUILD_WITH_INSTALL_RPATH TRUE)\nset(CMAKE_INSTALL_RPATH "{rpath}")'
     edit("CMakeLists.txt", old, new)
-    # A process set, that of all ranks too, forgets which network interface was asked for, and takes what the host's
-    # name leads to: 127.0.1.1 on many. It is known to the context that it is made from.
+    # A process set, even that of all ranks, ignores the requested network interface, and uses the address of the host's
+    # name, which is 127.0.1.1 on many hosts. The context from which the set is made knows the interface.
     edit(
         "horovod/common/gloo/gloo_context.cc",
         "assert(global_context.IsEnabled());",
@@ -199,7 +200,8 @@ def download(folder: Path) -> Path:
         if hasattr(tarfile, "data_filter"):
             archive.extractall(folder, filter="data")
         else:
-            archive.extractall(folder)  # its checksum is known
+            # Older Pythons have no filter. The checksum of the archive is known.
+            archive.extractall(folder)
     return folder / f"horovod-{VERSION}"
 
 
@@ -219,7 +221,7 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
             pip("install", "--quiet", CMAKE)
             env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
         print(f"building for torch {spec.torch} with C++{spec.cxx}: some minutes", flush=True)
-        # A relative folder would be looked for in the sources.
+        # pip would look for a relative folder within the sources.
         pip("wheel", "--quiet", "--no-deps", "--no-build-isolation", f"--wheel-dir={folder / 'wheel'}", str(source),
             env=env)  # fmt: skip
         wheel = next((folder / "wheel").glob("*.whl"))
@@ -227,7 +229,7 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
 
 
 def _finds_mpi_headers() -> bool:
-    """Return whether they are there: some packages have the compiler's wrapper without the headers."""
+    """Return whether MPI's headers exist, because some packages have the compiler's wrapper without them."""
     command = ["mpicxx", "-E", "-x", "c++", "-include", "mpi.h", os.devnull]
     return shutil.which("mpicxx") is not None and subprocess.run(command, capture_output=True).returncode == 0
 
@@ -274,9 +276,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     try:
         spec = specify(options)
-        pip("install", "--quiet", *RUNTIME)  # first: Horovod's build asks for some of it
+        # Install these first, because Horovod's build needs some of them.
+        pip("install", "--quiet", *RUNTIME)
         wheel = build(spec, options.cache, options.jobs)
-        # --no-deps: Horovod names no torch, and must not move the one it was built for.
+        # With --no-deps, because pip must not replace the torch for which Horovod was built.
         pip("install", "--quiet", "--no-deps", "--force-reinstall", str(wheel))
     except BuildError as error:
         print(f"error: {error}", file=sys.stderr)

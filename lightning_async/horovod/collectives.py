@@ -1,10 +1,10 @@
-"""Collectives through Horovod, which is imported only when it is asked for.
+"""Collectives through Horovod, which is imported only when it is used.
 
-`HorovodWorld` is what a process has of Horovod, and `HorovodCollectives` one communicator of it. Nothing in Horovod can
-be cancelled, and its blocking calls know no deadline. So every operation is asynchronous, named, and polled; a failed
-or late one *poisons* the world: nothing more is submitted, the buffers of what is under way stay alive until Horovod
-has shut down, and every later operation raises at once. `run_elastic` is Horovod Elastic: it runs, and runs again with
-whoever is there, from what all ranks have committed.
+`HorovodWorld` is the Horovod of one process, and `HorovodCollectives` is one communicator. Nothing in Horovod can be
+cancelled, and its blocking calls have no deadline. So every operation is asynchronous, named, and polled. A failed or
+late operation *poisons* the world: nothing more is submitted, the buffers of operations under way stay alive until
+Horovod has shut down, and every later operation raises at once. `run_elastic` is Horovod Elastic: it runs a function
+again, with the ranks that are there, from the state that all ranks have committed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _current: HorovodWorld | None = None
 
 
 def load() -> ModuleType:
-    """Import ``horovod.torch``; raise ModuleNotFoundError, which says how to get it, where it is not installed."""
+    """Import ``horovod.torch``; raise ModuleNotFoundError, with the remedy, if it is not installed."""
     try:
         return importlib.import_module("horovod.torch")
     except ImportError as error:
@@ -62,40 +62,43 @@ class HorovodWorld:
         self.local_rank = int(hvd.local_rank())
         self.one_host = int(hvd.local_size()) == self.size
         self.another_follows = False
-        """What fails here goes on in another world: this process, and what it holds, stays until that is formed."""
+        """Whether another world follows a failure of this one, so that this process and its store must stay alive."""
         self.failure: CollectiveError | None = None
-        self.num_runs = 0  # runs of strategies so far, which names their operations apart; equal on all ranks
-        self.store: Any = None  # of all ranks, for what is no collective; made by whoever needs it first
-        self.life = hvd.mpi_ops._handle_map  # a new one comes with every init
+        # Number of strategies' runs so far, equal on all ranks. It distinguishes the names of their operations.
+        self.num_runs = 0
+        # The store of all ranks, for everything that is no collective; created at its first use.
+        self.store: Any = None
+        # Each ``hvd.init()`` creates a new object here, by which a stale world is recognised.
+        self.life = hvd.mpi_ops._handle_map
         self.flights: set[Flight] = set()
         internal_error = importlib.import_module("horovod.common.exceptions").HorovodInternalError
 
-        # For Horovod Elastic, which goes on after a `HorovodInternalError`, and after no other.
+        # Horovod Elastic continues after a `HorovodInternalError` only, so all errors are subclasses of it.
         self.failed_type: Any = type("HorovodFailed", (CollectiveError, internal_error), {})
         self.timeout_type: Any = type("HorovodTimeout", (CollectiveTimeout, internal_error), {})
         self.lost_type: Any = type("HorovodPeerLost", (PeerLost, internal_error), {})
 
     @classmethod
     def join(cls, size: int | None = None, gloo_timeout: timedelta | None = None) -> HorovodWorld:
-        """Initialise Horovod where that is not done; ``size``, which the launcher started, is compared.
+        """Initialise Horovod if necessary; compare its number of ranks with ``size``, as the launcher started them.
 
-        After ``gloo_timeout`` Gloo inside Horovod gives up on a silent peer, unless ``HOROVOD_GLOO_TIMEOUT_SECONDS``
-        says so. Raises ModuleNotFoundError where Horovod is not installed, RuntimeError where it sees another number of
-        ranks.
+        After ``gloo_timeout`` Gloo inside Horovod gives up on a silent peer, unless ``HOROVOD_GLOO_TIMEOUT_SECONDS`` is
+        set. Raises ModuleNotFoundError if Horovod is not installed, and RuntimeError if it has another number of ranks.
         """
         global _current
         hvd: Any = load()
         if not hvd.is_initialized():
             if gloo_timeout is not None:
                 os.environ.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", str(math.ceil(gloo_timeout.total_seconds())))
-            # Waiting for a header is no stall here, and what is one is found by deadlines of our own.
+            # Waiting for a header is no stall, and our own deadlines find real stalls.
             os.environ.setdefault("HOROVOD_STALL_CHECK_DISABLE", "1")
-            # What is worth fusing is fused before it comes here: Horovod's own buffer would cost two copies more.
+            # Small tensors are fused before they come here, and Horovod's own buffer would cost two more copies.
             os.environ.setdefault("HOROVOD_FUSION_THRESHOLD", "0")
             hvd.init()
             _current = cls(hvd)
+        # The user has initialised Horovod, possibly again.
         elif _current is None or _current.life is not hvd.mpi_ops._handle_map:
-            _current = cls(hvd)  # the user has initialised it
+            _current = cls(hvd)
         if size is not None and _current.size != size:
             raise RuntimeError(
                 f"Horovod sees {_current.size} rank(s), but the launcher started {size}: each would train alone. This "
@@ -105,16 +108,17 @@ class HorovodWorld:
 
     @staticmethod
     def current(size: int | None = None) -> HorovodWorld | None:
-        """Return the world, where Horovod is initialised; ``size`` is what `join` compares."""
+        """Return the world if Horovod is initialised, else None; ``size`` is compared as in `join`."""
         hvd: Any = sys.modules.get("horovod.torch")
         return HorovodWorld.join(size) if hvd is not None and hvd.is_initialized() else None
 
     @staticmethod
     def leave() -> None:
-        """Shut Horovod down; with a rank that stands still this blocks until Gloo's timeout."""
+        """Shut Horovod down; if a rank hangs, this blocks until Gloo's timeout."""
         load().shutdown()
 
     def poison(self, error: Exception) -> CollectiveError:
+        """Fail all operations under way, and all later ones; return the error that they raise."""
         if self.failure is None:
             late = isinstance(error, CollectiveTimeout)
             kind: type[CollectiveError] = self.timeout_type if late else self.failed_type
@@ -132,7 +136,7 @@ class HorovodOperation(Operation[T]):
 
 
 class Flight:
-    """The pieces of one operation, submitted one after the other: a small one of another fork is not kept waiting."""
+    """The pieces of one operation, submitted one by one, so that a fork's small operation passes between them."""
 
     def __init__(self, world: HorovodWorld, name: str, starts: Sequence[Start], operation: HorovodOperation) -> None:
         self.operation = operation
@@ -141,10 +145,11 @@ class Flight:
         self._starts = starts
         self._outputs: list[Any] = []
         self._handle: int | None = None
+        # Any thread that waits for the operation may advance it. One of them does, and the others need not wait.
         self._lock = threading.Lock()
 
     def advance(self, finish: Callable[[list[Any]], object]) -> None:
-        """Submit the next piece, or end the operation; never blocks."""
+        """Submit the next piece, or end the operation. Never blocks."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -153,33 +158,38 @@ class Flight:
                 if self._handle is None and len(self._outputs) == len(self._starts):
                     self.operation.complete(finish(self._outputs))
                 elif self._handle is None:
-                    # In Lightning's validation, new tensors would be such that Horovod's thread must not resize.
+                    # In Lightning's inference mode, Horovod's thread could not resize the tensors that are created
+                    # here.
                     with torch.inference_mode(False):
                         self._handle = self._starts[len(self._outputs)](f"{self._name}.{len(self._outputs)}")
                 elif not hvd.poll(self._handle):
                     return
                 else:
-                    self._outputs.append(hvd.synchronize(self._handle))  # does not block: it has ended
+                    # This does not block, because the operation has ended.
+                    self._outputs.append(hvd.synchronize(self._handle))
                     self._handle = None
-            if self._handle is None:  # else Horovod may still write: the world keeps this, and so the buffers
+            # Otherwise Horovod may still write, so the world keeps this object, and with it the buffers.
+            if self._handle is None:
                 self._world.flights.discard(self)
         except Exception as error:
+            # Horovod's state is unknown after any error, so nothing more is submitted.
             self._world.poison(CollectiveError(f"{self.operation}: {error} {self.operation.remedy}"))
         finally:
             self._lock.release()
 
 
+# A large buffer occupies Horovod for this much at a time.
 PIECE_BYTES = 4 << 20
 _NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 class HorovodCollectives(Communicator["HorovodCollectives"]):
-    """One communicator over Horovod's ranks: a prefix of names, with an order of its own.
+    """A communicator over Horovod's ranks: a prefix of names, with an order of its own.
 
     Large buffers travel in pieces, one at a time, so that a small operation of another fork passes between them.
-    Byte-moving operations see uint8; bools, small integers and half types are reduced as int64 or fp32, and rounded
-    once, but for ``native`` ones. ``recurring`` operations of one kind follow each other under one name: Horovod
-    remembers what it has negotiated for a name, and negotiates numbered operations anew.
+    Operations that move bytes use uint8. Bools, small integers and half types are reduced as int64 or fp32 and rounded
+    once, except for types in ``native``. ``recurring`` operations of one kind have one name, because Horovod remembers
+    the negotiation of a name, and would negotiate numbered operations each time.
     """
 
     def __init__(
@@ -205,7 +215,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self._recurring = recurring
 
     def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
-        """Return a fork for what the training thread waits for, step by step: in one piece, fp16 as it is."""
+        """Return a fork for what the training thread awaits at each step: in one piece, and fp16 unchanged."""
         fork = self.fork("gradients", timeout)
         fork._piece_bytes = max(piece_bytes, PIECE_BYTES)
         fork._poll_s = 0.001
@@ -249,7 +259,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         check_rows(buffer, self.world_size)
         hvd = self.horovod.hvd
         given = None if out is None else room_for(buffer[0], self.world_size, out)
-        # One row for each rank, whose length no splits have to name: those are 32-bit.
+        # With one row for each rank no 32-bit splits are needed, which would limit the length.
         mine = as_bytes(buffer).view(self.world_size, -1)
 
         def finish(outputs: list[Any]) -> Tensor:
@@ -285,7 +295,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self._closed = True
         for branch in self._branches:
             branch.close()
-        # What is under way cannot be called back: the world keeps its buffers.
+        # Operations under way cannot be cancelled, so the world keeps their buffers.
         for flight in [each for each in self.horovod.flights if each.operation.where is self._where]:
             flight.operation.fail(CollectiveError(f"{self._where}: closed with operations under way."))
 
@@ -298,7 +308,8 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         check_buffer(buffer)
         wire, op, narrow = reducible(buffer, op, self._native)
         hvd = self.horovod.hvd
-        horovod_op = how(op)  # a bool's sum is a maximum
+        # After `reducible`, because the sum of bools is a maximum.
+        horovod_op = how(op)
 
         def finish(_: object) -> Tensor:
             narrow(wire)
@@ -314,7 +325,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         )
 
     def _submit(self, kind: str, starts: Sequence[Start], finish: Callable[[list[Any]], T]) -> Operation[T]:
-        """Start an operation: each of ``starts`` submits one piece, ``finish`` makes a result of all."""
+        """Start an operation: each of ``starts`` submits one piece, and ``finish`` makes the result of all outputs."""
         self._check_usable()
         self._seq += 1
         name = kind if self._recurring else f"{self._seq}:{kind}"
@@ -338,7 +349,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self.horovod.poison(error)
 
     def _open(self) -> None:
-        """Do nothing: Horovod has formed its groups."""
+        """Do nothing, because Horovod has formed its groups."""
 
     def _child(self, where: Where, timeout: timedelta) -> HorovodCollectives:
         child = HorovodCollectives(
@@ -353,17 +364,17 @@ C = TypeVar("C")
 
 
 class Committed(Generic[C]):
-    """The state that all ranks go back to when ranks are lost, and that ranks that join begin with."""
+    """The state to which all ranks return when ranks are lost, and with which joining ranks begin."""
 
     def __init__(self, value: C) -> None:
         self.value = value
         self._check: Callable[[], None] = lambda: None
 
     def commit(self, value: C) -> None:
-        """Replace the value; all ranks do at the same point.
+        """Replace the value. All ranks do this at the same point.
 
         Raises:
-            HostsUpdatedInterrupt: hosts have come or are to go: leave, for a world with them.
+            HostsUpdatedInterrupt: Hosts have come or are about to leave, so all ranks must form a new world.
         """
         self.value = value
         self._check()
@@ -372,28 +383,28 @@ class Committed(Generic[C]):
 def run_elastic(
     train: Callable[[], T], committed: Committed[C], broadcast: Callable[[Any], Any], gloo_timeout: timedelta
 ) -> T:
-    """Call ``train`` until it returns; after a lost rank, and with every change of hosts, in a new world.
+    """Call ``train`` until it returns; after a lost rank, and with every change of hosts, again in a new world.
 
-    ``train`` sees to it that all ranks go on from one commit, and leaves Horovod's errors alone; ``broadcast`` sends
-    rank 0's object to all ranks.
+    ``train`` lets all ranks continue from one commit, and does not catch Horovod's errors. ``broadcast`` sends rank 0's
+    object to all ranks.
     """
     elastic: Any = importlib.import_module("horovod.common.elastic")
     HorovodWorld.join(gloo_timeout=gloo_timeout)
 
     class State(elastic.State):
-        """`Committed`, as Horovod wants to see it. What is committed is saved."""
+        """`Committed` in the form that Horovod expects. Committed values need no other saving."""
 
         def __init__(self) -> None:
             super().__init__(bcast_object=broadcast, get_rank=lambda: HorovodWorld.join().rank)
 
         def save(self) -> None:
-            """Do nothing: `Committed.commit` does."""
+            """Do nothing, because `Committed.commit` has saved the value."""
 
         def restore(self) -> None:
-            """Do nothing: the committed value is what it was."""
+            """Do nothing, because the committed value has not changed."""
 
         def sync(self) -> None:
-            """``train`` begins with that, where hosts were only lost as well."""
+            """Do nothing, because ``train`` itself brings all ranks to one commit."""
 
     state = State()
     committed._check = state.check_host_updates

@@ -1,6 +1,6 @@
-"""Horovod Elastic: `fit_elastic` enters a fit again, from memory, when ranks are lost or come.
+"""Horovod Elastic: `fit_elastic` starts a fit again, from memory, when ranks are lost or join.
 
-`Commits` makes what it goes back to: commits in memory, moments of a fit that all ranks have agreed on.
+`Commits` makes the commits, which are states of a fit that all ranks have agreed on, in memory.
 """
 
 from __future__ import annotations
@@ -42,22 +42,25 @@ _OF_PLACES = ("taken", "made", "drawn", "share", "ended")
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A moment of training, as one rank saw it."""
+    """A state of training that one rank has committed."""
 
-    number: int = 0  # counts commits; that of one moment is equal on all ranks
-    dealt: tuple[int, int] = (0, 0)  # ``(rank, world_size)`` then
-    checkpoint: dict[str, Any] | None = None  # Lightning's, of this rank; None before training
-    resume: dict[str, Any] | None = None  # what `Resume` goes on from; None before the first batch
-    places: list[Any] = field(default_factory=list)  # of all ranks, where their loaders stood
-    weight: float = 1.0  # of this rank's last batch in the epoch under way, see `HorovodStrategy.weight`
-    # Where rank 0's loggers write, see `loggers.places`; those of each world's Trainer are others.
+    number: int = 0  # counts commits; equal on all ranks for one moment
+    dealt: tuple[int, int] = (0, 0)  # ``(rank, world_size)`` at that moment
+    checkpoint: dict[str, Any] | None = None  # this rank's Lightning checkpoint; None before training
+    resume: dict[str, Any] | None = None  # the state for `Resume`; None before the first batch
+    places: list[Any] = field(default_factory=list)  # the positions of all ranks' loaders
+    weight: float = 1.0  # weight of this rank's last batch in the epoch; see `HorovodStrategy.weight`
+    # The places where rank 0's loggers write, see `loggers.places`, because each world's Trainer has new loggers.
     logs: list[dict[str, Any]] = field(default_factory=list)
 
 
 def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Commit, bool]:
-    """Return the commit that this rank goes on from, and whether each rank is who it was then; raise SettingsMismatch
-    where this rank trains otherwise than rank 0. Who holds another commit than that takes rank 0's, as if it were new.
+    """Return the commit from which this rank continues, and whether every rank has the rank that it had then.
+
+    A rank with another commit than rank 0 takes rank 0's, like a new rank. Raises SettingsMismatch if this rank trains
+    with other settings than rank 0.
     """
+    # The settings come first, because ranks with others would wait in different collectives.
     told = world.gather_objects([mine.number, *mine.dealt, settings])
     if settings != told[0][3]:
         raise SettingsMismatch(
@@ -82,12 +85,12 @@ def _of_a_joining_rank(first: Commit, rank: int) -> Commit:
 
 
 class Commits(CollectiveCallback, Callback):
-    """Puts a fit where the last commit was made, and commits: every so many steps, and at the end of each epoch.
+    """A callback that restores the last commit, and commits at intervals of steps and at the end of each epoch.
 
     Ranks that step together commit after the same step. Asynchronous replicas come to a sync point for it.
 
     Raises:
-        ValueError: ranks that come and go cannot train with the Trainer's strategy; says why.
+        ValueError: The Trainer's strategy does not allow ranks to come and go; the message has the reason.
     """
 
     def __init__(self, committed: Committed[Commit], every: int, trainer: Any) -> None:
@@ -110,16 +113,17 @@ class Commits(CollectiveCallback, Callback):
         self._trainer = trainer
         self._strategy = strategy
         self.exact = False
-        """Each rank is who it was when that was committed."""
+        """Whether every rank has the rank that it had at the commit."""
         self._resume: Resume | None = None
         self._undo: list[Undo] = []
-        self._step = 0  # of the last commit
+        # The step of the last commit.
+        self._step = 0
         self._epoch = -1
         self._weight = 1.0
-        """The epoch that was gone on with, and what its last batch counts."""
+        """The weight of the last batch in the epoch ``_epoch``, which was resumed."""
 
     def path(self) -> str | None:
-        """Return the path under which the strategy reads the commit from now on; None where there is no commit."""
+        """Return the path under which the strategy reads the commit from now on; None if there is no commit."""
         checkpoint = self._committed.value.checkpoint
         if checkpoint is None:
             return None
@@ -136,7 +140,7 @@ class Commits(CollectiveCallback, Callback):
             self._undo += self._resume.install()
 
     def _beside(self) -> FaultTolerantCheckpoint | None:
-        """Return a `FaultTolerantCheckpoint`, which follows the fit, too: once is enough."""
+        """Return the Trainer's `FaultTolerantCheckpoint`, if any, whose `Resume` serves for commits, too."""
         return next((each for each in self._trainer.callbacks if isinstance(each, FaultTolerantCheckpoint)), None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,11 +202,11 @@ class Commits(CollectiveCallback, Callback):
         loop = self._trainer.fit_loop.epoch_loop
         if asynchronous:
             return step >= self._step + self._every
-        # The end of an epoch is committed as such.
+        # The end of an epoch has a commit of its own.
         return step > self._step and step % self._every == 0 and not loop.batch_progress.is_last_batch
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Commit: all replicas are here, and hold one model. See `CollectiveCallback`."""
+        """Commit, when all replicas are at a sync point with one model. See `CollectiveCallback`."""
         assert self._resume is not None
         with self._resume.as_it_was() as state:
             if all(world.gather_objects(state.resume is not None)):
@@ -216,8 +220,9 @@ class Commits(CollectiveCallback, Callback):
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if state.callbacks is not None:
             checkpoint["callbacks"] = state.callbacks
+        # The loops have not begun yet.
         if state.resume is None:
-            del checkpoint["loops"]  # they have yet to begin
+            del checkpoint["loops"]
         strategy.write_state(checkpoint, f"commit {number}")
         told = [[[_place(each, where) for each in (state.resume or {}).get("loaders", [])], places(trainer.loggers)]]
         if strategy.world is not None:
@@ -228,16 +233,17 @@ class Commits(CollectiveCallback, Callback):
             number=number, dealt=(trainer.global_rank, trainer.world_size), checkpoint=_to_memory(checkpoint),
             resume=_to_memory(state.resume), places=[place for place, _ in told],
             weight=self._weight if in_epoch else 1.0, logs=told[0][1],
-        )  # fmt: skip  # copies: training goes on with the tensors
+        )  # fmt: skip
         with self._leaving_together():
             self._committed.commit(commit)
 
     @contextmanager
     def _leaving_together(self) -> Iterator[None]:
-        """Let all ranks leave this world together, where hosts have come, or are to go: none has failed."""
+        """Let all ranks leave this world together, without a failure, if hosts have come or are about to leave."""
         try:
             yield
         except RuntimeError as error:
+            # Only this interruption is common to all ranks. A real failure must still be reported.
             if type(error).__name__ == "HostsUpdatedInterrupt":
                 self._undo.append(set_for_now(self._strategy, "on_exception", lambda exception: None))
             raise
@@ -257,7 +263,8 @@ def _to_memory(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
-_fits = itertools.count(1)  # of this process
+# Numbers the calls of `fit_elastic` in this process.
+_fits = itertools.count(1)
 
 
 def fit_elastic(
@@ -270,30 +277,33 @@ def fit_elastic(
     commit_every: int = 10,
     gloo_timeout: timedelta = timedelta(seconds=30),
 ) -> Trainer:
-    """`trainer.fit`, for ranks that come and go: ``horovodrun --min-np 1 --max-np 4 --host-discovery-script ...``.
+    """Run `trainer.fit` with ranks that come and go, under ``horovodrun --min-np 1 --max-np 4``.
 
-    All ranks commit together, in memory: every so many steps, and at the end of every epoch. When a rank is lost, the
-    others go back to the last commit and train on without it; a rank that joins is given it. What was not committed of
-    the epoch is dealt out anew among those that are there, each sample once.
+    Start it with ``horovodrun --min-np 1 --max-np 4 --host-discovery-script ...``. All ranks commit together, in
+    memory, at intervals of steps and at the end of every epoch. When a rank is lost, the others return to the last
+    commit and train on without it. A rank that joins gets that commit. The uncommitted rest of the epoch is divided
+    again among the present ranks, and each sample is seen once.
 
     Args:
-        make_trainer: makes a new Trainer with ``strategy=HorovodStrategy()``, or with ``AsyncAveragingStrategy()`` or
+        make_trainer: Makes a new Trainer with ``strategy=HorovodStrategy()``, or with ``AsyncAveragingStrategy()`` or
             ``AsyncGradientStrategy()`` over Horovod; called for every world.
-        module: what is trained.
-        train_dataloaders, val_dataloaders, datamodule: as for `Trainer.fit`.
-        commit_every: steps between two commits: so many are lost at most. A commit copies the model and the
-            optimizers' state. Replicas that average meet for it and become one model: give them a few rounds. Default
-            10.
-        gloo_timeout: how long a rank that is lost without a trace (a host without power) goes unnoticed, and how long
-            the others wait for one that comes, while it imports. Default 30 seconds.
+        module: Module to train.
+        train_dataloaders: As for `Trainer.fit`.
+        val_dataloaders: As for `Trainer.fit`.
+        datamodule: As for `Trainer.fit`.
+        commit_every: Number of steps between two commits, which is the largest number of steps that are lost. A commit
+            copies the model and the optimizers' state. Replicas that average meet for a commit and become one model, so
+            give them a few rounds. Default: 10.
+        gloo_timeout: Time after which a rank is noticed that was lost without a trace (a host without power), and time
+            for which the others wait for a joining rank while it imports. Default: 30 seconds.
 
     Returns:
         The last Trainer.
 
     Raises:
-        TypeError, ValueError: ``commit_every`` is no int, or not positive.
-        ValueError: the Trainer's strategy is none that Horovod carries.
-        SettingsMismatch: on a rank with another strategy than rank 0, or that commits at other steps.
+        TypeError: ``commit_every`` is no int.
+        ValueError: ``commit_every`` is not positive, or Horovod does not support the Trainer's strategy.
+        SettingsMismatch: This rank has another strategy than rank 0, or commits at other steps.
     """
     check_number("fit_elastic", "commit_every", commit_every, at_least=1)
     committed = Committed(Commit())
@@ -312,6 +322,7 @@ def fit_elastic(
         try:
             trainer.fit(module, train_dataloaders, val_dataloaders, datamodule=datamodule, ckpt_path=commits.path())
         finally:
+            # A failed fit is followed by another one, with a new Trainer and the same module.
             commits.close()
             trainer.callbacks = [each for each in trainer.callbacks if each is not commits]  # pyright: ignore
 

@@ -1,8 +1,8 @@
-"""Synchronous gradients without an engine: averaged over all replicas while the backward pass still runs.
+"""Synchronous averaging of gradients without the engine, while the backward pass still runs.
 
-`Backward` says when a part of a backward pass is whole, as for gradients through the engine. There is no header and no
-commit: Horovod negotiates each operation by itself, and can call none back; so all ranks take every step, from the
-first to the last one, and one that fails ends training on all.
+`Backward` notices when a part of a backward pass is complete, as for gradients through the engine. There is no header
+and no commit: Horovod negotiates each operation by itself, and can cancel none. So all ranks take every step, from the
+first to the last one, and a failed step ends training on all ranks.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ AllReduce = Callable[[Collectives, Tensor], Pending[Tensor]]
 
 @dataclass
 class _Bucket:
-    """Gradients that travel together."""
+    """The gradients that travel in one operation."""
 
-    params: list[nn.Parameter]  # neighbours
+    params: list[nn.Parameter]  # consecutive parameters
     places: range  # their numbers
-    flat: Tensor  # what travels
-    views: list[Tensor]  # each gradient's place in it
-    collectives: Collectives  # a fork of the bucket's own: ranks need not be ready with their buckets at the same time
+    flat: Tensor  # the buffer that travels
+    views: list[Tensor]  # each gradient's place in the buffer
+    # A fork of the bucket's own, because ranks may complete their buckets in different orders.
+    collectives: Collectives
     pending: Pending[Tensor] | None = None  # the operation under way
 
     def wait(self) -> None:
@@ -40,24 +41,25 @@ class _Bucket:
 
 
 class GradientReducer:
-    r"""Replaces gradients by their mean over all replicas.
+    r"""A replacement of gradients by their mean over all replicas.
 
     .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
 
-    Gradients move into flat buckets as the backward pass makes them, and a bucket leaves as soon as it is whole, while
-    the rest of the backward pass runs. `finish` waits for all; until then its parameters have no gradients, so that
-    their memory serves the rest of the pass. What a second pass makes of them is added to the mean, and averaged with
-    it once more. A parameter that no replica used keeps ``None``; one that some used counts as zero on the others.
-    A mean that is not finite is dropped, on all replicas alike: no parameter has a gradient then.
+    Gradients move into flat buckets as the backward pass computes them, and a bucket leaves as soon as it is complete,
+    while the backward pass continues. `finish` waits for all. Until then, parameters whose gradients have left have
+    none, so that this memory serves the rest of the pass. Gradients of a second pass are added to the mean, and
+    averaged with it once more. A parameter that no replica used keeps ``None``. A parameter that some replicas used
+    counts as zero on the others. A mean that is not finite is dropped on all replicas: no parameter has a gradient
+    then.
 
     Args:
-        params: what is trained, in the order of the forward pass.
-        collectives: a communicator off which many forks cost nothing.
-        bucket_bytes: size of a bucket; 0 for one parameter in each.
-        wire: the type that travels (``torch.float16`` halves the bytes). Default: that of the gradients.
-        mean: whether gradients are scaled by one over the number of replicas, before they travel.
-        all_reduce: how a bucket is reduced. Default: a sum.
-        on_drop: called when a mean was dropped. None: whatever it is goes to the parameters, for a gradient scaler.
+        params: Parameters to train, in the order of the forward pass.
+        collectives: Communicator of which many forks cost nothing.
+        bucket_bytes: Size of a bucket; 0 for one parameter in each.
+        wire: Type that travels (``torch.float16`` halves the bytes). Default: that of the gradients.
+        mean: Whether gradients are divided by the number of replicas before they travel.
+        all_reduce: Function that reduces a bucket. Default: a sum.
+        on_drop: Function that is called when a mean was dropped. None: parameters get any mean, for a gradient scaler.
     """
 
     def __init__(
@@ -89,24 +91,26 @@ class GradientReducer:
 
     @property
     def enabled(self) -> bool:
-        """Whether gradients travel; False while they are accumulated: they stay where they are."""
+        """Whether gradients travel. While False, they accumulate in place."""
         return self._backward.under_way
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
         if not enabled:
-            if self.begun:  # what has left is averaged now; with what is added to it that comes out as it is
+            # Finish the part that has left. Averaging it again with later gradients returns it unchanged.
+            if self.begun:
                 self.finish()
             self._backward.give_up()
         elif not self._backward.under_way:
-            self._backward.begin()  # nobody tells of a pass: where users call `loss.backward()` its hooks come first
+            # Nothing announces a pass: if users call `loss.backward()`, the hooks are the first to know.
+            self._backward.begin()
 
     @property
     def _scale(self) -> float:
         return 1.0 / self._collectives.world_size if self._mean else 1.0
 
     def close(self) -> None:
-        """Leave the parameters alone from now on."""
+        """Remove all hooks from the parameters."""
         self._backward.close()
 
     @property
@@ -114,15 +118,17 @@ class GradientReducer:
         return self._backward.begun
 
     def finish(self, absent: float = 0.0) -> None:
-        """Wait for the gradients, as the backward pass is over, and give them to the parameters.
+        """Wait for the gradients after the backward pass, and give their means to the parameters.
 
-        ``absent`` is what this replica would have counted in the mean, where it has had no pass: the others count for
-        it. Raises CollectiveError where an operation failed or was late.
+        ``absent`` is the weight that a replica without a pass would have had in the mean. The others count for it.
+        Raises CollectiveError if an operation failed or was late.
         """
         if not self.enabled:
             return
         late = {i for i in self._backward.finish() if self._params[i].requires_grad}
         self._used |= late
+        # One small sum tells all ranks which parameters any rank used, which buckets have late gradients, and what is
+        # absent.
         mask = torch.zeros(len(self._params) + len(self._buckets) + 1)
         mask[-1] = 0.0 if self._used else absent
         mask[list(self._used)] = 1.0
@@ -130,6 +136,7 @@ class GradientReducer:
             mask[number] = float(not late.isdisjoint(bucket.places))
         everyones = self._mask.all_reduce(mask)
         for bucket in self._buckets:
+            # Operations must end before their buffers are read, in the order in which they were submitted.
             bucket.wait()
         told = everyones.result().tolist()
         again = told[len(self._params) : -1]
@@ -144,7 +151,7 @@ class GradientReducer:
         for bucket in self._buckets:
             for place, param, view in zip(bucket.places, bucket.params, bucket.views, strict=True):
                 if told[place]:
-                    param.grad = view.to(param.dtype)  # the view itself, where that is its type
+                    param.grad = view.to(param.dtype)
         self._used.clear()
         self._backward.begin()
 
@@ -160,9 +167,10 @@ class GradientReducer:
             bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
 
     def _average_again(self, buckets: Sequence[_Bucket]) -> None:
-        """Add to the mean what came after these had left, on any replica."""
+        """Add the gradients to the mean that came on any replica after these buckets had left."""
         for bucket in buckets:
-            bucket.flat.mul_(self._scale)  # equal on all ranks, it comes out again as it is now (by Adasum, too)
+            # The mean is equal on all ranks, so averaging it once more returns it unchanged (also by Adasum).
+            bucket.flat.mul_(self._scale)
             for i, param in enumerate(bucket.params):
                 if param.grad is not None and param.requires_grad:
                     self._put(bucket, i, add=True)

@@ -1,4 +1,4 @@
-"""The strategy: `Trainer(strategy="horovod")`, synchronous data parallel training over Horovod."""
+"""Synchronous data parallel training over Horovod, as `Trainer(strategy="horovod")`."""
 
 from __future__ import annotations
 
@@ -39,25 +39,26 @@ Reduction = Literal["mean", "adasum"]
 
 
 class HorovodStrategy(ReplicatedStrategy):
-    r"""Synchronous data parallel training: gradients are averaged over all ranks of Horovod, at every step.
+    r"""A strategy for synchronous data parallel training, which averages gradients over Horovod at every step.
 
     .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
 
     Gradients travel in buckets while the backward pass still runs. Start the ranks with ``horovodrun -np 2 python
-    train.py``, or with ``mpirun`` where Horovod was built with MPI; each trains on the device of its local rank,
-    whatever the Trainer's ``devices`` says. Training equals that of a single process with batches ``n`` times as
-    large. All ranks must take equally many steps.
+    train.py``, or with ``mpirun`` if Horovod was built with MPI. Each rank trains on the device of its local rank,
+    whatever the Trainer's ``devices`` are. Training equals that of a single process with batches ``n`` times as large.
+    All ranks must take equally many steps.
 
     Args:
-        compression: "fp16" lets gradients travel as fp16: half the bytes. Default: "none".
-        reduction: "mean" (default), or "adasum", which adapts to how much gradients point the same way (Maleki et
-            al., 2020); that needs Horovod with MPI and a number of ranks that is a power of two.
-        bucket_mb: size of a bucket, in MiB. Default 25.
-        timeout: of every operation. A rank that is silent for longer ends training on all. Default 5 minutes.
+        compression: "fp16" sends gradients as fp16, which halves the bytes. Default: "none".
+        reduction: "mean" (default), or "adasum", which adapts to how well gradients agree in direction (Maleki et al.,
+            2020). "adasum" needs Horovod with MPI, and a number of ranks that is a power of two.
+        bucket_mb: Size of a bucket in MiB. Default: 25.
+        timeout: Limit of every operation. A rank that is silent for longer ends training on all ranks. Default: 5
+            minutes.
 
     Raises:
-        ModuleNotFoundError: Horovod is not installed; says how to get it.
-        ValueError: an argument is out of range.
+        ModuleNotFoundError: Horovod is not installed; the message has the remedy.
+        ValueError: An argument is out of range.
 
     Source: Sergeev and Del Balso, "Horovod: fast and easy distributed deep learning in TensorFlow", 2018,
     https://arxiv.org/abs/1802.05799; Lightning had a strategy of this name before its version 2.0.
@@ -90,10 +91,11 @@ class HorovodStrategy(ReplicatedStrategy):
         self.timeout = timeout
         self._bucket_bytes = int(bucket_mb * 2**20)
         self.weight = 1.0
-        """What this rank's next backward pass counts in the mean over ranks, where their batches are unequal."""
+        """The weight of this rank's next backward pass in the mean over ranks, for batches of unequal size."""
         self.dropped_gradients = 0
-        """Means of gradients that were not finite, with which no rank has stepped."""
-        self._reduced = False  # gradients were averaged in the closure under way
+        """Number of means of gradients that were not finite, and with which no rank has stepped."""
+        # Whether gradients were averaged within the present closure.
+        self._reduced = False
         self._reducer: GradientReducer | None = None
         self._averaged: set[int] = set()
         self._undo: list[Callable[[], None]] = []
@@ -119,7 +121,7 @@ class HorovodStrategy(ReplicatedStrategy):
         self._undo += sync_metrics_through(lambda: self.world, self.module)
         if trainer.state.fn == "fit":
             self._reducer = self._make_reducer()
-            # Where a user calls `loss.backward()`, no hook of the strategy's tells that the pass is over.
+            # If a user calls `loss.backward()`, no hook of the strategy marks the end of the pass.
             self._undo += [
                 optimizer.register_step_pre_hook(lambda *_: self._finish_begun()).remove
                 for optimizer in self.optimizers
@@ -131,7 +133,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._undo += ShortEpochs(trainer).install()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Average parameters that were unfrozen since, on all ranks alike, from now on."""
+        """Include parameters that were unfrozen since, on all ranks alike, from now on."""
         if self._reducer is None or self._reducer.begun:
             return
         if any(param.requires_grad and id(param) not in self._averaged for param in self.module.parameters()):
@@ -155,7 +157,7 @@ class HorovodStrategy(ReplicatedStrategy):
         return GradientReducer(
             trained,
             collectives.for_gradients(self.timeout, self._bucket_bytes),
-            # Adasum looks at each parameter's gradient by itself.
+            # Adasum treats each parameter's gradient separately.
             bucket_bytes=0 if adasum else self._bucket_bytes,
             wire=torch.float16 if self.compression == "fp16" else None,
             mean=not adasum,
@@ -168,22 +170,23 @@ class HorovodStrategy(ReplicatedStrategy):
         if self.dropped_gradients == 1:
             log.warning(
                 "The mean of all ranks' gradients is not finite (NaN or infinite): it is dropped, on all ranks, and no "
-                "step is taken with it. This is said once; `trainer.strategy.dropped_gradients` counts on. Look at the "
-                "data, lower the learning rate, or clip gradients."
+                "step is taken with it. This warning comes once; `trainer.strategy.dropped_gradients` counts. Look at "
+                "the data, lower the learning rate, or clip gradients."
             )
 
     def on_train_start(self) -> None:
-        """Let the optimizers begin alike: after a resume, with rank 0's state."""
+        """Give all ranks' optimizers rank 0's state, because only rank 0 may have resumed."""
         if self.world is None:
             return
         has_state = any(optimizer.state for optimizer in self.optimizers)
+        # Without any state, as in a new training, all ranks' optimizers are equal already.
         states = self.world.broadcast([each.state_dict() for each in self.optimizers] if has_state else None)
         if states is not None and self.global_rank != 0:
             for optimizer, state in zip(self.optimizers, states, strict=True):
                 optimizer.load_state_dict(state)
 
     def on_validation_start(self) -> None:
-        """Take over rank 0's buffers, which checkpoints hold: BatchNorm's are each rank's own in training."""
+        """Take over rank 0's buffers, which checkpoints hold; BatchNorm's differ between ranks in training."""
         if self.world is None:
             return
         buffers = dict(self.module.named_buffers())
@@ -204,7 +207,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reducer.enabled = True
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
-        """Add nothing to what Lightning saves; ``origin`` says which commit this is."""
+        """Do nothing, because Lightning's checkpoint is complete; ``origin`` names the commit."""
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss if self.weight == 1.0 else closure_loss * self.weight, *args, **kwargs)
@@ -215,7 +218,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reduced = True
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Take part in the step, for which the others wait, where `training_step` has returned None, too."""
+        """Take the step, and join its averaging even if `training_step` has returned None, as the others wait."""
         reducer = self._reducer
 
         def with_all() -> Any:

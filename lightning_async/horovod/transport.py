@@ -1,6 +1,6 @@
-"""Ranks of Horovod: started by horovodrun or mpirun, their bytes moved by Horovod.
+"""The transport of Horovod: horovodrun or mpirun starts the ranks, and Horovod moves their bytes.
 
-`HorovodTransport` connects them; `HorovodEnvironment` is the cluster environment that numbers them.
+`HorovodTransport` connects the ranks. `HorovodEnvironment` is the cluster environment that numbers them.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from lightning_async.transports.base import Connection, Transport, short_world
 
 
 class HorovodEnvironment(ClusterEnvironment):
-    """Ranks of Horovod: from Horovod itself once it is initialised, before from horovodrun's or mpirun's variables.
+    """The environment of Horovod's ranks.
 
-    One process trains on one device, that of its local rank, whatever the Trainer's ``devices`` and ``num_nodes`` say.
+    Numbers come from Horovod itself once it is initialised, and from horovodrun's or mpirun's variables before that.
+    One process trains on one device, that of its local rank, whatever the Trainer's ``devices`` and ``num_nodes`` are.
     """
 
     def __init__(self) -> None:
@@ -47,7 +48,7 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @property
     def launched(self) -> int | None:
-        """Number of ranks that the launcher started; None under Horovod Elastic, where they come and go."""
+        """The number of ranks that the launcher started; None under Horovod Elastic, where ranks come and go."""
         return None if "HOROVOD_ELASTIC" in os.environ else self._size
 
     @property
@@ -56,7 +57,7 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @property
     def own_address(self) -> str:
-        """This host, as the launcher calls it."""
+        """The name of this host for the launcher."""
         return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
     @property
@@ -76,14 +77,14 @@ class HorovodEnvironment(ClusterEnvironment):
         return self._size if world is None else world.size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher has set the numbers."""
 
     def global_rank(self) -> int:
         world = HorovodWorld.current()
         return self._rank if world is None else world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher has set the numbers."""
 
     def local_rank(self) -> int:
         world = HorovodWorld.current()
@@ -93,20 +94,20 @@ class HorovodEnvironment(ClusterEnvironment):
         return self.global_rank() // max(1, self._local_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Do nothing: the launcher has decided."""
+        """Do nothing, because the launcher has set the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HorovodTransport(Transport):
-    """Horovod moves the bytes; horovodrun or mpirun starts the ranks. See `Transport`.
+    """A transport in which Horovod moves the bytes, and horovodrun or mpirun starts the ranks. See `Transport`.
 
     Args:
-        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer. The first transport to open Horovod in
-            a process decides. Default 30 seconds.
+        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer. The first transport that opens
+            Horovod in a process decides. Default: 30 seconds.
 
     Raises:
         ValueError: ``gloo_timeout`` is not longer than zero.
-        ModuleNotFoundError: Horovod is not installed; says how to get it.
+        ModuleNotFoundError: Horovod is not installed; the message has the remedy.
     """
 
     gloo_timeout: timedelta = timedelta(seconds=30)
@@ -125,7 +126,7 @@ class HorovodTransport(Transport):
         return None
 
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
-        """Return one device for each rank, whatever ``Trainer(devices=)`` says: by the local rank."""
+        """Return the device of the local rank, whatever ``Trainer(devices=)`` is."""
         kind = devices[0].type
         return devices[0] if kind == "cpu" else torch.device(kind, local_rank)
 
@@ -133,13 +134,13 @@ class HorovodTransport(Transport):
         return "horovod"
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """Return the GPU where Horovod was built with NCCL, else the host's memory."""
+        """Return the GPU if Horovod was built with NCCL, else the host's memory."""
         return root_device if root_device.type == "cuda" and load().nccl_built() else torch.device("cpu")
 
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
-        """Connect; names are counted by Horovod's world, as ranks may join it that have run nothing yet."""
+        """Connect. Horovod's world counts the names, because ranks may join that have run nothing yet."""
         world = HorovodWorld.join(environment.launched, self.gloo_timeout)
         root = _collectives(world)
         membership = None
@@ -155,10 +156,10 @@ class HorovodTransport(Transport):
 
 
 class _Membership(Membership):
-    """Heartbeats beside Horovod: a lost rank takes Horovod's world along."""
+    """The membership of Horovod's ranks, in which a lost rank poisons Horovod's world."""
 
     def __init__(self, world: HorovodWorld, store: Any, name: str, dead_after: timedelta) -> None:
-        # The store is no older than Horovod's world.
+        # The store is as new as Horovod's world, so its records are fresh.
         seal = Seal.of_job().within(name)
         super().__init__(store, world.rank, world.size, dead_after=dead_after, fresh=True, seal=seal)
         self._horovod = world
@@ -167,6 +168,7 @@ class _Membership(Membership):
         try:
             super().check()
         except PeerLost as error:
+            # Operations under way would wait for the lost rank until Gloo's timeout.
             self._horovod.poison(error)
             raise self._horovod.lost_type(str(error), error.ranks) from error
 
@@ -177,7 +179,7 @@ def _collectives(world: HorovodWorld) -> HorovodCollectives:
 
 
 def _store(world: HorovodWorld, root: HorovodCollectives) -> Any:
-    """Return the one store of Horovod's world, on rank 0; its address goes round by Horovod itself."""
+    """Return the store of Horovod's world, which rank 0 serves; its address is broadcast by Horovod itself."""
     if world.store is None:
         timeout = timedelta(minutes=1)
         patience = WaitWithLog(root.rank, timeout, check=lambda: None)

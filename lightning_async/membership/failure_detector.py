@@ -1,7 +1,7 @@
-"""Decisions on who lives, who is lost and what comes next, from what ranks publish about themselves.
+"""Decisions on which ranks are live, which are lost and which generation comes next, from the ranks' published records.
 
-`Record` is what one rank publishes, `Peer` what another one knows of it, and `FailureDetector` decides. It has no
-threads, store or clock: its owner reads the records, holds a lock, and says how much time has passed.
+`Record` is what one rank publishes, `Peer` is another rank's knowledge of it, and `FailureDetector` decides. It has no
+threads, store or clock: its owner reads the records, holds a lock, and passes the time that has gone by.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ UP = "up"
 VISITING = "visiting"
 LEFT = "left"
 FAILED = "failed"
+# The value of `Record.since` before a rank's first generation.
 OUTSIDE = -1
 _MAX_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """A rank's published state. ``wanted`` is the generation it waits to enter, or is in.
+    """The published state of one rank.
 
-    ``since`` is the generation from which on it has been in all; `OUTSIDE` before its first one.
+    ``wanted`` is the generation that the rank waits to enter, or is in. ``since`` is the generation from which on the
+    rank has been in all; `OUTSIDE` before its first one.
     """
 
-    life: str = ""  # differs between processes that use the same name
-    place: str = ""  # where this one is found, see `neighbours`
-    line: str = ""  # where it is reached, see `lifeline`
+    life: str = ""  # an id of the process; differs between processes of one rank name
+    place: str = ""  # where the process can be watched; see `process_liveness.place_of`
+    line: str = ""  # where the process accepts calls; see `LivenessPort`
     beat: int = 0
     wanted: int = 0
     since: int = OUTSIDE
@@ -46,17 +48,17 @@ class Record:
 
 @dataclass
 class Peer:
-    """A rank's knowledge of another one. ``silent_s`` counts only time in which the store was read."""
+    """The knowledge of one rank about another one; ``silent_s`` counts only time in which the store was read."""
 
     record: Record = Record()
-    fresh: bool = False  # the store holds nothing of earlier lives, so what is found there is of this one
-    confirmed: bool = False  # lives, or has lived, since this rank started
+    fresh: bool = False  # the store holds no records of earlier processes, so every record in it is a live one's
+    confirmed: bool = False  # the peer lives, or has lived, since this rank started
     read: bool = False
-    restarted: bool = False  # a new life under the old name: its groups are gone, it waits to be taken in
+    restarted: bool = False  # a new process has the name: its old groups are gone, and it waits to be admitted
     silent_s: float = 0.0
     limit_s: float = 0.0
     lost: bool = False
-    death: tuple[int, str] | None = None  # a process of this name that has ended, and how, by whoever started it
+    death: tuple[int, str] | None = None  # an ended process of this name, and how it ended
 
     @property
     def up(self) -> bool:
@@ -72,20 +74,22 @@ class Peer:
 
     @property
     def failure(self) -> str | None:
-        """The reason of its end, if that was none in order."""
+        """The reason of the peer's end, if it did not end in order."""
         if self.record.state == FAILED and self.confirmed:
             return f"failed: {self.record.text}"
         if self.death is None or self.record.state == LEFT:
             return None
-        process, text = self.death  # another process may live under the name by now
+        # Another process may live under the name by now, which this death is not of.
+        process, text = self.death
         return text if not self.record.life or self.record.life.startswith(f"process {process} on ") else None
 
     def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
-        """Take in a reading, ``passed_s`` after the last one; None where it was no record."""
-        # Somebody may have written an earlier record of the same life again.
+        """Take in a reading of the peer's record, ``passed_s`` after the last one; None if it was no record."""
+        # A late write may put an earlier record of the same process in place again.
         older = record is not None and record.life == self.record.life and record.beat < self.record.beat
         if record is not None and record != self.record and not older:
-            # What the first reading finds may be of a life that ended before this one began.
+            # The first reading may find a record of a process that ended before this rank began, so it confirms
+            # nothing.
             self.restarted = self.restarted or (self.confirmed and record.life != self.record.life)
             self.confirmed = self.confirmed or self.read or self.fresh
             self.record = record
@@ -116,7 +120,7 @@ def describe(lost: dict[str, Peer]) -> str:
 
 
 def new_life() -> str:
-    """Return a name for this process, and no other, for good."""
+    """Return an id for this process that no other process ever has."""
     return f"process {os.getpid()} on {socket.gethostname()} ({os.urandom(8).hex()})"
 
 
@@ -129,10 +133,11 @@ def dump(record: Record) -> bytes:
 
 
 def load(value: bytes) -> Record | None:
-    """Return the record, or None where that is no record of this version."""
+    """Return the record in ``value``; None if there is no record of this version."""
     try:
         fields = json.loads(value) if len(value) <= _MAX_BYTES else None
     except (ValueError, RecursionError):
+        # A stranger may have written anything, even deeply nested JSON.
         return None
     known = vars(Record())
     if not isinstance(fields, dict) or not fields.keys() <= known.keys():
@@ -144,18 +149,21 @@ def load(value: bytes) -> Record | None:
     return record if record.state in (ABSENT, UP, VISITING, LEFT, FAILED) and min(counts) >= 0 else None
 
 
+# After a failure, silence of a tenth of `dead_s` is a death, but a beat may always be late by this time.
 _MIN_SUSPICION_S = 1.0
 
 
 class FailureDetector:
-    """The others by name, and the generation this rank is in.
+    """The failure detector of one rank: its peers by name, and the generation that the rank is in.
 
     Args:
-        generation: the first; of a joining rank, itself alone.
-        fresh: see `Membership`.
-        dead_s, start_s: the silence that is death, of a peer that was seen and of one that was not yet.
-        elastic: whether ranks may join: then who has been in longest comes first; else all keep their order.
-        readmit: whether a rank that a generation was formed without may come back.
+        generation: The first generation; a joining rank is alone in its first one.
+        fresh: Whether the store is as new as the job; see `Membership`.
+        dead_s: Silence in seconds after which a peer that was seen is lost.
+        start_s: Silence in seconds after which a peer that was never seen is lost.
+        elastic: Whether ranks may join. Then ranks are ordered by the time that they have been in; otherwise all keep
+            their order.
+        readmit: Whether a rank may come back that a generation was formed without.
     """
 
     def __init__(
@@ -176,33 +184,36 @@ class FailureDetector:
         self._elastic = elastic
         self._soon_s = max(dead_s / 10, _MIN_SUSPICION_S)
         self._silent_before: dict[str, float] = {}
-        """Seconds that each peer was silent for when something broke; empty where nothing has."""
+        """The silence of each peer, in seconds, when something broke; empty if nothing has."""
         self.readmit = readmit
-        self.fewest = 0  # fewer do not go on, so they decide nothing for the others
+        # Fewer live ranks than this do not continue, and so decide nothing for the others.
+        self.fewest = 0
         self._evicted: set[str] = set()
         self.hear_of(generation.members)
 
     def hear_of(self, names: Iterable[str]) -> None:
+        """Begin to track these names, unless they are known."""
         for name in names:
             if name != self.me and name not in self.peers:
                 self.peers[name] = Peer(fresh=self._fresh)
 
     def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
+        """Take in one reading of all records, ``passed_s`` after the last one."""
         self.hear_of(records)
         for name, record in records.items():
             before_s = self._silent_before.get(name, self._dead_s)
             self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + self._soon_s), self._start_s)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
-        """Note that a process of a peer has ended; the next reading says what that means for the peer."""
+        """Note that a process of a peer has ended; the next reading says whether the peer is lost with it."""
         if name in self.peers:
             self.peers[name].death = process, text
 
     def suspect(self) -> None:
-        """Take a tenth of the silence, a second at least, for death until the next generation: something broke.
+        """Shorten the silence that counts as death to a tenth, but at least a second, until the next generation.
 
-        Who lives has heard of it, too, and says so within a few beats. Whose process is found to have ended is lost
-        without it, see `LocalProcessWatch`.
+        This is called when something broke. Live ranks have noticed that, too, and publish a beat soon. A rank whose
+        process is found to have ended is lost without it; see `LocalProcessWatch`.
         """
         self._silent_before = self._silent_before or {name: peer.silent_s for name, peer in self.peers.items()}
 
@@ -210,9 +221,9 @@ class FailureDetector:
         return frozenset(name for name, peer in self.peers.items() if peer.lost)
 
     def gone(self, known: frozenset[str] = frozenset(), restarts: bool = False) -> dict[str, Peer]:
-        """Return the members of this generation that are lost, but for those that were ``known`` to be.
+        """Return the lost members of this generation, except those that were ``known`` to be lost.
 
-        With ``restarts``, also those that live again, as another process.
+        With ``restarts``, include members that live again as another process.
         """
         others = {name: self.peers[name] for name in self.generation.members if name != self.me and name not in known}
         return {name: peer for name, peer in others.items() if peer.lost or (restarts and peer.restarted)}
@@ -222,24 +233,24 @@ class FailureDetector:
         return self.generation.world_size - len(self.gone()) >= self.fewest
 
     def visitors(self) -> list[str]:
-        """Return the joining ranks that wait to be invited, and were heard of just now; nobody waits for them."""
+        """Return the joining ranks that wait for an invitation and were heard of just now."""
         return in_order(name for name, peer in self.peers.items() if peer.visits and peer.silent_s < self._soon_s)
 
     def bell(self) -> int:
         return max([peer.record.bell for peer in self._heard().values()], default=0)
 
     def view(self) -> object:
-        """Return a value that changes whenever listeners are to be called."""
+        """Return a value that changes whenever listeners must be called."""
         return [
             (name, peer.record.bell, peer.record.wanted, peer.record.state, peer.record.life, peer.lost)
             for name, peer in self.peers.items()
         ]
 
     def newest(self) -> int:
-        """Return the newest generation that a living peer is in, or waits for.
+        """Return the newest generation that a live peer is in, or waits for.
 
-        Where nobody may come back, none is passed over: the next one may have been decided without this rank, which
-        then would propose itself for a later one.
+        If no rank may come back, no generation is skipped. The next one may have been decided without this rank, which
+        must learn that, and not propose itself for a later one.
         """
         newest = max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
         return newest if self.readmit else min(newest, self.generation.number + 1)
@@ -249,7 +260,7 @@ class FailureDetector:
         return in_order(name for name, peer in self._heard().items() if peer.up and peer.record.wanted > number)
 
     def awaited(self, wanted: int) -> list[str]:
-        """Return the ranks without which the generation that is wanted cannot be decided."""
+        """Return the ranks that must publish before the wanted generation can be decided."""
         return in_order(
             name
             for name, peer in self._heard().items()
@@ -258,11 +269,11 @@ class FailureDetector:
         )
 
     def proposal(self, mine: Record) -> list[str] | None:
-        """Return the members of the generation that ``mine`` wants, by rank; None while it is too early.
+        """Return the members of the generation that ``mine`` wants, in rank order; None while it is too early.
 
-        Where ranks may join, who has been in longest comes first: rank 0 has lived through what joining ranks have not.
-        Else a rank that only heard too late of a generation with it keeps its number, too. A joining rank decides
-        nothing, as it may not have heard of all.
+        If ranks may join, those that have been in longest come first, because rank 0 must have seen what joining ranks
+        have not. Otherwise the order stays, even of a rank that heard late of a generation. A joining rank proposes
+        nothing, because it may not know all ranks yet.
         """
         if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
             return None
@@ -281,7 +292,7 @@ class FailureDetector:
             peer.restarted = False
 
     def _heard(self) -> dict[str, Peer]:
-        """Return the peers whose word counts: one that was left out may wake up, and speaks of the past."""
+        """Return the peers whose records count; an evicted rank may wake up and publish outdated ones."""
         return {name: peer for name, peer in self.peers.items() if name not in self._evicted}
 
     def left_behind(self, by: Iterable[str]) -> str:

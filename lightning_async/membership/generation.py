@@ -1,6 +1,7 @@
-"""One generation of the groups: who is in it, under which numbers.
+"""One generation of the process groups: its members, and their ranks.
 
-A rank has a name for life, and a number only within a generation: numbers change when ranks leave, are lost, or join.
+A rank has a stable name, and a rank number only within a generation. Numbers change when ranks leave, are lost, or
+join.
 """
 
 from __future__ import annotations
@@ -10,29 +11,30 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 _NOBODYS = -1
-_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")  # keys in the store are made of it
+# Names are parts of keys in the store.
+_NAME = re.compile(r"[A-Za-z0-9_.:-]{1,100}")
 
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation of the groups, as one of its members sees it.
+    """A generation of the process groups, as one of its members sees it.
 
     >>> Generation.first(rank=2, world_size=3).only({"0", "2"})
     Generation(number=0, members=('0', '2'), rank=1)
     """
 
-    number: int  # counts up with every reconfiguration; names the groups' keys in the store
-    members: tuple[str, ...]  # their stable names, in the order of their ranks
-    rank: int  # the own one: the place of the own name among the members
+    number: int  # counts up with every reconfiguration, and names the groups' keys in the store
+    members: tuple[str, ...]  # the members' stable names, in rank order
+    rank: int  # this rank's place among the members
 
     @classmethod
     def first(cls, rank: int, world_size: int) -> Generation:
-        """Return the one that all ranks start with, each named by its number."""
+        """Return the generation with which all ranks start, each named by its number."""
         return cls(0, tuple(map(str, range(world_size))), rank)
 
     @classmethod
     def joining(cls, name: str) -> Generation:
-        """Return that of a joining rank before it is admitted: alone, in none of the others'."""
+        """Return the generation of a joining rank before it is admitted, in which it is alone."""
         return cls(_NOBODYS, (name,), 0)
 
     @property
@@ -54,16 +56,18 @@ class Generation:
         return self.members[rank]
 
     def only(self, names: Collection[str]) -> Generation | None:
-        """Return the same order, of these names only; None where the own one is not among them."""
+        """Return the generation with only ``names``, in the same order; None if this rank is not among them."""
         members = tuple(name for name in self.members if name in names)
         return Generation(self.number, members, members.index(self.name)) if self.name in members else None
 
 
 def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
-    """Return a rank's first generation, by the arguments of ``who``: with all, or, as joining rank ``member``, alone.
+    """Return a rank's first generation, from the arguments of ``who``.
+
+    It has all ranks, or, with ``member``, only this joining rank.
 
     Raises:
-        ValueError: the arguments do not fit together.
+        ValueError: The arguments do not fit together.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"`{who}(rank={rank}, world_size={world_size})`: rank must be in [0, world_size).")
@@ -81,7 +85,7 @@ def is_name(name: str) -> bool:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort numbers as numbers, and before words of the same length: equal on all ranks."""
+    """Sort names by length and then by text, so that numbers are in order; equal on all ranks."""
     return sorted(names, key=lambda name: (len(name), name))
 
 

@@ -1,6 +1,6 @@
-"""The heartbeats' place in the store: the records of all ranks, and the decisions on generations.
+"""The heartbeats in the store: the records of all ranks, and the decisions on generations.
 
-Where ranks may join, their names lie beside the records, a line each, which is only ever appended to.
+If ranks may join, one more key holds their names, a line for each, to which ranks only append.
 """
 
 from __future__ import annotations
@@ -21,21 +21,24 @@ from lightning_async.membership.process_liveness import LocalProcessWatch
 from lightning_async.membership.signing import Seal
 from lightning_async.membership.store import Store, connect, own_client, reachable, read_all
 
+# Number of beats to watch for another process under this rank's name.
 _LOOKS = 5
-_NAMES = f"{PREFIX}/names/all"  # no name has a slash, so no record lies here
+# The name of a rank has no slash, so this key is no rank's record.
+_NAMES = f"{PREFIX}/names/all"
+# Time to try whether the store's host answers, before a client would try for longer.
 _PROBE = timedelta(seconds=2)
 
 
 class Waiting(Exception):
-    """Raised where it is too early to ask a store again that did not answer in time."""
+    """An exception for a request that comes too early after the store has not answered in time."""
 
 
 class HeartbeatStore:
-    """The records of all ranks, through one client that is kept for as long as it works.
+    """The records of all ranks, read and written through one client.
 
-    Every new client costs the store's server time, in which it answers nobody (it looks up the client's name). So one
-    that is slow is waited for; when that fails, the pauses between attempts grow, and differ between ranks. ``names``
-    are all ranks known at the start; where it is ``elastic`` others may join.
+    Every new client costs time on the store's server, which then answers nobody, because it looks up the client's name.
+    So a slow client is waited for. When that fails, the pauses between attempts grow, and differ between ranks.
+    ``names`` are the ranks that are known at the start. If it is ``elastic``, others may join.
     """
 
     def __init__(
@@ -58,17 +61,20 @@ class HeartbeatStore:
         self._timeouts = 0
         self._next_try = 0.0
         self._neighbours = LocalProcessWatch()
-        self._host: str | None = None  # this one's address, as the store's host sees it
+        # This host's address, as seen from the store's host.
+        self._host: str | None = None
 
     def open(self, interval: timedelta) -> bool:
-        """Make a client, and a record for each rank that has none; return whether this name has had a life before.
+        """Create a client, and a record for each rank without one; return whether this name was used before.
 
         Raises:
-            AsyncTrainingError: another process lives under this name.
-            RuntimeError, ConnectionError: the store is out of reach.
+            AsyncTrainingError: Another process lives under this name.
+            RuntimeError: The store cannot be reached.
+            ConnectionError: The store cannot be reached.
         """
+        # torch would try to connect for as long as a request may block.
         if not reachable(self._store, self._patience):
-            raise ConnectionError("connection refused")  # else torch tries for as long as a request may block
+            raise ConnectionError("connection refused")
         self._connect()
         self._make_room([self._me, *self._peers])
         if self._elastic:
@@ -77,6 +83,7 @@ class HeartbeatStore:
         for _ in range(_LOOKS):
             if found is None or found.state != UP:
                 break
+            # A live process beats within an interval, so a record that does not change is of a dead one.
             threading.Event().wait(interval.total_seconds())
             again = self._read([self._me])[0]
             if again is not None and again != found:
@@ -87,13 +94,14 @@ class HeartbeatStore:
         return found is not None and found.life != ""
 
     def exchange(self, mine: Record) -> dict[str, Record | None]:
-        """Publish the own record, and read the others', those that have joined too; None for what is no record.
+        """Publish this rank's record, and read those of all others, including joined ones; None for invalid ones.
 
-        For a peer of this host whose process has ended it says so, to all, in its place.
+        For a peer of this host whose process has ended, this rank publishes the end, for all to see.
 
         Raises:
-            Waiting: it is too early for another attempt.
-            RuntimeError, OSError: the store is out of reach.
+            Waiting: It is too early for another attempt.
+            RuntimeError: The store cannot be reached.
+            OSError: The store cannot be reached.
         """
         if self._broken:
             self._reconnect()
@@ -106,7 +114,7 @@ class HeartbeatStore:
             for name in self._neighbours.gone(found):
                 found[name] = self._speak_for(name, found[name])
         except (RuntimeError, OSError):
-            # Not to be used again: a late answer to a request given up would be taken for the next one's.
+            # The client must not be used again: a late answer to this request would be taken for the next one's.
             self._broken = True
             self._pause(time.monotonic() - asked)
             raise
@@ -114,17 +122,21 @@ class HeartbeatStore:
         return found
 
     def decide(self, wanted: int, proposal: Sequence[str] | None) -> tuple[str, ...] | None:
+        """Return the members of generation ``wanted`` once they are decided; the first proposal of any rank decides."""
         name = f"{PREFIX}/generation/{wanted}"
         if proposal is not None:
             mine = self._seal.sign(name, json.dumps(list(proposal)).encode())
             value: bytes = self._store.compare_set(name, "", mine)  # type: ignore[arg-type, assignment]
-            if (members := self._members(name, value)) is None:  # a stranger's
+            # The value is not signed by this job, so it is replaced.
+            if (members := self._members(name, value)) is None:
                 members = self._members(name, self._store.compare_set(name, value, mine))  # type: ignore[arg-type]
             return members
         return self._members(name, self._store.get(name)) if self._store.check([name]) else None
 
     def report(self, name: str, text: str) -> None:
-        client = own_client(self._store, self._patience)  # this may be another thread
+        # Any thread may call this, and the heartbeat's client serves one thread only.
+        """Publish that a rank has failed, in its record, unless it has ended already."""
+        client = own_client(self._store, self._patience)
         value = self._seal.open(key(name), client.get(key(name)))
         record = (None if value is None else load(value)) or Record()
         if record.state not in (LEFT, FAILED):
@@ -135,21 +147,23 @@ class HeartbeatStore:
         self._neighbours.close()
 
     def hang_up(self) -> None:
-        """End a request that hangs; any thread may call it. No other request is possible then."""
+        """End a request that hangs; any thread may call this. No other request is possible afterwards."""
         shut_down(self._sockets)
 
     def _speak_for(self, name: str, record: Record | None) -> Record:
-        """Publish a dead rank's end in its last record, and return it; a newer record is returned instead:
-        since the records were read the rank may have said goodbye and ended, or have been started again.
+        """Publish a dead rank's end in its last record, and return the record.
+
+        A newer record is left in place and returned: since the last reading, the rank may have ended in order, or have
+        been started again.
         """
         assert record is not None
-        failed = replace(record, state=FAILED, text="its process has ended, without a word")
+        failed = replace(record, state=FAILED, text="its process has ended without notice")
         before, after = (self._seal.sign(key(name), dump(each)) for each in (record, failed))
         found = self._parse(key(name), self._store.compare_set(key(name), before, after))  # type: ignore[arg-type]
         return failed if found is None or found == record else found
 
     def _make_room(self, names: Iterable[str]) -> None:
-        # Reading many keys in one request blocks for missing ones. This sets only those that are missing.
+        # Reading many keys in one request blocks for missing ones. This creates only those that are missing.
         for name in names:
             self._store.compare_set(key(name), "", self._seal.sign(key(name), dump(Record())))  # type: ignore[arg-type]
 
@@ -158,12 +172,13 @@ class HeartbeatStore:
         return [self._parse(name, value) for name, value in zip(keys, read_all(self._store, keys), strict=True)]
 
     def _read_with_names(self) -> list[Record | None]:
-        """Read all peers' records, and who they are: in one request, unless there are new ones."""
+        """Read all peers' records and all names, in one request unless there are new names."""
         keys = [key(name) for name in self._peers]
         *values, lines = read_all(self._store, [*keys, _NAMES])
         records = [self._parse(name, value) for name, value in zip(keys, values, strict=True)]
         names = [name for name in map(self._name, lines.split(b"\n")) if name is not None]
-        if self._me not in names:  # the first beat, or somebody has overwritten them
+        # This is the first beat, or a stranger has overwritten the names.
+        if self._me not in names:
             self._store.append(_NAMES, "\n" + self._seal.sign(_NAMES, self._me.encode()).decode() + "\n")  # type: ignore[attr-defined]
         new = in_order({*names} - {*self._peers, self._me})
         if new:
@@ -192,6 +207,7 @@ class HeartbeatStore:
         try:
             names = None if value is None else json.loads(value)
         except (ValueError, RecursionError):
+            # A stranger may have written anything, so the value counts as invalid.
             names = ()
         if names is None:
             return None
@@ -202,15 +218,16 @@ class HeartbeatStore:
         return tuple(names)
 
     def _connect(self) -> None:
-        # A clone takes over the timeout: later ones, made of this one, do not try to connect for minutes.
+        # A clone inherits the timeout, so later clones of this one do not try to connect for minutes.
         self._store, self._sockets = connect(self._store, self._patience)
         self._host = next(filter(None, map(own_address, self._sockets)), None)
 
     def _reconnect(self) -> None:
         if time.monotonic() < self._next_try:
             raise Waiting
+        # A refused probe costs the store nothing, unlike a new client.
         if not reachable(self._store, min(_PROBE, self._patience)):
-            raise ConnectionError("connection refused")  # which costs nobody anything
+            raise ConnectionError("connection refused")
         asked = time.monotonic()
         try:
             self._connect()
@@ -221,8 +238,9 @@ class HeartbeatStore:
 
     def _pause(self, waited_s: float) -> None:
         patience_s = self._patience.total_seconds()
-        if waited_s >= patience_s / 2:  # it does not refuse, it is slow
+        # The store does not refuse, it is slow, and more attempts would make it slower.
+        if waited_s >= patience_s / 2:
             self._timeouts += 1
-            # An attempt must be under way, or begin, shortly before the store is taken for lost.
+            # An attempt must be under way, or begin, shortly before the store counts as lost.
             pause_s = min(patience_s * 2.0 ** (self._timeouts - 3), patience_s / 2)
             self._next_try = time.monotonic() + pause_s * random.uniform(0.5, 1.0)

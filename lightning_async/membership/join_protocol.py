@@ -1,15 +1,15 @@
-"""Notes in the store by which a rank that comes back is admitted by those that train.
+"""Notes in the store by which live ranks admit a rank that comes back.
 
-    those that train                 the joining rank
+    live ranks                       the joining rank
     pin(notice of their run)
-                                     read_notice, compares, sends heartbeats, see `Membership.visitors`
-    invite(it, to a new run)
-                                     read_invitation, and connects with all of them, who stand at a sync point
-    answer(it, admitted)
-                                     read_answer: it is one of them, or ends, or comes again
+                                     read_notice, compare, send heartbeats; see `Membership.visitors`
+    invite(rank, to a new run)
+                                     read_invitation, and connect with all of them, who wait at a sync point
+    answer(rank, admitted)
+                                     read_answer: it is admitted, or ends, or tries again
 
-`JoinBoard` is these notes. `JoinBoardWithTimeout` reads them where that may be given up: a store that stands still
-says nothing, and torch waits for it in C, past every timeout, where nobody hears of a signal.
+`JoinBoard` holds these notes. `JoinBoardWithTimeout` reads them with a limit of time. If the store's host stands still,
+torch waits for it in C, past every timeout and without handling signals.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ _GOODBYE_S = 2.0
 
 
 class JoinBoard:
-    """Small, signed notes of JSON values in the store. Reading never waits for one, so that threads may share it."""
+    """The board of small, signed notes of JSON values in the store.
+
+    Reading never waits for a note, so threads may share a board.
+    """
 
     def __init__(self, store: Store, seal: Seal) -> None:
         self._store: Any = PrefixStore("lightning_async/door", store)
         self.seal = seal.within("door")
 
     def pin(self, notice: Mapping[str, Any]) -> None:
-        """Say which run goes on, and what a joining rank must have in common with it; empty where none admits
-        anybody."""
+        """Publish the run under way and what a joining rank must have in common with it; empty if none may join."""
         self.write(_NOTICE, notice)
 
     def read_notice(self) -> dict[str, Any]:
@@ -62,7 +64,7 @@ class JoinBoard:
         return self.read(f"answer/{joining_rank}")
 
     def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
-        """Say where a rank, by its stable name, keeps what others leave with it; see `PeerStore`."""
+        """Publish the address at which a rank, by its stable name, keeps other ranks' copies; see `PeerStore`."""
         self.write(f"keeper/{name}", note)
         self._store.append(_KEEPERS, "\n" + self.seal.sign(_KEEPERS, name.encode()).decode() + "\n")
 
@@ -76,12 +78,12 @@ class JoinBoard:
 
     @property
     def host(self) -> tuple[str, int]:
-        """Address and port of the store; those of loopback where it is in this process."""
+        """The address and port of the store; those of loopback if the store is in this process."""
         base = base_of(self._store)
         return (base.host, base.port) if isinstance(base, TCPStore) else ("127.0.0.1", 1)
 
     def connect(self, timeout: timedelta) -> tuple[Store, Callable[[], None]]:
-        """Return a client of the store for the calling thread alone, and what ends a request of it that hangs."""
+        """Return a client of the store for the calling thread alone, and a function that ends a request that hangs."""
         store, sockets = connect(self._store, timeout)
         return store, lambda: shut_down(sockets)
 
@@ -100,10 +102,10 @@ class JoinBoard:
 
 
 class JoinBoardWithTimeout(JoinBoard):
-    """A board whose notes are read on another thread, by a client of its own, so that reading has an end.
+    """A board whose notes are read on another thread, with a client of its own, so that reading has a limit.
 
-    ``check`` is called all the time while the store is silent, and raises to give up. Any reading raises StoreLost
-    where the store is silent for ``dead_after``, RuntimeError or ConnectionError where it is out of reach.
+    ``check`` is called repeatedly while the store is silent, and raises to give up. Reading raises StoreLost if the
+    store is silent for ``dead_after``, and RuntimeError or ConnectionError if it cannot be reached.
     """
 
     def __init__(self, door: JoinBoard, rank: int, dead_after: timedelta, check: Callable[[], None]) -> None:
@@ -111,7 +113,7 @@ class JoinBoardWithTimeout(JoinBoard):
         self._dead_s = dead_after.total_seconds()
         self._check = check
         self._hang_up: Callable[[], None] = lambda: None
-        # Its own timeout never decides: the silence is measured by the one who waits.
+        # The client's timeout must not decide: `ask` measures the silence itself.
         self._store, self._hang_up = self.ask(lambda: door.connect(2 * dead_after))
         self.seal = door.seal
 
@@ -120,7 +122,9 @@ class JoinBoardWithTimeout(JoinBoard):
         return self.ask(lambda: read(key))
 
     def ask(self, question: Callable[[], T]) -> T:
+        """Return the result of ``question``, which another thread runs, or raise if the store is silent."""
         answer: Future[T] = Future()
+        # The request runs on a thread, because a hanging one cannot be interrupted from Python.
         thread = threading.Thread(target=_answer, args=(question, answer), name="lightning_async asks", daemon=True)
         contact = Contact(time.monotonic(), self._dead_s)
         thread.start()
@@ -130,7 +134,9 @@ class JoinBoardWithTimeout(JoinBoard):
                 if (silence := contact.lost(time.monotonic())) is not None:
                     raise StoreLost(f"rank {self._rank}: {silence}", () if self._rank == 0 else (0,))
         except BaseException:
-            self._hang_up()  # a thread that comes back from torch while the interpreter shuts down aborts the process
+            # A thread that returns from torch while the interpreter shuts down aborts the process, so the request ends
+            # now.
+            self._hang_up()
             thread.join(_GOODBYE_S)
             raise
         thread.join()

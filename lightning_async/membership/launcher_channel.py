@@ -1,12 +1,12 @@
-"""Messages between a rank and the launcher that has started it: with whom a rank trains, and who has died.
+"""Messages between a rank and the launcher that has started it: a rank's generation, and deaths of other ranks.
 
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
     rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed"} --- launcher
 
-The launcher hands each rank one end of a pair of sockets, named in a variable by its number and by what file it is.
-One message is one datagram: it is whole or not there, never waits for a reader, and raises no SIGPIPE. Processes other
-than that rank are ignored, and read nothing: descriptors are inherited where processes fork. Only the standard library
-is imported: the launcher runs without torch.
+The launcher gives each rank one end of a pair of sockets, which a variable names by descriptor, device and inode. One
+message is one datagram: it arrives whole or not at all, never waits for a reader, and raises no SIGPIPE. Processes
+other than the rank are ignored, and read nothing, because forks inherit descriptors. This module imports the standard
+library only, because the launcher runs without torch.
 """
 
 from __future__ import annotations
@@ -27,62 +27,65 @@ from typing import Any, NamedTuple
 CHANNEL = "LIGHTNING_ASYNC_LAUNCHER_FD"
 """The environment variable that names a rank's end: descriptor, device and inode."""
 REJOIN = "LIGHTNING_ASYNC_REJOIN"
-"""The environment variable of a rank that is started again while others train on: how often it has been.
+"""The environment variable that counts how often a rank was started again while the others continued.
 
-Where it is "torchrun", on all ranks, each has an agent of its own, which counts the starts of this rank alone. Where
-the store says it, see `assembly`, it is how often, "@", and which start of all this one is of.
+The value "torchrun", on all ranks, means that each has an agent of its own, which counts the starts of this rank alone.
+With a store for the start, see `startup.Assembly`, the value is the count, "@", and the number of the common start.
 """
 _IMPORTS = ("torch", "lightning.pytorch", "pytorch_lightning", "lightning_async")
-"""What takes a program long to import, and may be imported before it is known which rank it will be."""
+"""Modules that take long to import, and may be imported before it is known which rank a process will be."""
 _READ_AT_IMPORT = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_", "TORCH_", "PYTORCH_")
-"""How variables begin that these libraries read as they are imported."""
+"""Prefixes of environment variables that these libraries read when they are imported."""
 _SET_AT_IMPORT = ("PYTORCH_NVML_BASED_CUDA_CHECK",)
-"""Of these, what such a library sets itself, in whoever imports it: Lightning."""
+"""Variables with such a prefix that Lightning itself sets when it is imported."""
 _BY_TORCHRUN = "torchrun"
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-LONGEST = 1 << 16  # bytes of a message, which names up to nine thousand ranks; a longer one is not sent
+# Number of bytes of a message, enough for nine thousand ranks. A longer message is not sent.
+LONGEST = 1 << 16
 _ENDS_S = 2.0
 _log = logging.getLogger(__name__)
-_listeners: list[Listener] = []  # of this process: two, while one run follows another
+# The listeners of this process: two, while one run follows another.
+_listeners: list[Listener] = []
 
 
 class Death(NamedTuple):
-    """The end of a rank's process, and not in order."""
+    """The end of a rank's process that was not in order."""
 
-    rank: int  # the number that it was started with
-    process: int  # its number; where the rank has been started again, another one lives
+    rank: int  # the number with which it was started
+    process: int  # its process id; a rank that was started again has another one
     text: str  # how it has ended, in words that follow the rank
 
 
 class Program(NamedTuple):
-    """The facts about a rank's program that another process needs to be ready for it."""
+    """The facts about a rank's program that another process needs in order to prepare for it."""
 
-    imports: tuple[str, ...]  # of the libraries that take long, those that it has imported, in this order
-    sets: tuple[str, ...]  # variables which these read as they are imported, and which it has set itself
+    imports: tuple[str, ...]  # the slow libraries that it has imported, in this order
+    sets: tuple[str, ...]  # the variables that it has set and these libraries read at import
 
 
 def tell_generation(number: int, members: Sequence[str]) -> None:
-    """Tell the launcher the generation of this rank, by stable names, and what its program has imported.
+    """Send the launcher this rank's generation, by stable names, and what its program has imported.
 
-    It neither waits nor raises where there is no launcher, or none any more, or where the descriptor is closed or
-    somebody else's by now. Where the launcher has read nothing of hundreds of messages, this one is lost.
+    This neither waits nor raises, even if there is no launcher or the descriptor is another file by now. If the
+    launcher has not read hundreds of messages, this one is lost.
     """
     said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
     message = _dump({**said, "imports": [name for name in sys.modules if name in _IMPORTS], "sets": _set_by_itself()})
     if len(message) > LONGEST:
         return
     with contextlib.suppress(OSError, ValueError, OverflowError):
-        # Not a plain write: what the descriptor is may change in between, and a file must not get this.
+        # No plain write, because the descriptor may become another file in between, which must not get this message.
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, _mine())
         try:
             channel.setblocking(False)
             channel.send(message)
         finally:
+            # The descriptor belongs to the process and not to this object, so it stays open.
             channel.detach()
 
 
 def _set_by_itself() -> list[str]:
-    """Return variables that libraries read as they are imported, where this process was started with others."""
+    """Return the variables that libraries read at import, and that this process has set itself."""
     try:
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -92,35 +95,35 @@ def _set_by_itself() -> list[str]:
 
 
 def came_back() -> int | None:
-    """Return how often this rank was started again while others trained on; None where it was started with all."""
+    """Return how often this rank was started again while others trained on; None if it was started with all."""
     text, *_ = os.environ.get(REJOIN, "").partition("@")
     text = os.environ.get(_RESTARTS, "0") if text == _BY_TORCHRUN else text
     return (int(text) or None) if text.isascii() and text.isdigit() else None
 
 
 def attempt() -> str:
-    """Return which start of all ranks this process is of, as who starts them counts; it trains with those of the same
-    one."""
+    """Return the number of the common start of all ranks that this process belongs to, as the launcher counts."""
     text, _, told = os.environ.get(REJOIN, "").partition("@")
     return told or ("0" if text == _BY_TORCHRUN else os.environ.get(_RESTARTS, "0"))
 
 
 def listen(on_death: Callable[[Death], None]) -> Listener | None:
-    """Call ``on_death`` for deaths from now on, and for those told since somebody last listened, until this is closed.
+    """Call ``on_death`` for every death, including those told since the last listener, until the listener is closed.
 
-    Returns None where no launcher has started this process.
+    Returns None if no launcher has started this process.
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, os.dup(_mine()))
         creator, *_ = struct.unpack("3i", channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-        if creator == os.getppid():  # else a fork of the rank, from which it must not take what is told
+        # A fork of the rank has another parent, and must not take the rank's messages.
+        if creator == os.getppid():
             return Listener(channel, on_death)
         channel.close()
     return None
 
 
 class Listener:
-    """A thread that reads what the launcher tells this rank; ended by `close`. Errors of ``on_death`` are logged."""
+    """A thread that reads the launcher's messages to this rank, until `close`. Errors of ``on_death`` are logged."""
 
     def __init__(self, channel: socket.socket, on_death: Callable[[Death], None]) -> None:
         self._channel = channel
@@ -132,13 +135,15 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; idempotent. A fork of the rank has none: there this does nothing."""
+        """End the thread. Idempotent. A fork of the rank has no such thread, and there this does nothing."""
         if os.getpid() != self._process:
             return
         with contextlib.suppress(ValueError):
             _listeners.remove(self)
-        with contextlib.suppress(OSError):  # it has ended by itself
-            self._wake.send(b"\0")  # not closed: a fork may hold it open
+        # Send and do not close, because a fork may hold the socket open. An error means that the thread has ended by
+        # itself.
+        with contextlib.suppress(OSError):
+            self._wake.send(b"\0")
         if threading.current_thread() is not self._thread:
             self._thread.join(_ENDS_S)
 
@@ -151,7 +156,8 @@ class Listener:
                 try:
                     self._hear(self._channel.recv(LONGEST, socket.MSG_DONTWAIT))
                 except BlockingIOError:
-                    if ready[self._channel.fileno()] != select.POLLIN:  # whoever has inherited it has shut it down
+                    # The socket was shut down by a process that has inherited it.
+                    if ready[self._channel.fileno()] != select.POLLIN:
                         return
                 except OSError:
                     return
@@ -159,11 +165,13 @@ class Listener:
     def _hear(self, message: bytes) -> None:
         if (death := _death(message, self._process)) is None:
             return
-        for listener in tuple(_listeners):  # each message is read by one of them
+        # One listener reads each message, so it passes the message on to all.
+        for listener in tuple(_listeners):
             try:
                 listener._on_death(death)
             except Exception:
-                _log.exception("Rank %d %s; that was told by the launcher, and was of no use.", death.rank, death.text)
+                # One listener's error must not keep the death from the others.
+                _log.exception("Rank %d %s; the launcher told so, and handling that failed.", death.rank, death.text)
 
 
 def _death(message: bytes, process: int) -> Death | None:
@@ -175,7 +183,7 @@ def _death(message: bytes, process: int) -> Death | None:
 
 
 def _mine() -> int:
-    """Return this rank's end; raise ValueError, OSError or OverflowError where there is none, or none any more."""
+    """Return the descriptor of this rank's socket; raise ValueError, OSError or OverflowError if there is none."""
     name = os.environ.get(CHANNEL, "")
     descriptor = int(name.partition(":")[0])
     if name != _name(descriptor):
@@ -184,12 +192,12 @@ def _mine() -> int:
 
 
 def named(descriptor: int) -> dict[str, str]:
-    """Return the variable of the rank that inherits this descriptor."""
+    """Return the environment variable for the rank that inherits this descriptor."""
     return {CHANNEL: _name(descriptor)}
 
 
 def news(death: Death, process: int) -> bytes:
-    """Return a message that tells the rank of ``process`` of another one's death.
+    """Return a message that tells the rank of ``process`` of another rank's death.
 
     >>> news(Death(1, 4712, "its process was killed"), 4711)
     b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed"}'
@@ -198,7 +206,7 @@ def news(death: Death, process: int) -> bytes:
 
 
 def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
-    """Return the generation that a rank has told, and its members; None for another's, or another message.
+    """Return the number and members of the generation in a rank's message; None for any other message.
 
     >>> heard(b'{"process":4711,"generation":1,"members":["0","2"]}', 4711)
     (1, ('0', '2'))
@@ -212,7 +220,7 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
 
 
 def program(message: bytes, process: int) -> Program | None:
-    """Return what a rank has told of its program; None for another's, or another message.
+    """Return the facts about its program in a rank's message; None for any other message.
 
     >>> program(b'{"process":4711,"imports":["torch"],"sets":[]}', 4711)
     Program(imports=('torch',), sets=())
@@ -226,7 +234,7 @@ def program(message: bytes, process: int) -> Program | None:
 
 
 def problem_of(message: bytes, process: int) -> str:
-    """Return why a process that stands by cannot be ready, as it has told; else ""."""
+    """Return the reason, from its message, why a warm spare cannot be ready; "" if there is none."""
     return str(_load(message, process).get("standby", ""))
 
 
@@ -235,7 +243,7 @@ def _dump(said: dict[str, Any]) -> bytes:
 
 
 def _load(message: bytes, process: int) -> dict[str, Any]:
-    """Return what is said by, or to, this process; nothing where that is no message, or another one's."""
+    """Return the content of a message from or to this process; nothing for any other message."""
     try:
         said = json.loads(message)
     except (ValueError, RecursionError):

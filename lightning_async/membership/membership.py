@@ -1,9 +1,9 @@
-"""The live ranks and their generation of the groups: heartbeats through a store.
+"""The live ranks and their generation, by heartbeats through a store.
 
-Liveness is independent of the collectives: a rank may wait in an operation for long, its heartbeat goes on. One
-record per rank; every beat writes the own and reads all, in two requests. A generation comes about in the store:
-whoever wants it says so in its record, and waits until all that live want it too. Whoever sees that first proposes
-those as its members, and the first proposal stands. No rank is special.
+Liveness is independent of collectives: while a rank waits in one, its heartbeat continues. There is one record for each
+rank, and every beat writes this rank's record and reads all, in two requests. The store also decides on generations. A
+rank that wants a new generation says so in its record, and waits until all live ranks want it. The first rank that sees
+that proposes those ranks as members, and the first proposal decides. No rank is special.
 
     in generation g --(next_generation, or a peer wants more)--> wants g+1 --(decided with this rank)--> in g+1
                                                    wants g+1 --(decided without it)--> wants g+2
@@ -46,7 +46,7 @@ _started: weakref.WeakSet[HeartbeatThread] = weakref.WeakSet()
 
 
 class HeartbeatThread:
-    """Calls ``beat`` at an interval, and at once when it is woken; ``hang_up`` ends a ``beat`` that hangs."""
+    """A thread that calls ``beat`` at an interval, and at once after `wake`; ``hang_up`` ends a ``beat`` that hangs."""
 
     def __init__(self, beat: Callable[[], None], interval_s: float, hang_up: Callable[[], None]) -> None:
         self._beat = beat
@@ -78,14 +78,17 @@ class HeartbeatThread:
         self._wake.set()
 
     def stop(self) -> bool:
-        """End the thread, within a few seconds; return whether it has ended. Idempotent."""
+        """End the thread within a few seconds; return whether it has ended. Idempotent."""
         self._stop = True
-        if self._thread is None or self.inherited:  # a fork that leaves: the rank is its parent's
+        # In a fork that ends, the thread is its parent's, and keeps beating for the rank.
+        if self._thread is None or self.inherited:
             return not self.inherited
         self._wake.set()
         self._thread.join(_THREAD_END_S)
-        if self._thread.is_alive():  # the store's host stands still, say
+        # A request hangs, such as when the store's host stands still.
+        if self._thread.is_alive():
             self._hang_up()
+            # Wait with a limit, because a request may hang for as long as the store's host stands still.
             self._thread.join(_THREAD_END_S)
         return not self._thread.is_alive()
 
@@ -96,46 +99,54 @@ class HeartbeatThread:
             try:
                 self._beat()
             except Exception:
-                log.exception("A heartbeat failed; the next one comes.")
+                # The thread must go on, because a rank without heartbeats counts as dead.
+                log.exception("A heartbeat failed; the next one follows.")
 
 
 @atexit.register
 def _stop_all() -> None:
-    # A thread that comes back from torch while the interpreter shuts down aborts the process.
+    # A thread that returns from torch while the interpreter shuts down aborts the process.
     for heartbeat_thread in list(_started):
         heartbeat_thread.stop()
 
 
 HEARTBEAT = timedelta(seconds=0.2)
 _MIN_PATIENCE = timedelta(seconds=0.5)
-_GOODBYE_S = 2.0  # a shorter stall of the store costs nothing
-_GIVEUP = 3  # refusals in a row: no use in saying goodbye
+# Seconds to wait for the last record to be written, so that a short stall of the store does no harm.
+_GOODBYE_S = 2.0
+# Number of refused requests in a row after which the last record is not written.
+_GIVEUP = 3
 
 
 class Membership:
-    """This rank's heartbeat, and its view of the others'.
+    """The heartbeat of this rank, and its view of the other ranks.
 
-    A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four readings
-    of the store: time in which this rank was stopped, or the store was slow, does not count. A peer that closed in
-    order is never lost; one that failed is lost at once. A store serves one membership; give another a `PrefixStore`.
+    A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four readings of
+    the store. Time in which this rank was stopped, or the store was slow, does not count. A peer that closed in order
+    is never lost, and one that failed is lost at once. A store serves one membership; give another one a `PrefixStore`.
+
+    The lock guards this rank's record, the failure detector and the contact with the store, which the heartbeat thread
+    and the callers share. No request to the store is made under it.
 
     Args:
-        store: reachable by all ranks. Threads need a client each, so the heartbeat clones it.
-        rank, world_size: of this rank at the start; all that start together are named by their numbers, for life.
-        member: the name of a joining rank, of rank 0 in a world of 1, which is to be admitted by the others.
-        visits: it is to be admitted by none, but waits to be invited elsewhere.
-        elastic: whether joining ranks are admitted; all ranks say the same.
-        readmit: whether a rank that the others have gone on without may come back; else nobody listens to it.
-        interval: between two beats.
-        dead_after: the silence after which a peer, or the store, is lost. At least four intervals.
-        start_timeout: the silence allowed to a peer that has not been seen yet.
-        fresh: the store is no older than the job: silence is judged by ``dead_after`` from the first reading on.
-        seal: of the records; by default they are not signed.
-        on_change: called on the heartbeat thread after a peer's bell, generation or liveness changed.
-        clock: monotonic seconds; for tests.
+        store: Store that all ranks reach. Each thread needs its own client, so the heartbeat clones this one.
+        rank: Rank at the start. All ranks that start together are named by it, permanently.
+        world_size: Number of ranks at the start.
+        member: Name of a joining rank, which is rank 0 in a world of 1 until the others admit it.
+        visits: Whether this joining rank is not to be admitted here, but waits for an invitation elsewhere.
+        elastic: Whether joining ranks are admitted; equal on all ranks.
+        readmit: Whether a rank may come back after the others have continued without it.
+        interval: Time between two beats.
+        dead_after: Silence after which a peer, or the store, is lost. At least four intervals.
+        start_timeout: Silence that is allowed to a peer that has not been seen yet.
+        fresh: Whether the store is no older than the job. Silence is then judged by ``dead_after`` from the first
+            reading on.
+        seal: Signs the records. Default: no signatures.
+        on_change: Function that the heartbeat thread calls after a peer's bell, generation or liveness has changed.
+        clock: Function that returns monotonic seconds; for tests.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: An argument is out of range.
     """
 
     def __init__(
@@ -170,18 +181,19 @@ class Membership:
         self._interval_s = interval.total_seconds()
         self.on_change = on_change
         self._clock = clock
+        # One lock for everything that the heartbeat thread shares. Waiters are notified after each beat.
         self._lock = self._beaten = threading.Condition(threading.Lock())
         self._heartbeat_thread = HeartbeatThread(lambda: self.beat(), self._interval_s, self._board.hang_up)
         self._here = VISITING if visits else UP
         self._mine = self._published = Record(life=new_life(), state=self._here, since=0 if member is None else OUTSIDE)
         self._decided: tuple[int, tuple[str, ...]] = (0, ())
         self._deaths: list[tuple[str, int, str]] = []
-        """What was heard of processes that have ended, and is judged with the next reading of the store."""
+        """Deaths of processes, to be judged with the next reading of the store."""
         self._read_at, self._contact = clock(), Contact(clock(), self._dead_s)
 
     @property
     def generation(self) -> Generation:
-        """The generation this rank is in: the first, then what `next_generation` returned last."""
+        """The generation that this rank is in: the first one, then the last result of `next_generation`."""
         return self._failure_detector.generation
 
     @property
@@ -190,61 +202,66 @@ class Membership:
             return max(self._mine.bell, self._failure_detector.bell())
 
     def start(self) -> None:
-        """Publish the first record and start the heartbeat thread; does nothing where it runs.
+        """Publish the first record and start the heartbeat thread; do nothing if it runs.
 
         Raises:
-            AsyncTrainingError: another process lives under this name; it is left alone.
-            RuntimeError, ConnectionError: the store is out of reach.
+            AsyncTrainingError: Another process lives under this name, and is left alone.
+            RuntimeError: The store cannot be reached.
+            ConnectionError: The store cannot be reached.
         """
         if self._heartbeat_thread.started:
             return
         if self._board.open(timedelta(seconds=self._interval_s)):
-            self._mine = replace(self._mine, since=OUTSIDE)  # what it lived through in an earlier life is gone
+            # The state of this rank's earlier process is gone, so it counts as a joining rank.
+            self._mine = replace(self._mine, since=OUTSIDE)
         self._exchange()
         self._heartbeat_thread.start()
 
     def leave(self) -> None:
-        """Say goodbye, and go on hearing of the others."""
+        """Publish that this rank leaves in order, and continue to follow the others."""
         self._publish_end(LEFT)
 
     def close(self) -> None:
-        """Say goodbye and end the thread; idempotent. A store out of reach delays it by a few seconds at most."""
+        """Publish that this rank leaves in order, and end the thread. Idempotent.
+
+        A store that cannot be reached delays this by a few seconds at most.
+        """
         self.leave()
         if self._heartbeat_thread.stop():
             self._board.close()
 
     def fail(self, text: str) -> None:
-        """Tell the peers that this rank ends in an error; blocks until that is written, a few seconds at most."""
+        """Publish that this rank ends in an error; block until that is written, a few seconds at most."""
         self._publish_end(FAILED, in_brief(text))
 
     def report_death(self, name: str, text: str) -> None:
-        """Tell all ranks that a peer's process has ended in an error; RuntimeError where the store is out of reach."""
+        """Publish that a peer's process has ended in an error; raise RuntimeError if the store cannot be reached."""
         self._board.report(name, text)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
-        """Note that a peer's process has ended: it is lost at once, unless it has left."""
+        """Note that a peer's process has ended: the peer is lost at once, unless it has left in order."""
         with self._lock:
             self._deaths.append((name, process, text))
         self._heartbeat_thread.wake()
 
     def ring(self, bell: int) -> None:
-        """Say that this rank wants round ``bell`` now. Published at once, by the heartbeat thread."""
+        """Publish, by the heartbeat thread and at once, that this rank wants round ``bell`` now."""
         with self._lock:
             self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
         self._heartbeat_thread.wake()
 
     def left(self) -> frozenset[str]:
-        """Return the names of the peers that have closed in order, by this rank's view. No I/O."""
+        """Return the names of the peers that have left in order, in this rank's view. No I/O."""
         with self._lock:
             return frozenset(name for name, peer in self._failure_detector.peers.items() if peer.has_left)
 
     def visitors(self) -> tuple[str, ...]:
-        """Return the names of the joining ranks that wait to be invited, by this rank's view. No I/O."""
+        """Return the names of the joining ranks that wait for an invitation, in this rank's view. No I/O."""
         with self._lock:
             return tuple(self._failure_detector.visitors())
 
     def lost(self) -> tuple[str, ...]:
-        """Return the names of the members of this generation that are lost, by this rank's view. No I/O."""
+        """Return the names of this generation's lost members, in this rank's view. No I/O."""
         with self._lock:
             return tuple(self._failure_detector.gone())
 
@@ -253,11 +270,11 @@ class Membership:
             return "; ".join(self._failure_detector.peers[name].describe(name) for name in names)
 
     def check(self) -> None:
-        """Raise if the present generation cannot go on. No I/O.
+        """Raise if the present generation cannot continue. No I/O.
 
         Raises:
-            PeerLost: names members that are silent or failed, or the store's host.
-            GenerationChanged: a peer waits in a newer generation; enter `next_generation`.
+            PeerLost: Members, which the error names, are silent or have failed, or the store's host is gone.
+            GenerationChanged: A peer waits in a newer generation; call `next_generation`.
         """
         with self._lock:
             self._check_store()
@@ -269,19 +286,20 @@ class Membership:
         self._failure_detector.fewest = fewest
 
     def suspect(self) -> None:
-        """Take a shorter silence for death: a connection has closed. See `FailureDetector.suspect`."""
+        """Shorten the silence that counts as death, because a connection was closed. See `FailureDetector.suspect`."""
         with self._lock:
             self._failure_detector.suspect()
 
     def next_generation(self, timeout: timedelta) -> Generation:
-        """Enter the next generation together with every rank that lives; each member gets its view of the same one.
+        """Enter the next generation together with every live rank; all members return the same one.
 
-        Ranks lost before the call are left out; one lost during it raises: call again. Others may come back, or join.
+        Ranks that were lost before the call are left out. If one is lost during the call, this raises, and may be
+        called again. Other ranks may come back, or join.
 
         Raises:
-            PeerLost: names the ranks lost since the call began, or the store's host.
-            Evicted: the others have formed one without this rank, and it may not come back.
-            CollectiveTimeout: names the ranks that live but did not come.
+            PeerLost: Ranks were lost since the call began, or the store's host is gone; the error names them.
+            Evicted: The others have formed a generation without this rank, which may not come back.
+            CollectiveTimeout: Live ranks, which the error names, did not come.
         """
         deadline = self._clock() + timeout.total_seconds()
         with self._beaten:
@@ -292,7 +310,8 @@ class Membership:
                 if number == self._mine.wanted:
                     if self._failure_detector.me in members:
                         return self._enter(number, members)
-                    if not self._failure_detector.readmit:  # it was taken for dead; else it asks for another one
+                    # The others took this rank for dead. Where it may come back, it asks for another generation.
+                    if not self._failure_detector.readmit:
                         raise Evicted(self._failure_detector.evicted(number, members))
                     self._want(number + 1)
                 self._want(self._mine.wanted)
@@ -300,14 +319,17 @@ class Membership:
                 self._check_members(known)
                 if self._clock() >= deadline:
                     raise CollectiveTimeout(self._failure_detector.overdue(self._mine.wanted, timeout.total_seconds()))
+                # Each beat may bring the decision. The limit is for a heartbeat that hangs, which `_check_store`
+                # notices.
                 self._beaten.wait(self._interval_s)
 
     def beat(self) -> None:
-        """Publish, read, judge, once. The thread calls it; tests may do so in its place."""
+        """Publish, read and judge once. The heartbeat thread calls this, and tests may call it instead."""
         before = self._view()
         try:
             self._exchange()
         except Waiting:
+            # The silence of the store grows meanwhile, and `check` reports it.
             pass
         except (RuntimeError, OSError) as error:
             with self._lock:
@@ -318,17 +340,20 @@ class Membership:
             try:
                 self.on_change()
             except Exception:
+                # A listener's error must not end the heartbeat.
                 log.exception("on_change of the membership failed; the heartbeat goes on.")
 
     # ------------------------------------------------------------------ on the heartbeat thread
 
     def _exchange(self) -> None:
-        """Write this rank's record, read all, and take part in the decision on a generation."""
+        """Write this rank's record, read all others, and take part in the decision on a generation."""
         with self._lock:
             self._mine = mine = replace(self._mine, beat=self._mine.beat + 1)
-            # Before the records are read: who has ended has said goodbye before that, if at all.
+            # Note deaths before the records are read: a rank that left in order has published that before its process
+            # ended.
             while self._deaths:
                 self._failure_detector.hear_death(*self._deaths.pop(0))
+        # Requests are made without the lock, because they may take seconds, and `check` must not wait.
         records = self._board.exchange(mine)
         with self._lock:
             self._published, now = mine, self._clock()
@@ -345,7 +370,8 @@ class Membership:
     # ------------------------------------------------------------------ under the lock
 
     def _enter(self, number: int, members: tuple[str, ...]) -> Generation:
-        if self._mine.since == OUTSIDE or number != self.generation.number + 1:  # a joining rank, or left out meanwhile
+        # This rank has joined, or missed a generation, so it has not been in all since its start.
+        if self._mine.since == OUTSIDE or number != self.generation.number + 1:
             self._mine = replace(self._mine, since=number)
         self._failure_detector.enter(number, members)
         return self.generation
@@ -382,4 +408,5 @@ class Membership:
             self._heartbeat_thread.wake()
             until = time.monotonic() + _GOODBYE_S
             while self._published.state == self._here and self._contact.refusals < _GIVEUP and time.monotonic() < until:
+                # The last record must be written before the process ends, or the others take this rank for dead.
                 self._beaten.wait(self._interval_s)

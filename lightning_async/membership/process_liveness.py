@@ -1,13 +1,13 @@
-"""The liveness of peers' processes: an end is seen, and not concluded from silence.
+"""The liveness of peers' processes, by which an end is seen and not concluded from silence.
 
-Who finds a rank's process on its own host holds on to it, and knows from then on whether it lives: `LocalProcessWatch`.
-Peers on other hosts are called when they are silent, at their `LivenessPort`, where the system accepts for as long as
-the process lives: `LivenessProbes`. A refusal is believed only where a call was accepted before.
+`LocalProcessWatch` finds the processes of ranks on its own host, holds on to them, and knows whether they live. Peers
+on other hosts are called when they are silent (`LivenessProbes`), at their `LivenessPort`, where the operating system
+accepts calls for as long as the process lives. A refusal counts only if an earlier call was accepted.
 
-    a rank that is quiet             its host                                    what is known
-    is busy, or stopped              accepts, as somebody listens                it lives
-    has ended                        refuses: nobody listens there any more      it has ended
-    its host is gone, or cut off     does not answer                             nothing: its silence has to tell
+    a silent rank                    its host                                    conclusion
+    is busy, or stopped              accepts, because somebody listens           it lives
+    has ended                        refuses, because nobody listens any more    it has ended
+    its host is gone, or cut off     does not answer                             none: its silence decides
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from lightning_async._sockets import unshared
 from lightning_async.membership.failure_detector import UP, VISITING, Record
 from lightning_async.membership.launcher_channel import CHANNEL
 
-_QUIET = 2  # readings in which a record has not changed, after which its rank is called
-_PATIENT = 5  # readings after which a call that is not answered is made anew: a packet may be lost
-_TRIES = 10  # calls after which one that was never reached is called no more
+# Readings without a change of the record after which its rank is called.
+_QUIET = 2
+# Readings after which an unanswered call is repeated, because a packet may be lost.
+_PATIENT = 5
+# Calls after which a rank that never answered is not called any more.
+_TRIES = 10
 _ANSWERS_MS = 20
 _BACKLOG = 1024
 
 
 class LivenessPort:
-    """A port where this process is reached as long as it lives; `OSError` where ``host`` is none of this host's."""
+    """A port at which this process accepts calls as long as it lives; raises `OSError` if ``host`` is not local."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -43,7 +46,8 @@ class LivenessPort:
         self.place = f"{host} {self._socket.getsockname()[1]}"
 
     def hang_up(self) -> None:
-        """Take all calls that have come, and end them: they have told what there is to tell."""
+        """Accept and close all calls that have come, because accepting is all the information."""
+        # Accept until there are no more calls, which is reported as an error.
         with contextlib.suppress(OSError):
             while True:
                 self._socket.accept()[0].close()
@@ -69,14 +73,15 @@ class _Callee:
 
 
 class LivenessProbes:
-    """Calls to peers; used by one thread, that of the heartbeat, once for each reading of their records."""
+    """The calls to peers, made by the heartbeat thread once for each reading of their records."""
 
     def __init__(self) -> None:
         self._callees: dict[str, _Callee] = {}
 
     def refused(self, records: Mapping[str, Record]) -> list[str]:
-        """Return those whose hosts refuse for them, and have not before; wait for some milliseconds at most."""
-        for name in self._callees.keys() - records.keys():  # they have left, or are found on this host
+        """Return the ranks whose hosts refuse a call, and accepted one before; wait some milliseconds at most."""
+        # These ranks have left, or were found on this host.
+        for name in self._callees.keys() - records.keys():
             self._callees.pop(name).end()
         gone = [name for name, record in records.items() if self._begin(name, record)]
         under_way = {each.call: name for name, each in self._callees.items() if each.call is not None}
@@ -114,7 +119,8 @@ class LivenessProbes:
         callee.call.setblocking(False)
         try:
             answer = callee.call.connect_ex((host, int(port)))
-        except (OSError, ValueError, OverflowError):  # no address
+        # The record holds no valid address.
+        except (OSError, ValueError, OverflowError):
             answer = errno.EINVAL
         return answer not in (0, errno.EINPROGRESS) and self._take(callee, answer)
 
@@ -126,18 +132,20 @@ class LivenessProbes:
 
 
 STARTER = "LIGHTNING_ASYNC_LAUNCHER"
-"""The environment variable of ranks that another one has started: its process, which tells of their ends."""
+"""The environment variable of ranks that another rank has started: its process id. It reports their ends."""
+# Seconds to wait for the launcher's report of a death, which has the exit status.
 _WORD_S = 2.0
-_BEGAN = 19  # of the fields behind the name in /proc/PID/stat
+# Index of the start time among the fields behind the name in /proc/PID/stat.
+_BEGAN = 19
 
 
 def place_of(process: int) -> str:
-    """Return a name of the process: boot and namespace of its host, its number, when it began. "" where that is
-    unknown."""
+    """Return a unique name of a process: its host's boot and namespace, its id and start time; "" if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
-        if int(number) != process or os.readlink("/proc/self") != str(os.getpid()):  # of another namespace
+        # In another namespace, /proc shows other process ids than ours.
+        if int(number) != process or os.readlink("/proc/self") != str(os.getpid()):
             return ""
         namespace = os.readlink("/proc/self/ns/pid")
         began = rest.rpartition(")")[2].split()[_BEGAN]
@@ -147,10 +155,10 @@ def place_of(process: int) -> str:
 
 
 class LocalProcessWatch:
-    """A watch over the processes of peers; used by one thread, that of the heartbeat.
+    """A watch over the processes of peers on this host, used by the heartbeat thread.
 
-    ``patience_s`` is how long whoever has started a process may take to tell of its end, in better words. Default: a
-    while where somebody does, no time elsewhere.
+    ``patience_s`` is the time for a process's launcher to report its end in better words. Default: two seconds if there
+    is a launcher, else none.
     """
 
     def __init__(self, patience_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -162,10 +170,12 @@ class LocalProcessWatch:
         self._calls = LivenessProbes()
         self._apart = False
         self._lifeline: LivenessPort | None = None
-        self._held: dict[str, int] = {}  # a descriptor, which stands for this process for good
+        # Pidfds: each refers to its process for good, even if the process id is reused.
+        self._held: dict[str, int] = {}
         self._ended: dict[str, float] = {}
 
     def gone(self, records: Mapping[str, Record | None]) -> list[str]:
+        """Return the names of peers whose processes have ended, but not in order."""
         here = {name: each for name, each in records.items() if each is not None and each.state in (UP, VISITING)}
         for name, record in here.items():
             if self._lives.get(name) != record.life:
@@ -181,7 +191,7 @@ class LocalProcessWatch:
         return [name for name, at in self._ended.items() if name in here and now - at >= self._patience_s]
 
     def introduce(self, mine: Record, host: str | None) -> Record:
-        """Add to the own record where this process is found, and reached from other hosts, if there are some."""
+        """Add to this rank's record the place of its process, and the port for other hosts, if there are any."""
         if self._lifeline is None and self._apart and host is not None:
             with contextlib.suppress(OSError):
                 self._lifeline = LivenessPort(host)
@@ -207,13 +217,14 @@ class LocalProcessWatch:
 
 
 def _find(place: str) -> int | None:
-    """Return a descriptor of the process, where it is one of this host and lives; else None: nothing is known then."""
+    """Return a pidfd of the process if it lives on this host; None if nothing is known."""
     try:
         process = int(place.split()[-2])
         descriptor = os.pidfd_open(process)
-    except (AttributeError, OSError, ValueError, IndexError):  # no such system, no such process, no place
+    # The system has no pidfds, the process does not exist, or the place is empty.
+    except (AttributeError, OSError, ValueError, IndexError):
         return None
-    # In this order: the number may have gone to another process, which began later, but not while this one lives.
+    # Compare after opening: the id may belong to a later process by now, but not while the descriptor's process lives.
     if process != os.getpid() and place_of(process) == place and not _has_ended(descriptor):
         return descriptor
     os.close(descriptor)

@@ -1,7 +1,7 @@
-"""Signed values in the store: a stranger who reaches the store cannot speak for a rank.
+"""Signed values in the store, so that a stranger who reaches the store cannot speak for a rank.
 
-The secret itself is never written there: any client of a store can list its keys. It reaches the ranks through their
-environment, see docs/security.md. Without a secret values go as they are.
+The secret itself is never written into the store, because any client can list its keys. Ranks get the secret through
+their environment, see docs/how-to/security.md. Without a secret, values are not signed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import secrets
 
 from lightning_async.membership.launcher_channel import attempt
 
-SECRET = "LIGHTNING_ASYNC_SECRET"  # the environment variable that holds the job's secret
+# The environment variable that holds the job's secret.
+SECRET = "LIGHTNING_ASYNC_SECRET"
 _log = logging.getLogger(__name__)
 
 
@@ -23,9 +24,9 @@ def new_secret() -> str:
 
 
 class Seal:
-    """Signs values with HMAC-SHA256 and takes no others, see https://www.rfc-editor.org/rfc/rfc2104.
+    """A signer of values with HMAC-SHA256 that accepts no others, see https://www.rfc-editor.org/rfc/rfc2104.
 
-    A signature covers the scope and the key, so that a value cannot be moved to another key, or run.
+    A signature covers the scope and the key, so that a value cannot be moved to another key, or into another run.
 
     >>> seal = Seal("a secret").within("run 1")
     >>> seal.open("rank 0", seal.sign("rank 0", b"alive"))
@@ -34,8 +35,8 @@ class Seal:
     True
 
     Args:
-        secret: of the job; None or "" to sign nothing and to take everything.
-        scope: of the keys; differs between runs.
+        secret: Secret of the job; None or "" to sign nothing and accept everything.
+        scope: Scope of the keys, which differs between runs.
     """
 
     def __init__(self, secret: str | None = None, scope: str = "") -> None:
@@ -45,7 +46,7 @@ class Seal:
 
     @classmethod
     def of_job(cls) -> Seal:
-        """Return a seal with the secret that the environment holds, if any, for this attempt at the job."""
+        """Return a seal with the secret from the environment, if any, for this attempt at the job."""
         return cls(os.environ.get(SECRET), f"attempt {attempt()}")
 
     @property
@@ -59,13 +60,13 @@ class Seal:
         return self._signature(key, value) + b":" + value if self.signs else value
 
     def open(self, key: str, sealed: bytes) -> bytes | None:
-        """Return the value, or None, with one warning for each key, where it is not of this job."""
+        """Return the value; None, with one warning for each key, if it is not signed by this job."""
         if (value := self.read(key, sealed)) is None:
             self.ignore(key, f"is not signed with this job's secret; {SECRET} must be the same on all hosts")
         return value
 
     def read(self, key: str, sealed: bytes) -> bytes | None:
-        """Do the same, without a warning."""
+        """Return the value; None, without a warning, if it is not signed by this job."""
         if not self.signs:
             return sealed
         signature, _, value = sealed.partition(b":")

@@ -1,8 +1,8 @@
-"""The start: all ranks find the store, and say who they are, before anything is built on it.
+"""The start of a job: all ranks find the store and introduce themselves, before anything else is built on it.
 
-`open_store` and `greet` are that, and `WaitWithLog` says what is waited for. `Assembly` says first whether this process
-begins together with all, or comes back to others who train. By `ProcessHeartbeat` ranks wait for each other between two
-runs.
+`open_store` and `greet` do this, and `WaitWithLog` logs the progress of waits. `Assembly` first finds out whether this
+process begins together with all others, or comes back to a training that continues. By `ProcessHeartbeat`, ranks wait
+for one another between two runs.
 """
 
 from __future__ import annotations
@@ -37,17 +37,22 @@ _log = logging.getLogger(__name__)
 _FIRST_WARNING_S = 10.0
 _LONGEST_SILENCE_S = 300.0
 _PROBE_S = 2.0
-_CONNECTS = timedelta(seconds=60)  # many at once stand in a queue while the server looks up their names
+# Many clients at once stand in a queue while the server looks up their names.
+_CONNECTS = timedelta(seconds=60)
+# Seconds for which rank 0 delays an error: its store ends with it, and the other ranks must read the reason first.
 _LINGER_S = 1.0
 _BACKLOG = 2048
+# Seconds for which a port may still be taken by the store of ranks that have ended.
 _GOES_S = 3.0
 _FIRST = "how"
 _OTHERWISE = "how otherwise"
 
 
 class WaitWithLog:
-    """A wait with a deadline that says what it is for; ``check`` is called all the time, and raises where it is
-    vain."""
+    """A wait with a deadline that logs what it waits for.
+
+    ``check`` is called repeatedly, and raises if the wait is in vain.
+    """
 
     def __init__(
         self,
@@ -67,7 +72,7 @@ class WaitWithLog:
         self._pause_s = 0.002
 
     def wait(self, what: Callable[[], str]) -> None:
-        """Sleep shortly; ``what`` says what is waited for. Raise `CollectiveTimeout` after the deadline."""
+        """Sleep shortly; ``what`` returns what is waited for. Raise `CollectiveTimeout` after the deadline."""
         self._check()
         waited_s = self._now() - self._started
         if waited_s >= self._timeout_s:
@@ -84,7 +89,7 @@ class WaitWithLog:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address can be reached from its own host only. A host's name counts as reachable."""
+    """Return whether an address can be reached from its own host only. Host names count as reachable."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -94,13 +99,13 @@ def is_loopback(address: str) -> bool:
 def open_store(
     address: str, port: int, serve: bool, patience: WaitWithLog, timeout: timedelta = timedelta(minutes=30)
 ) -> Store:
-    """Open the store at an address: its server, or a client of it. A server on loopback listens there only.
+    """Open the store at an address: as its server, or as a client. A server on loopback listens only there.
 
-    Port 0 is one that is free; ``timeout`` is that of requests that block.
+    Port 0 is a free port. ``timeout`` is that of blocking requests.
 
     Raises:
-        AsyncTrainingError: the server cannot listen, or it is not known where it does.
-        CollectiveTimeout: nobody answers.
+        AsyncTrainingError: The server cannot listen, or a client has no port.
+        CollectiveTimeout: Nobody answers.
     """
     if not serve:
         if port == 0:
@@ -109,6 +114,7 @@ def open_store(
                 "the same on all ranks (`torchrun --standalone` finds one)."
             )
         return _client(address, port, patience, timeout)
+    # Listen before torch does, because torch would listen on all addresses.
     with listen(address, port) as server:
         port = server.getsockname()[1]
         listening: Any = {"master_listen_fd": os.dup(server.fileno())}
@@ -118,15 +124,16 @@ def open_store(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket for a store: on loopback there only, else wherever this host is reached.
+    """Return a listening socket for a store: only on loopback there, else on all of this host's addresses.
 
-    Raises AsyncTrainingError where the port is taken for longer than the store of ranks that have ended needs to go.
+    Raises AsyncTrainingError if the port stays taken for longer than the store of ended ranks needs to close.
     """
     until = time.monotonic() + _GOES_S
     while True:
         try:
             return _listen(address, port)
         except OSError as error:
+            # The store of ranks that have just ended may hold the port for a moment.
             if error.errno != errno.EADDRINUSE or time.monotonic() > until:
                 raise AsyncTrainingError(
                     f"rank 0: the store cannot listen on {address}, port {port}: {str(error).splitlines()[0]}. Does "
@@ -145,8 +152,10 @@ def _listen(address: str, port: int) -> socket.socket:
 
 
 def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) -> Store:
-    """Return a client of the server there, when that answers. Where it goes just as a client connects, torch tries for
-    as long as it may, in C, where nobody hears of a signal, or that it is in vain.
+    """Return a client of the server at an address, once the server answers.
+
+    torch alone would try for its whole timeout, in C, without handling signals or calling ``patience``. So a probe goes
+    first.
     """
     error: Exception | None = None
 
@@ -164,6 +173,7 @@ def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) 
             with opening(lambda fd: connects(fd, set(), {port}), within):
                 store = TCPStore(address, port, None, False, within, wait_for_workers=False)
         except (OSError, DistError) as caught:
+            # Rank 0 may start later than this rank, so try again until the deadline.
             error = caught
         else:
             store.set_timeout(timeout)
@@ -172,12 +182,11 @@ def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) 
 
 
 def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: WaitWithLog) -> None:
-    """Meet all ranks in the store, and compare rank, number of ranks and ``job``, as the launcher calls it, if it does.
+    """Meet all ranks in the store, and compare rank, number of ranks and ``job``, the launcher's name of the job.
 
     Raises:
-        AsyncTrainingError: another process has this rank already, which goes on; or ranks differ in the number of
-            ranks, or in the job.
-        CollectiveTimeout: ranks are missing; names them.
+        AsyncTrainingError: Another process has this rank, or ranks differ in the number of ranks or in the job.
+        CollectiveTimeout: Ranks, which the error names, are missing.
     """
     room: Any = PrefixStore("lightning_async/start", store)
     seal = seal.within("start")
@@ -190,7 +199,8 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
             "processes given the same rank, or do two jobs use one address and port (MASTER_ADDR, MASTER_PORT)?"
         )
     if found != mine:
-        room.set(str(rank), mine)  # a stranger's
+        # The value is not signed by this job, so it is replaced.
+        room.set(str(rank), mine)
     missing = set(range(world_size)) - {rank}
     while missing:
         for other in sorted(missing):
@@ -205,23 +215,25 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
 
 
 def agree_on_start(store: Store, rank: int, how: str, seal: Seal) -> Callable[[], None]:
-    """Say ``how`` this rank's arguments have ranks begin; return what raises once another rank says otherwise.
+    """Publish ``how`` this rank's arguments start ranks; return a function that raises if another rank differs.
 
-    The first word stands. Ranks that differ in it would wait for each other, at places where neither hears of that.
+    The first rank to publish decides. Ranks that differ would wait for each other at different places.
 
     Raises:
-        AsyncTrainingError: this rank says otherwise.
+        AsyncTrainingError: This rank differs from the first one.
     """
     room: Any = PrefixStore("lightning_async/start", store)
     seal = seal.within("start")
     mine = f"rank {rank} has {how}"
     found = seal.open(_FIRST, room.compare_set(_FIRST, "", seal.sign(_FIRST, mine.encode())))
-    first = mine if found is None else found.decode(errors="replace")  # None: a stranger's
+    # None: the value is not signed by this job.
+    first = mine if found is None else found.decode(errors="replace")
 
     def check() -> None:
         other = seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
         if other is not None:
-            time.sleep(_LINGER_S * (rank == 0))  # as in `_compare`
+            # The store ends with rank 0, and the others must read the reason first.
+            time.sleep(_LINGER_S * (rank == 0))
             second = other.decode(errors="replace")
             raise AsyncTrainingError(f"rank {rank}: {first}, and {second}. Start all ranks with the same strategy.")
 
@@ -234,7 +246,8 @@ def agree_on_start(store: Store, rank: int, how: str, seal: Seal) -> Callable[[]
 def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) -> None:
     for name, what in (("world_size", "number of ranks there is"), ("job", "job this is")):
         if me[name] != theirs[name]:
-            time.sleep(_LINGER_S * (rank == 0))  # the store ends with rank 0, and the other has to read it first
+            # The store ends with rank 0, and the other rank must read it first.
+            time.sleep(_LINGER_S * (rank == 0))
             raise AsyncTrainingError(
                 f"rank {rank} ({me['who']}) and rank {other} ({theirs['who']}) differ in what {what}: {me[name]!r} "
                 f"and {theirs[name]!r}. Start all ranks with the same `devices` and `num_nodes`, and give each job a "
@@ -254,32 +267,32 @@ def _parse(value: bytes | None) -> dict[str, Any] | None:
 
 
 AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""The environment variable that is "True" where whoever starts the ranks has the store, which outlives rank 0."""
+"""The environment variable that is "True" if the launcher has the store, which then outlives rank 0."""
 _NEXT = "next"
 _LOOK_S = 0.5
 _GOODBYE = timedelta(seconds=2)
 
 
 class ProcessRole(NamedTuple):
-    """The start that a process is of, and how often its rank was started before: 0 where it begins with all."""
+    """The common start that a process belongs to, and how often its rank was started before; 0 at a common start."""
 
     attempt: int
     again: int
 
 
 class Assembly:
-    """All ranks of a job, each time that all are started.
+    """The meeting of all ranks of a job, each time that all of them are started.
 
-    assembly/next          the number of the next start of all; 0 at first
-    assembly/<n>/<rank>    who has come to that start, and counts up there as long as it waits
-    assembly/lives/<rank>  how many processes of this rank have come
-    assembly/ended/<rank>  which of these has ended in order
-    status/...             who trains, and with whom: see `membership.status`
+        assembly/next          the number of the next common start; 0 at first
+        assembly/<n>/<rank>    the process that has come to that start, with a count that grows while it waits
+        assembly/lives/<rank>  number of processes of this rank so far
+        assembly/ended/<rank>  the process of this rank that has ended in order
+        status/...             ranks in training, and their members; see `membership.status`
 
-    Each process comes to the next start. When all are there whoever sees it first counts ``next`` on, and they begin.
-    Where others train meanwhile, and this rank is not one of them, it was lost: it joins that training, which began
-    with the start before. Where all others have ended in order, and this rank has not, there is nothing to come back
-    to. Where all are started again, others may take ``settle`` longer than this one.
+    Each process comes to the next start. When all are there, the first that sees it increments ``next``, and they
+    begin. If others train meanwhile without this rank, it was lost, and joins that training, which began with the start
+    before. If all others have ended in order, and this rank has not, there is nothing to come back to. When all ranks
+    are started again, others may take ``settle`` longer than this one.
     """
 
     def __init__(
@@ -294,30 +307,32 @@ class Assembly:
         self._life = int(self._room.add(f"lives/{rank}", 1))
         self._waited = 0
         self._first: dict[int, bytes] = {}
-        """Of the others, what lay there when this one came: a process that has died may have left it."""
+        """The values of other ranks when this one came, which processes that have died may have left."""
         self._said: dict[tuple[str, int], float] = {}
         self._looks_at = 0.0
         self._settles_at = time.monotonic() + settle.total_seconds()
         self._pid = os.getpid()
 
     def end(self) -> None:
-        """Say that this process ends in order, and will not be started again. Does nothing in its forks."""
+        """Publish that this process ends in order, and will not be started again. Does nothing in its forks."""
         if os.getpid() != self._pid or not reachable(self._store, _GOODBYE):
             return
-        with contextlib.suppress(RuntimeError):  # it went with the others
+        # The store may have ended together with the other ranks.
+        with contextlib.suppress(RuntimeError):
             base_of(self._store).set_timeout(_GOODBYE)
             key = f"ended/{self._rank}"
             self._room.set(key, self._seal.sign(key, str(self._life).encode()))
 
     def find(self, patience: WaitWithLog) -> ProcessRole:
-        """Wait until all have come, or others are seen to train without this rank.
+        """Wait until all ranks have come, or until others are seen to train without this rank.
 
         Raises:
-            AsyncTrainingError: neither will be: all others that are missing have ended in order.
-            CollectiveTimeout: neither is so; names those that are missing.
+            AsyncTrainingError: Neither can happen, because all missing ranks have ended in order.
+            CollectiveTimeout: Neither has happened; the error names the missing ranks.
         """
         first = self._seal.sign(_NEXT, b"0")
-        if self._seal.open(_NEXT, self._room.compare_set(_NEXT, "", first)) is None:  # a stranger's
+        # The value is not signed by this job, so it is replaced.
+        if self._seal.open(_NEXT, self._room.compare_set(_NEXT, "", first)) is None:
             self._room.set(_NEXT, first)
         number = self._next()
         missing = set(self._others)
@@ -358,8 +373,9 @@ class Assembly:
         return here
 
     def _check_ends(self, missing: set[int]) -> None:
+        # If this rank had ended in order, too, all ranks are started again.
         if time.monotonic() < self._settles_at or self._has_ended(self._rank, self._life - 1):
-            return  # where this rank had ended in order, too, all are started anew
+            return
         if all(self._has_ended(rank, int(self._room.add(f"lives/{rank}", 0))) for rank in missing):
             raise AsyncTrainingError(
                 f"rank {self._rank}: rank(s) {sorted(missing)} have ended their training in order, without this one: "
@@ -372,7 +388,7 @@ class Assembly:
         return life > 0 and value == str(life).encode()
 
     def _standings(self) -> list[StatusRecord] | None:
-        """Return what was said since this was last asked; None where it is too soon to ask again."""
+        """Return the records that have changed since the last call; None if it is too soon to ask again."""
         if (now := time.monotonic()) < self._looks_at:
             return None
         self._looks_at = now + _LOOK_S
@@ -383,15 +399,16 @@ class Assembly:
 
 
 _INTERVAL = timedelta(seconds=1)
-_SEVERAL = 8  # beats within the silence after which a process is lost
+# Number of beats within the silence after which a process is lost.
+_SEVERAL = 8
 
 
 class ProcessHeartbeat:
-    """This process's heartbeat beside those of its runs, slower, from its first run to its end.
+    """The heartbeat of this process from its first run to its end, slower than the heartbeat of each run.
 
-    A rank may compute for hours between two runs: its process lives, and the others wait. One whose process has died,
-    or ended, comes to no run any more. ``room`` is where the records lie: another one for ranks that have other
-    numbers. Raises AsyncTrainingError where another process lives under this rank.
+    A rank may compute for hours between two runs. Its process lives, and the others wait. A process that has died, or
+    ended, comes to no run any more. ``room`` is the prefix of the records, which differs for ranks with other numbers.
+    Raises AsyncTrainingError if another process lives under this rank.
     """
 
     def __init__(
@@ -422,7 +439,7 @@ class ProcessHeartbeat:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Say goodbye, where this process lives on elsewhere."""
+        """Publish that this process leaves in order, if it continues elsewhere."""
         atexit.unregister(self._membership.close)
         self._membership.close()
 
@@ -437,9 +454,9 @@ class ProcessHeartbeat:
             )
 
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
-        """Wait, with logs, until all ranks that live have come to the run ``name``; name those that have not.
+        """Wait, with logs, until all live ranks have come to the run ``name``.
 
-        Raises PeerLost where a process is gone, StoreLost where the store is, and CollectiveTimeout.
+        Raises PeerLost if a process is gone, StoreLost if the store is, and CollectiveTimeout if ranks are missing.
         """
         patience = WaitWithLog(self._rank, timeout, self.check)
         with naming_the_stores_host(self._rank):
@@ -448,10 +465,11 @@ class ProcessHeartbeat:
 
 @contextmanager
 def naming_the_stores_host(rank: int) -> Iterator[None]:
-    """Raise `StoreLost`, which names rank 0, in place of torch's errors where the store fails."""
+    """Raise `StoreLost`, which names rank 0, instead of torch's errors if the store fails."""
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:
+        # torch names an address only. Users need the rank whose host is gone.
         raise StoreLost(
             f"rank {rank}: while it waited for the others, the store failed ({str(error).splitlines()[0]}). "
             "Its host, rank 0 or the launcher, is gone: see the log of rank 0.",

@@ -1,9 +1,10 @@
-"""Records of what each replica does, in the store, about once a second, for whoever looks on.
+"""Status records of all replicas in the store, about once a second, for tools that watch a run.
 
-Liveness and decisions never depend on them. Each process that trains takes a slot, for good, so that one that came
-back is told from the one that died. They lie at the root of the store, where the store's address is enough.
+Liveness and decisions never depend on them. Each process that trains takes a slot permanently, so a process that came
+back is distinct from the one that died. The records are at the root of the store, so its address is enough to find
+them.
 
-    status/lives     how many slots were given out
+    status/lives     number of slots so far
     status/<slot>    the record of one process, signed with the job's secret
 """
 
@@ -36,44 +37,45 @@ _PATIENCE = timedelta(seconds=5)
 _MAX_BYTES = 1 << 14
 _MAX_LIVES = 1 << 12
 _WINDOW = 6
-_here: list[StatusPublisher] = []  # of this process
+# The publisher of this process, if any.
+_here: list[StatusPublisher] = []
 _LONGEST_PAUSE = 32
 _SIGNATURE = re.compile(rb"\A[0-9a-f]{64}:")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusRecord:
-    """The standing of one replica, as it sees itself."""
+    """The status of one replica, as it sees itself."""
 
-    name: str = ""  # its number at the start of the job, which is its name for life
-    rank: int = 0  # its number now
-    members: tuple[str, ...] = ()  # the names of those that are in its generation
-    run: int = 0  # counts calls of the Trainer
-    generation: int = 0  # counts groups that were formed anew in a run
-    state: str = ""  # what it does, in a word or two
+    name: str = ""  # its stable name, which is its number at the start of the job
+    rank: int = 0  # its current rank
+    members: tuple[str, ...] = ()  # the names of its generation's members
+    run: int = 0  # number of calls of the Trainer
+    generation: int = 0  # number of reconfigurations in this run
+    state: str = ""  # what it does, in one or two words
     epoch: int = 0
     step: int = 0
     samples: float = 0.0
     steps_per_s: float = 0.0  # over the last seconds
-    rounds: int = 0  # that it has seen committed
-    round_ago_s: float = -1.0  # seconds since the last one; -1 where there was none
-    round_s: float = 0.0  # what a round's exchange takes, on average
-    failed_rounds: int = 0  # that were repeated
-    hidden_share: float = 1.0  # of communication
-    idle_s: float = 0.0  # at sync points
-    slow: str = ""  # where it takes much longer for a sample than the others do: how much, and what for
-    sent_bytes: int = 0  # in all
+    rounds: int = 0  # number of rounds that it has seen committed
+    round_ago_s: float = -1.0  # seconds since the last round; -1 if there was none
+    round_s: float = 0.0  # mean duration of a round's exchange
+    failed_rounds: int = 0  # number of rounds that were repeated
+    hidden_share: float = 1.0  # share of communication that is hidden behind training
+    idle_s: float = 0.0  # seconds of waiting at sync points
+    slow: str = ""  # if it takes much longer per sample than the others: how much, and why
+    sent_bytes: int = 0  # total number of bytes
     restarts: int = 0  # of all ranks together
     process: int = 0
     host: str = ""
-    at: float = 0.0  # when it said so, in seconds since 1970, by its host's clock
+    at: float = 0.0  # time of this record, in seconds since 1970, by its host's clock
 
     def dump(self) -> bytes:
         return json.dumps(asdict(self), separators=(",", ":")).encode()
 
     @classmethod
     def load(cls, value: bytes) -> StatusRecord | None:
-        """Return the record, or None where that is none; what a newer version says beside it is left out.
+        """Return the record in ``value``, without entries of newer versions; None if there is no record.
 
         >>> StatusRecord.load(StatusRecord(name="2", step=7).dump()).step
         7
@@ -86,6 +88,7 @@ class StatusRecord:
             return None
         if not isinstance(said, dict):
             return None
+        # Ignore entries of newer versions, and check the types of all others.
         known = {field.name: said[field.name] for field in fields(cls) if field.name in said}
         members = known.pop("members", [])
         if not isinstance(members, list) or not all(isinstance(member, str) for member in members):
@@ -99,9 +102,9 @@ class StatusRecord:
 
 
 class StatusPublisher:
-    """Publishes where this process stands, from its first run to its end, on a thread, by a client of its own.
+    """A thread that publishes this process's status from its first run to its end, with a client of its own.
 
-    A store that does not answer costs nothing but the records.
+    If the store does not answer, only records are missing.
     """
 
     def __init__(self, store: Store, secret: str | None, interval: timedelta = INTERVAL) -> None:
@@ -117,7 +120,7 @@ class StatusPublisher:
         self._heartbeat_thread = HeartbeatThread(self._beat, interval.total_seconds(), self._hang_up)
 
     def serves(self, store: Store) -> bool:
-        """Return whether it is of this process, and its records lie in this store."""
+        """Return whether this publisher is alive in this process, and its records are in ``store``."""
         mine = base_of(self._store)
         other = base_of(store)
         alike = mine is other or (isinstance(mine, TCPStore) and isinstance(other, TCPStore)
@@ -125,8 +128,10 @@ class StatusPublisher:
         return alike and self._heartbeat_thread.beats
 
     def follow(self, look: Callable[[], StatusRecord]) -> None:
-        """Publish this from now on, as a run begins. It is called on the thread; process, host, speed and time are
-        added."""
+        """Publish the result of ``look`` from now on, as a run begins.
+
+        The thread calls ``look``, and adds process, host, speed and time.
+        """
         self._look = look
         self._last = None
         self._steps.clear()
@@ -136,7 +141,7 @@ class StatusPublisher:
             self._heartbeat_thread.start()
 
     def end(self, state: str = ENDED) -> None:
-        """Say once that the run has ended, and no more until another one follows."""
+        """Publish once that the run has ended, and nothing more until another run follows."""
         if self._look is not None:
             self._last = replace(self._look(), state=state)
             self._look = None
@@ -166,12 +171,12 @@ class StatusPublisher:
         try:
             self._publish(standing)
         except (RuntimeError, OSError) as error:
-            # Never used again: a late answer would be taken for that to a later request.
+            # The client is not used again: a late answer to this request would be taken for the next one's.
             self._client = None
             self._sockets = {}
             self._pause = min(2 * self._pause + 1, _LONGEST_PAUSE)
             self._skip = self._pause
-            _log.debug("What this rank does cannot be published: %s", error)
+            _log.debug("The status of this rank cannot be published: %s", error)
             return False
         self._pause = 0
         return True
@@ -203,13 +208,14 @@ def publish(store: Store, look: Callable[[], StatusRecord], secret: str | None) 
 
 
 def read_standings(store: Store, secret: str | None) -> list[StatusRecord]:
-    """Return the last records of all processes that ever trained, in the order in which they came.
+    """Return the last records of all processes that ever trained, in the order of their start.
 
-    Without the secret signatures are not looked at. Raises RuntimeError where the store does not answer.
+    Without a secret, signatures are not checked. Raises RuntimeError if the store does not answer.
     """
     client: Any = base_of(store)
     seal = Seal(secret, "status")
     found = []
+    # A stranger may have set a huge number.
     for slot in range(1, min(int(client.add(_LIVES, 0)), _MAX_LIVES) + 1):
         key = f"{_ROOM}/{slot}"
         if not client.check([key]):

@@ -1,4 +1,4 @@
-"""Clients of torch.distributed's stores: one per thread, each with its own timeout."""
+"""Clients of torch.distributed's stores: one for each thread, each with its own timeout."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from lightning_async._sockets import connects, opening
 from lightning_async.membership.signing import Seal
 
 T = TypeVar("T")
+# Number of refused requests in a row after which a shorter silence is enough.
 _REFUSALS = 10
+# Held while a client connects, because its sockets are found by what appears meanwhile in this process.
 _connecting = threading.Lock()
 
 
 class Contact:
-    """A rank's contact with the store: lost after ``dead_s`` of silence, a quarter of it where it refuses
-    persistently."""
+    """A rank's contact with the store, lost after ``dead_s`` of silence, or a quarter of it if requests are refused."""
 
     def __init__(self, now: float, dead_s: float) -> None:
         self.refusals = 0
@@ -40,9 +41,10 @@ class Contact:
         self._error = str(error).split("\n", 1)[0][:200]
 
     def lost(self, now: float) -> str | None:
-        """Return why the store is lost; None where it is not. To be asked now and then."""
-        # A request may hang (the host is stopped), so the silence is measured by the one who asks; in portions,
-        # because this process may have been the one that was stopped.
+        """Return why the store is lost, or None. The caller must ask regularly, which measures the silence."""
+        # A request may hang (the host is stopped), so the caller of this function measures the silence. It is added in
+        # limited
+        # portions, because this process may have been the one that was stopped.
         self._silent_s += min(now - max(self._asked_at, self._answered_at), self._dead_s / 4)
         self._asked_at = now
         refuses = self.refusals >= _REFUSALS and now - self._answered_at >= self._dead_s / 4
@@ -56,23 +58,25 @@ class Contact:
 
 
 def own_client(store: Store, timeout: timedelta) -> Store:
-    """Return a client for the calling thread alone: one that blocks would hold up the other threads' requests.
+    """Return a client for the calling thread alone, because a blocking request would hold up other threads.
 
-    To be kept: for every new client torch's server looks up its name, and answers nobody meanwhile; with a DNS that
-    does not answer that is many seconds.
+    The client should be kept. For every new client torch's server looks up its name, and answers nobody meanwhile. If
+    the DNS does not answer, that takes many seconds.
     """
     return connect(store, timeout)[0]
 
 
 def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
-    """Do as `own_client`, and return the client's sockets, by which a request that hangs can be ended."""
+    """Return a client as `own_client` does, and its sockets, by which a request that hangs can be ended."""
     client: Any = store
     known: Any = base_of(client)
-    with _connecting:  # or another thread's client would be taken for ours
+    # Without the lock, another thread's new sockets would be taken for this client's.
+    with _connecting:
         usual = None if isinstance(known, HashStore) else known.timeout
         ports: set[int] = {known.port} if isinstance(known, TCPStore) else set()
         if usual is not None:
-            known.set_timeout(timeout)  # or torch would try for as long as that, should its host go at this moment
+            # The clone connects with this timeout, and the store's host may be lost at this moment.
+            known.set_timeout(timeout)
         try:
             with opening(lambda fd: connects(fd, set(), ports), timeout) as opened:
                 client = client.clone()
@@ -80,17 +84,17 @@ def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
             if usual is not None:
                 known.set_timeout(usual)
         sockets = opened.sockets()
-    # A HashStore has no clients: its clone is itself, and its timeout everybody's.
+    # A HashStore has no clients: its clone is itself, and everybody shares its timeout.
     if not isinstance(known, HashStore):
         client.set_timeout(timeout)
     return client, sockets
 
 
 class PollingStore(Store):
-    """A view of a store that never blocks in it, for torch to form a group through.
+    """A view of a store that never blocks in C, through which torch forms a group.
 
-    Any number of threads can share the client below, and forming a group can be given up: ``check`` is called again and
-    again while a key is waited for, and raises for that. What is not signed as it must be counts as not there.
+    Any number of threads can share the client below, and forming a group can be given up: ``check`` is called
+    repeatedly while a key is waited for, and raises to give up. A value without the right signature counts as missing.
     """
 
     def __init__(self, store: Store, prefix: str, check: Callable[[], None], seal: Seal) -> None:
@@ -108,7 +112,7 @@ class PollingStore(Store):
         return self.read([key], bytes)[0]
 
     def read(self, keys: Sequence[str], parse: Callable[[bytes], T | None]) -> list[T]:
-        """Return the values of all keys, once they are there and ``parse`` makes something of each."""
+        """Return the values of all keys, once each of them exists and ``parse`` returns something for it."""
         self.wait(list(keys))
         names = [self._prefix + key for key in keys]
         while True:
@@ -118,6 +122,7 @@ class PollingStore(Store):
             if len(good) == len(names):
                 return good
             self._check()
+            # A value without the right signature may be replaced by the right one.
             time.sleep(0.02)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # pyright: ignore
@@ -125,6 +130,7 @@ class PollingStore(Store):
         pause = 0.001
         while not self._store.check(names):
             self._check()
+            # Poll instead of blocking in the store, because nothing could interrupt that, and other threads would wait.
             time.sleep(pause)
             pause = min(pause * 1.5, 0.02)
 
@@ -133,7 +139,7 @@ class PollingStore(Store):
 
 
 def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that exist, in one request where the store can; block for those that do not."""
+    """Return the values of existing keys, in one request if the store can; block for missing keys."""
     client: Any = store
     if keys and client.has_extended_api():
         return client.multi_get(list(keys))
@@ -141,7 +147,7 @@ def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 
 def reachable(store: Store, timeout: timedelta) -> bool:
-    """Return whether somebody listens where the store is. A client would try for long, and print stack traces."""
+    """Return whether something listens at the store's address. A client would try for long, and print stack traces."""
     base = base_of(store)
     if not isinstance(base, TCPStore):
         return True

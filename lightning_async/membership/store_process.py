@@ -1,11 +1,11 @@
 """A store in a process of its own, which outlives the rank that has started it.
 
-    rank 0 --- "outlive" ------------------> all are here: the others may lose rank 0, and go on
+    rank 0 --- "outlive" ------------------> all are here: the others may lose rank 0, and continue
            --- "follow" -------------------> all have ended a run
-           --- the end of the channel -----> rank 0 has ended: so does this, or when no rank is connected any more
+           --- the end of the channel -----> rank 0 has ended: this process ends, too, or when no rank is connected
 
-It has a session of its own, and nothing of rank 0's that somebody may wait for the end of. Rank 0 listens, and hands
-the socket over: who comes before this has imported torch is answered when it has.
+The process has a session of its own, and holds nothing of rank 0's for whose end somebody may wait. Rank 0 listens, and
+hands the socket over. Ranks that connect before the process has imported torch are answered afterwards.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from lightning_async._subprocess import HelperProcess
 _OUTLIVE = b"1"
 _FOLLOW = b"0"
 _LOOK_S = 0.1
+# Seconds without a connection after which the store ends, because ranks reconnect within a shorter time.
 _NOBODY_S = 0.5
 
 
 class StoreProcess:
-    """Serves a store on this socket, which listens already; ends with this process, unless told to `outlive` it."""
+    """A process that serves a store on a listening socket; it ends with this process, unless told to `outlive` it."""
 
     def __init__(self, listening: socket.socket) -> None:
         process = HelperProcess(
@@ -36,33 +37,35 @@ class StoreProcess:
             descriptors=[listening.fileno()], stderr=subprocess.DEVNULL,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
-        process.popen.returncode = 0  # nobody waits for it, as it may end last
+        # Nobody waits for the process, because it may end last. Without a return code, Popen would warn of it.
+        process.popen.returncode = 0
         self._channel = process.channel
         self._lock = threading.Lock()
         self._runs = 0
 
     def outlive(self) -> None:
-        """Note that a run has begun: should this process end, the store serves as long as a rank is connected."""
+        """Note that a run has begun: if this process ends, the store serves as long as a rank is connected."""
         self._count(1)
 
     def follow(self) -> None:
-        """Note that a run has ended in order. After the last one the store ends with this process, and frees the
-        port."""
+        """Note that a run has ended in order. After the last one the store ends together with this process."""
         self._count(-1)
 
     def close(self) -> None:
         self._channel.close()
 
     def _count(self, runs: int) -> None:
-        with self._lock, contextlib.suppress(OSError):  # it is gone: the heartbeat says so
+        # Runs may begin and end on different threads. If the process is gone, the heartbeat reports it.
+        with self._lock, contextlib.suppress(OSError):
             self._runs += runs
             self._channel.send(_OUTLIVE if self._runs else _FOLLOW)
 
 
 def main(channel: int, listening: int, host: str, port: int) -> None:
-    """Serve in that process, on the socket ``listening``; ``channel`` leads to the rank."""
+    """Serve the store on the socket ``listening``, in the new process; ``channel`` leads to the rank."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_IGN)  # meant for ranks
+        # These signals are meant for ranks, and launchers send them to all processes.
+        signal.signal(number, signal.SIG_IGN)
     from torch._C._distributed_c10d import TCPStore
 
     address = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
@@ -74,10 +77,12 @@ def main(channel: int, listening: int, host: str, port: int) -> None:
     until = time.monotonic() + _NOBODY_S
     while outlives and time.monotonic() < until:
         time.sleep(_LOOK_S)
-        if _connected(port) > 1:  # to itself it is, too
+        # The store has one connection to itself.
+        if _connected(port) > 1:
             until = time.monotonic() + _NOBODY_S
     del store
-    os._exit(0)  # torch has threads, and the store nothing to say any more
+    # torch's threads would delay a normal exit.
+    os._exit(0)
 
 
 def _connected(port: int) -> int:

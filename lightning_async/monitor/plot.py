@@ -1,4 +1,4 @@
-"""A picture of a run, drawn from the numbers that Lightning's `CSVLogger` wrote."""
+"""A picture of a run, drawn from the file that Lightning's `CSVLogger` wrote."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ PANELS = {
     "pulled_bytes": "bytes sent, and pulled",
     "samples": "samples",
 }
-"""Titles of this package's own metrics, in the order of their panels; those of one title share one."""
+"""Titles of this package's own metrics, in the order of their panels. Metrics with one title share a panel."""
 _NOT_DRAWN = ("failed_rounds", "dropped_gradients")
 
 MAX_OWN_PANELS = 4
 _SETTINGS = ("lr-", "accumulation/", "batch_size/")
-"""What callbacks log of settings. A `CSVLogger` sorts its columns: these would come before a loss."""
+"""Prefixes of settings that callbacks log. A `CSVLogger` sorts its columns, and these would come before a loss."""
 
 
 def read_metrics(metrics_csv: Path) -> dict[str, Series]:
-    """Return every metric of a `CSVLogger` file as steps and values, by its name, in the order of the file's columns.
+    """Return every metric of a `CSVLogger` file as steps and values, by name, in the order of the columns.
 
-    A row of that file holds only the metrics that were logged together; its other fields are empty. Values that are
-    no finite numbers are left out.
+    A row of that file holds only the metrics that were logged together, and its other fields are empty. Values that are
+    not finite numbers are left out.
 
     Raises:
-        FileNotFoundError: there is no such file, as when the run ended before anything was logged.
-        ValueError: the file has no column ``step``, so that no `CSVLogger` wrote it.
+        FileNotFoundError: There is no such file, such as when the run ended before anything was logged.
+        ValueError: The file has no column ``step``, so no `CSVLogger` wrote it.
     """
     with Path(metrics_csv).open(newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
@@ -72,20 +72,20 @@ def read_metrics(metrics_csv: Path) -> dict[str, Series]:
 
 
 def plot_run(metrics_csv: Path, out: Path) -> Path:
-    """Draw a run: the user's metrics (loss, accuracy, ...), then what was exchanged over the steps: rounds, hidden
-    share and spread; windows of gradients; or pushes to servers, their version, lag and what was waited.
+    """Draw a run: the user's metrics (loss, accuracy, ...), and then the communication over the steps.
 
-    Metrics whose names end alike share a panel: ``train/loss`` and ``val/loss``, also of several loaders. What
-    callbacks log of settings, as `LearningRateMonitor` does, comes behind the user's metrics, where there is room.
-    Panels without numbers are left out.
+    Depending on the strategy, the latter are rounds with their hidden share and spread, windows of gradients, or pushes
+    to servers with their version, lag and waiting times. Metrics whose names end alike share a panel: ``train/loss``
+    and ``val/loss``, also of several loaders. Settings that callbacks log, as `LearningRateMonitor` does, come after
+    the user's metrics, if there is room. Panels without numbers are left out.
 
     Args:
-        metrics_csv: the ``metrics.csv`` that Lightning's `CSVLogger` wrote.
-        out: where the picture goes, and what is returned; its suffix (.png, .svg, .pdf) chooses the format.
+        metrics_csv: File ``metrics.csv`` that Lightning's `CSVLogger` wrote.
+        out: File for the picture, which is also returned; its suffix (.png, .svg, .pdf) chooses the format.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: the file holds no metric.
+        ValueError: The file holds no metric.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -98,7 +98,7 @@ def plot_run(metrics_csv: Path, out: Path) -> Path:
         raise ValueError(f"`metrics_csv` holds no metric yet: {metrics_csv}")
     columns = min(3, len(panels))
     rows = math.ceil(len(panels) / columns)
-    # A figure of its own, without pyplot: no global state, and no display is looked for.
+    # Without pyplot there is no global state, and no display is needed.
     figure = Figure(figsize=(4.6 * columns, 3.0 * rows), layout="constrained")
     FigureCanvasAgg(figure)
     for index, (title, lines) in enumerate(panels.items()):
@@ -118,7 +118,7 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
     own = dict(sorted(own.items(), key=lambda panel: next(iter(panel[1])).startswith(_SETTINGS)))
     panels = dict(list(own.items())[:MAX_OWN_PANELS])
     for key, title in PANELS.items():
-        # One metric, or one for each replica: `averaging/rounds`, or `averaging/samples/rank_0` and so on.
+        # A key names one metric, or one for each replica: `averaging/rounds`, or `averaging/samples/rank_0` and so on.
         names = tuple(f"{prefix}{key}/" for prefix in PREFIXES)
         found = {name: line for name, line in series.items() if (name + "/").startswith(names)}
         if found:
@@ -127,8 +127,9 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
 
 
 def _title(name: str) -> str:
-    """Return `loss` of `train/loss_step` and of `val/loss/dataloader_idx_1`; one title for the rates of all groups."""
-    if name.startswith("lr-"):  # LearningRateMonitor's
+    """Return a metric's title: `loss` for `train/loss_step` and `val/loss/dataloader_idx_1`; one for all rates."""
+    # `LearningRateMonitor` names its metrics so.
+    if name.startswith("lr-"):
         ends = {"-momentum": "momentum", "-weight_decay": "weight decay"}
         return next((title for end, title in ends.items() if name.endswith(end)), "learning rate")
     name = re.sub(r"/dataloader_idx_\d+$", "", name)
@@ -136,7 +137,7 @@ def _title(name: str) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether it is this package's: a user's own may begin as ours do, such as `gradients/norm`."""
+    """Return whether a metric is this package's; a user's name may begin alike, such as `gradients/norm`."""
     prefix, _, key = name.partition("/")
     return prefix == "averaging" or (f"{prefix}/" in PREFIXES and key.split("/")[0] in (*PANELS, *_NOT_DRAWN))
 

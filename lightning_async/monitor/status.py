@@ -1,4 +1,4 @@
-"""A job as its replicas tell of it: one row for each, and what all rows say together."""
+"""The status of a job, assembled from the records that its replicas publish."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from lightning_async.membership.status import ENDED, FAILED, StatusRecord
 
 LOST = "lost"
 SILENT = "silent"
-_SILENT_S = 4.0  # without a record for so long, of which one comes each second, a replica is stopped, dead, or cut off
+# A replica publishes a record each second. Without one for this long it is stopped, dead, or cut off.
+_SILENT_S = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaStatus:
     """The status of one replica."""
 
-    standing: StatusRecord  # what it has said last
-    state: str  # what it does; `LOST` where the others go on without it, `SILENT` where nothing is heard of it
-    heard_ago_s: float  # seconds since it has said something
-    lag: int  # steps behind the one that has taken most
-    restarts: int  # of this rank, together with the others or alone
+    standing: StatusRecord  # its last record
+    state: str  # what it does; `LOST` if the others continue without it, `SILENT` if it publishes nothing
+    heard_ago_s: float  # seconds since its last record
+    lag: int  # number of steps behind the replica that has taken most
+    restarts: int  # restarts of this rank, with the others or alone
 
     @property
     def trains(self) -> bool:
@@ -31,21 +32,23 @@ class ReplicaStatus:
 
     @property
     def round_ago_s(self) -> float:
-        """Seconds since its last round; -1 where there was none."""
+        """Seconds since its last round; -1 if there was none."""
         ago = self.standing.round_ago_s
         return ago + self.heard_ago_s if ago >= 0.0 else -1.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStatus:
+    """The status of all replicas of a job, for a table, JSON or Prometheus."""
+
     where: str
     replicas: tuple[ReplicaStatus, ...]
 
     @classmethod
     def of(cls, where: str, standings: Sequence[StatusRecord], now: float) -> JobStatus:
-        """Return what all records, in the order in which their processes came, say together.
+        """Return the status that follows from all records, in the order of their processes' start.
 
-        ``now`` is in seconds since 1970. Where hosts' clocks differ, so does how long ago something was.
+        ``now`` is in seconds since 1970. If hosts' clocks differ, durations are wrong by the difference.
         """
         last = {standing.name: standing for standing in standings}
         newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
@@ -138,29 +141,30 @@ def _cells(replica: ReplicaStatus) -> tuple[str, ...]:
 
 
 _GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
-    "training": ("1 where the replica takes part.", lambda r: float(r.trains)),
-    "heard_ago_seconds": ("Since it has said something.", lambda r: r.heard_ago_s),
-    "generation": ("Of the groups that it is in.", lambda r: r.standing.generation),
-    "epoch": ("Of its training.", lambda r: r.standing.epoch),
+    "training": ("Whether the replica takes part in training (1) or not (0).", lambda r: float(r.trains)),
+    "heard_ago_seconds": ("Seconds since its last record.", lambda r: r.heard_ago_s),
+    "generation": ("Generation of its process groups.", lambda r: r.standing.generation),
+    "epoch": ("Epoch of its training.", lambda r: r.standing.epoch),
     "steps": ("Optimizer steps that it has taken.", lambda r: r.standing.step),
-    "steps_per_second": ("Over the last seconds.", lambda r: r.standing.steps_per_s if r.trains else 0.0),
-    "lag_steps": ("Behind the replica that has taken most.", lambda r: r.lag),
-    "samples": ("That it has seen.", lambda r: r.standing.samples),
-    "rounds": ("That it has seen committed.", lambda r: r.standing.rounds),
-    "round_seconds": ("What a round's exchange takes, on average.", lambda r: r.standing.round_s),
-    "round_ago_seconds": ("Since the last one; -1 where there was none.", lambda r: r.round_ago_s),
-    "failed_rounds": ("That were repeated.", lambda r: r.standing.failed_rounds),
-    "hidden_share": ("Of communication.", lambda r: r.standing.hidden_share),
-    "idle_seconds": ("At sync points.", lambda r: r.standing.idle_s),
-    "sent_bytes": ("By it.", lambda r: r.standing.sent_bytes),
-    "restarts": ("Of this rank, together with the others or alone.", lambda r: r.restarts),
+    "steps_per_second": ("Optimizer steps per second, of late.", lambda r: r.standing.steps_per_s if r.trains else 0.0),
+    "lag_steps": ("Steps behind the replica that has taken most.", lambda r: r.lag),
+    "samples": ("Samples that it has seen.", lambda r: r.standing.samples),
+    "rounds": ("Rounds that it has seen committed.", lambda r: r.standing.rounds),
+    "round_seconds": ("Mean seconds of a round's exchange.", lambda r: r.standing.round_s),
+    "round_ago_seconds": ("Seconds since its last round; -1 if there was none.", lambda r: r.round_ago_s),
+    "failed_rounds": ("Rounds that were repeated.", lambda r: r.standing.failed_rounds),
+    "hidden_share": ("Share of communication that is hidden.", lambda r: r.standing.hidden_share),
+    "idle_seconds": ("Seconds of waiting at sync points.", lambda r: r.standing.idle_s),
+    "sent_bytes": ("Bytes that it has sent.", lambda r: r.standing.sent_bytes),
+    "restarts": ("Restarts of this rank, with the others or alone.", lambda r: r.restarts),
 }
 
 
 def serve(look: Callable[[], Sequence[JobStatus]], host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve what ``look`` finds, at each request, on threads of its own; return the port, and what ends it.
+    """Serve the result of ``look`` to Prometheus, at each request; return the port, and a function that ends it.
 
-    Port 0 is one that is free. Raises ImportError where prometheus-client is not installed, OSError for a taken port.
+    Requests run on threads of their own. Port 0 is a free port. Raises ImportError if prometheus-client is not
+    installed, and OSError for a taken port.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server  # pyright: ignore[reportMissingImports]
@@ -180,13 +184,13 @@ def serve(look: Callable[[], Sequence[JobStatus]], host: str, port: int) -> tupl
 
 
 class _Collector:
-    """See https://prometheus.github.io/client_python/collector/custom/."""
+    """A collector for Prometheus; see https://prometheus.github.io/client_python/collector/custom/."""
 
     def __init__(self, look: Callable[[], Sequence[JobStatus]]) -> None:
         self._look = look
 
     def describe(self) -> list[Any]:
-        """Return nothing: nothing is asked of the store before somebody wants to know."""
+        """Return nothing, so that the store is asked only when somebody reads the numbers."""
         return []
 
     def collect(self) -> Iterator[Any]:

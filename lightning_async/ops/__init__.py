@@ -1,4 +1,13 @@
-"""Arithmetic on lists of tensors and on flat buckets. No I/O, no threads, no autograd."""
+"""Fused arithmetic on lists of tensors and on flat buckets. No I/O, no threads, no autograd.
+
+`Plan` moves a list of tensors into a flat fp32 bucket and back, with all checks made once. The functions with a
+trailing underscore work on flat buckets in place: outer steps of averaging, compression with error feedback, and the
+optimizer steps of parameter servers. Each has a specification in plain torch (`ops.reference`) and a native
+implementation (`ops.native` loads the libraries that cuda_ext builds). Results are equal to the bit, so either may run.
+
+Callers may use several threads, on separate memory; nothing here has state, apart from caches of checks and the loaded
+libraries. Read `reference` first, then `flat_ops` and `plan`, and `native` last.
+"""
 
 from lightning_async.ops.flat_ops import (
     accumulate_,

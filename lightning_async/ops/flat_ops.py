@@ -1,6 +1,6 @@
-"""The flat ops: each is made of its reference, of checks, and of the native library.
+"""The operations on flat buckets, each composed of its reference, checks, and the native library.
 
-Checks of overlap and gradients are here, as torch's custom operators have none.
+Overlap and gradients are checked here, because torch's custom operators check neither.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATE = (torch.float32,)
 
 
 def check_no_grad(op: str, written: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where autograd watches what is overwritten; called in grad mode."""
+    """Raise ValueError for a tensor that autograd watches and the op overwrites; called in grad mode."""
     for name, tensor in written.items():
         if tensor.requires_grad:
             raise ValueError(
@@ -41,10 +41,10 @@ def check_flat(
     dtypes: Mapping[str, tuple[torch.dtype, ...]],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Check dtypes, shapes, devices, contiguity, and that what is written overlaps nothing.
+    """Check dtypes, shapes, devices, contiguity, and that written tensors overlap no other.
 
-    Tensors are fp32 unless ``dtypes`` says more, and shaped as the first one unless ``shapes`` says otherwise. Raises
-    TypeError for a dtype, ValueError for the rest.
+    Tensors are fp32 unless ``dtypes`` allows more, and have the first one's shape unless ``shapes`` says otherwise.
+    Raises TypeError for a dtype, and ValueError for everything else.
     """
     first = next(iter(tensors.values()))
     spans: list[tuple[int, int, str]] = []
@@ -94,11 +94,11 @@ def fused(
     """Return the op that ``reference`` specifies.
 
     Args:
-        reference: equal results in plain torch; its name, signature and docstring become the op's.
-        schema: of the custom operator; ``!`` marks what is written.
-        run: the native library's way, with the same arguments.
-        dtypes: of arguments that may be other than fp32.
-        check: looks at the arguments' values, and returns the shapes of those that differ from the first one's.
+        reference: Implementation in plain torch with equal results; its name, signature and docstring become the op's.
+        schema: Schema of the custom operator, in which ``!`` marks written arguments.
+        run: Implementation by the native library, with the same arguments.
+        dtypes: Dtypes of arguments that may be other than fp32.
+        check: Function that checks the arguments' values, and returns the shapes that differ from the first one's.
     """
     name = reference.__name__
     by_torch: Callable[..., Any] = reference
@@ -109,7 +109,8 @@ def fused(
     written = [part.split()[1] for part in schema.partition(") ->")[0].split(",") if "!" in part]
 
     def bind(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        if not kwargs and num_required <= len(args) <= len(names):  # a fraction of the time of `signature.bind`
+        # This takes a fraction of the time of `signature.bind`.
+        if not kwargs and num_required <= len(args) <= len(names):
             return dict(zip(names, (*args, *defaults[len(args) :]), strict=True))
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
@@ -148,21 +149,22 @@ def fused(
 
 
 def eager(op: Callable[P, R]) -> Callable[P, R]:
-    """Return the op without torch's dispatcher, which takes 60 microseconds a call, and a second before the first.
+    """Return the op without torch's dispatcher, which costs 60 microseconds a call, and a second before the first.
 
-    For memory that neither autograd nor a compiler knows of; tensors that were found right together are not checked
+    It is for memory that neither autograd nor a compiler knows. Tensors that passed the checks together are not checked
     again.
     """
     return _kernels[op]
 
 
 class _Known:
-    """Tensors that an op takes together; they are forgotten with their end."""
+    """The tensors that have passed an op's checks together, until one of them ends."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, ...], list[weakref.ref[Tensor]]] = {}
 
     def has(self, tensors: Mapping[str, Tensor]) -> bool:
+        # An id may be reused by a new tensor, so the weak references decide.
         found = self._seen.get(tuple(map(id, tensors.values())))
         return found is not None and all(ref() is each for ref, each in zip(found, tensors.values(), strict=True))
 
@@ -173,7 +175,7 @@ class _Known:
 
 
 def num_peers(op: str, rows: Tensor) -> int:
-    """Return the number of rows; raise ValueError where ``rows`` is no matrix, or has none."""
+    """Return the number of rows; raise ValueError if ``rows`` is no matrix, or has none."""
     if rows.dim() != 2 or not len(rows):
         raise ValueError(f"`{op}` needs one row per peer and at least one, got shape {tuple(rows.shape)}.")
     return len(rows)
@@ -240,7 +242,7 @@ def _check_accumulate(op: str, given: Arguments) -> Mapping[str, tuple[int, ...]
 
 
 def _topk(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> None:
-    # Selecting on a GPU would need atomics, or torch's own sort.
+    # On a GPU, selecting would need atomics or torch's own sort, so torch does it.
     (compression.topk_ if source.is_cuda else native.topk)(values, indices, source, residual)
 
 
@@ -332,7 +334,11 @@ outer_merge_ = fused(
 
 
 def _server(name: str, arrays: str, scalars: Callable[..., Sequence[float]]) -> Callable[..., None]:
-    """Return the native way of a server's op: its arrays in the library's order, and the scalars of the rest."""
+    """Return the native implementation of a server's op.
+
+    ``arrays`` are its tensors in the library's order, and ``scalars`` computes the library's scalars of the other
+    arguments.
+    """
     keys = arrays.split()
 
     def run(reply: Tensor | None, whole: int, **given: Any) -> None:

@@ -1,6 +1,6 @@
-"""The native libraries that cuda_ext builds, loaded after torch: which backend runs, why not a better one, and calls.
+"""The native libraries that cuda_ext builds: which one runs, the reason if none does, and calls of them.
 
-No call here checks shapes, formats or overlaps: `flat_ops` and `plan` do, before they come here.
+Calls here check no shapes, formats or overlaps, which `flat_ops` and `plan` have checked before.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Backend:
 
     Args:
         name: ``"torch"``, or the library's kernels: ``"native (x86-64-v3)"``.
-        reason: why it is not a better one; empty where it is the best.
+        reason: Reason why there is no better one; empty for the best.
     """
 
     name: str
@@ -83,7 +83,7 @@ def _open(kind: Kind) -> ctypes.CDLL:
 
 
 def _open_openmp() -> None:
-    """Load torch's OpenMP runtime, which the library lacks: a second one would double the threads."""
+    """Load torch's OpenMP runtime, which the library needs; a second runtime would double the threads."""
     beside = Path(torch.__file__).parent
     found = [*beside.glob("lib/libgomp*.so*"), *beside.parent.glob("torch.libs/libgomp*.so*")]
     for name in [*map(str, found), "libgomp.so.1", "libomp.so.5", "libiomp5.so"]:
@@ -119,18 +119,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 def build_record() -> dict[str, dict[str, Any]]:
-    """Return how the libraries were built, or why they were not; empty where nobody tried."""
+    """Return the record of how the libraries were built, or why not; empty if there was no build."""
     path = FOLDER / "build.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def available(device: torch.device) -> bool:
-    """Return whether the library for this device runs."""
+    """Return whether the library for this device is loaded and runs."""
     return (device.type == "cpu" or device.type == "cuda") and _loaded.get(device.type) is not None
 
 
 def backend(kind: Kind) -> Backend:
-    """Return what runs the ops on this kind of device, and why not something better."""
+    """Return the backend of the ops on this kind of device, and the reason why there is no better one."""
     library = _loaded.get(kind)
     if library is None:
         return Backend(name="torch", reason=_loaded.reasons.get(kind, "switched off by `use`"))
@@ -142,9 +142,9 @@ def backend(kind: Kind) -> Backend:
 
 @contextlib.contextmanager
 def use(level: str) -> Iterator[None]:
-    """Run the ops in another way than the best: ``"torch"``, or a level of the CPU library (``"portable"``, ...).
+    """Run the ops with another backend than the best: ``"torch"``, or a level of the CPU library (``"portable"``, ...).
 
-    For tests and comparisons; it holds for the whole process. Raises ValueError where the level is lacking.
+    It is for tests and comparisons, and holds for the whole process. Raises ValueError if the level is not available.
     """
     library = _loaded.get("cpu")
     before = library.la_cpu_level() if library is not None else b""
@@ -166,17 +166,20 @@ def library(kind: str) -> ctypes.CDLL:
     return found
 
 
-FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # formats of parameters; state is fp32
+# Formats of parameters. State is always fp32.
+FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 CODES = {torch.int8: 0, torch.float8_e4m3fn: 1, torch.bfloat16: 2, torch.uint8: 3}
-"""Formats of messages; uint8 holds four codes of 2 bits."""
+"""Formats of messages. One uint8 holds four codes of 2 bits."""
+# Number of elements of one unit of work, as in cuda_ext/csrc.
 CHUNK = 65536
 MAX_SCALARS = 10
 MAX_NORMS = 2
+# A thread with fewer elements would cost more than it saves.
 _MIN_PER_THREAD = 1 << 16
 
 
 class Segment(ctypes.Structure):
-    """One tensor of a list: `la_segment` of cuda_ext/csrc/abi.h."""
+    """One tensor of a list, which is `la_segment` of cuda_ext/csrc/abi.h."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -220,7 +223,7 @@ def _scalars(values: Sequence[float]) -> ctypes.Array[ctypes.c_float]:
 
 
 def _on(device: torch.device) -> tuple[ctypes.CDLL, int]:
-    """Return the CUDA library, set to the device, and torch's stream on it."""
+    """Return the CUDA library, set to the device, and torch's current stream on the device."""
     cuda = library("cuda")
     _ok(cuda.la_cuda_use_device(device.index if device.index is not None else torch.cuda.current_device()))
     return cuda, torch.cuda.current_stream(device).cuda_stream
@@ -231,7 +234,7 @@ def _chunks(numel: int) -> int:
 
 
 def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), whole: int = 0) -> None:
-    """Run an elementwise op; ``whole``: elements of the arrays that these are a piece of, if they are."""
+    """Run an elementwise op; ``whole`` is the number of elements of the arrays of which these are pieces, if any."""
     x = arrays[0]
     number = find(x.device.type, name)
     form = FORMATS[x.dtype]
@@ -246,7 +249,7 @@ def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), who
 
 
 class SegmentTable:
-    """A list of tensors as the library wants them: one table on the CPU, one per op and format on a GPU."""
+    """A list of tensors in the library's form: one table on the CPU, and one for each op and format on a GPU."""
 
     def __init__(self, device: torch.device, segments: Sequence[Segment]) -> None:
         self.device = device
@@ -262,7 +265,7 @@ class SegmentTable:
                 self._groups.append((*key, raw.to(device), torch.tensor(chunks, dtype=torch.int64, device=device)))
 
     def follow(self, pointers: Sequence[int]) -> bool:
-        """Point to other memory; return whether the table could be changed."""
+        """Point to other memory; return whether the table could be changed in place."""
         if self.device.type != "cpu":
             return False
         for segment, pointer in zip(self._segments, pointers, strict=True):
@@ -270,7 +273,7 @@ class SegmentTable:
         return True
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norms: bool) -> Tensor | None:
-        """Run each segment's op on it and its places in the buckets; with ``norms``, return the sums of squares."""
+        """Run each segment's op on it and its places in the buckets; with ``norms``, return sums of squares."""
         pointers = _pointers(buckets)
         values = _scalars(scalars)
         sums = torch.empty(MAX_NORMS, dtype=torch.float64, device=self.device) if norms else None
@@ -313,7 +316,7 @@ def square(a: Tensor, b: Tensor | None) -> Tensor:
 
 
 def quantize(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Tensor, threshold: float = 0.0) -> None:
-    """Encode ``source + residual``; what is lost stays in ``residual``."""
+    """Encode ``source + residual``; the part that is lost stays in ``residual``."""
     numel = source.numel()
     arguments = (CODES[codes.dtype], codes.data_ptr(), _pointer(scales), source.data_ptr(), residual.data_ptr(), numel)
     if source.is_cuda:
@@ -333,7 +336,7 @@ def average(
     out: Tensor | None = None,
     again: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> None:
-    """Write the weighted sum of all peers' codes into ``out``, or encoded ``again`` (codes, scales, residual)."""
+    """Write the weighted sum of all peers' codes into ``out``, or encoded into ``again`` (codes, scales, residual)."""
     out_codes, out_scales, residual = again if again is not None else (None, None, None)
     arguments = (
         CODES[codes.dtype], codes.data_ptr(), _pointer(scales), weights.data_ptr(), weights.numel(), numel, threshold,

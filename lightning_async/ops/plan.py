@@ -1,4 +1,4 @@
-"""Lists of tensors and the flat buckets in which they travel: the native library where it runs, else the reference."""
+"""Lists of tensors and their flat buckets, by the native library if it runs, else by the reference."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _WRITES_TENSORS = ("copy", "move")
 
 
 class Plan:
-    """The way between a list of tensors and a flat fp32 bucket, with everything about the tensors checked once.
+    """A plan for moving a list of tensors into a flat fp32 bucket and back, with all checks of the tensors made once.
 
     Tensors that the native library cannot take (float64, not contiguous, or on another device than the bucket) go
-    through torch, with equal results. Where tensors were given other memory since, the plan notices.
+    through torch, with equal results. The plan notices tensors that have other memory than before.
 
     Args:
-        layout: where each tensor lies in the bucket.
-        tensors: any floating dtypes, in the layout's order.
-        remainders: per tensor, what its dtype cannot hold (fp32), or None. Default: none at all.
+        layout: Layout, which has each tensor's place in the bucket.
+        tensors: Tensors of any floating dtypes, in the layout's order.
+        remainders: For each tensor, the part that its dtype cannot hold (fp32), or None. Default: none at all.
 
     Raises:
-        TypeError: a tensor or a remainder has a dtype that does not fit its role.
-        ValueError: numbers or shapes differ from the layout.
+        TypeError: A tensor or a remainder has a dtype that does not fit its role.
+        ValueError: Numbers or shapes differ from the layout.
 
     >>> x = torch.tensor([1.0, 2.0])
     >>> plan = Plan(FlatLayout([x]), [x])
@@ -56,9 +56,9 @@ class Plan:
         self._kinds = _kinds(self.tensors)
 
     def follow(self, tensors: Sequence[Tensor]) -> bool:
-        """Go on with other tensors of the same kinds, which costs a tenth of another plan; return whether they are.
+        """Replace the tensors by others of the same kinds, which costs a tenth of a new plan; return whether they fit.
 
-        A plan with remainders follows none. Raises ValueError as `apply_` does.
+        A plan with remainders cannot do this. Raises ValueError as `apply_` does.
         """
         if _kinds(tensors) != self._kinds or any(rest is not None for rest in self.remainders):
             return False
@@ -74,6 +74,7 @@ class Plan:
         return True
 
     def release(self) -> None:
+        """Drop the tensors, so that their memory can be freed."""
         self.tensors = []
 
     def _check_distinct(self) -> None:
@@ -108,14 +109,14 @@ class Plan:
 
         Args:
             bucket: :math:`b`, flat fp32; overwritten.
-            snapshot: :math:`s`, flat fp32; overwritten. Default: None, not wanted.
+            snapshot: :math:`s`, flat fp32; overwritten. Default: None, no snapshot.
             weight: :math:`w`. Default: 1.
-            norm: return :math:`\sum_k \lVert v_k \rVert^2`, which is finite exactly if all elements are. On a GPU
-                that waits for the device. Default: False.
+            norm: Whether to return :math:`\sum_k \lVert v_k \rVert^2`, which is finite exactly if all elements are.
+                On a GPU this waits for the device. Default: False.
 
         Raises:
-            TypeError: a bucket is not fp32.
-            ValueError: a bucket has another size than the layout, or the two overlap.
+            TypeError: A bucket is not fp32.
+            ValueError: A bucket has another size than the layout, or the two overlap.
         """
         targets = self._buckets("pack_", bucket=bucket, snapshot=snapshot)
         table = self._table("pack" if snapshot is None else "pack_snapshot", bucket.device)
@@ -135,15 +136,15 @@ class Plan:
 
     @torch.no_grad()
     def apply_(self, target: Tensor, base: Tensor | None = None) -> None:
-        """Move every tensor by ``target - base``, or copy ``target``, as `apply_` does.
+        """Move every tensor by ``target - base``, or copy ``target``, as the function `apply_` does.
 
         Args:
-            target: flat fp32; stays intact.
-            base: flat fp32; consumed: not defined afterwards. Default: None, copy.
+            target: Flat fp32 tensor; stays intact.
+            base: Flat fp32 tensor; undefined afterwards. Default: None, copy ``target``.
 
         Raises:
-            TypeError: a bucket is not fp32.
-            ValueError: a bucket has another size than the layout, ``base`` overlaps ``target``, or tensors overlap.
+            TypeError: A bucket is not fp32.
+            ValueError: A bucket has another size than the layout, ``base`` overlaps ``target``, or tensors overlap.
         """
         sources = self._buckets("apply_", target=target, base=base)
         table = self._table("copy" if base is None else "move", target.device)
@@ -194,7 +195,7 @@ def _offsets(layout: FlatLayout) -> list[int]:
 
 
 class _Table:
-    """The pointers of one op on one device, as the library wants them; `others` are the tensors it cannot take."""
+    """The pointers of one op on one device in the library's form; `others` are the tensors that it cannot take."""
 
     def __init__(self, op: str, device: torch.device, plan: Plan) -> None:
         fast = native.available(device)
@@ -221,11 +222,11 @@ class _Table:
         self._table = native.SegmentTable(device, segments) if segments else None
 
     def follow(self, pointers: Sequence[int]) -> bool:
-        """Point to other memory of tensors without remainders; return whether that can be."""
+        """Point to other memory of tensors without remainders; return whether that is possible."""
         return self._table is None or self._table.follow([pointers[k] for k in self._places])
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norm: bool) -> float:
-        """Run the op; return the first of its norms, where it is wanted."""
+        """Run the op; return the first of its norms, if they are computed."""
         sums = self._table.run(buckets, scalars, norm) if self._table is not None else None
         return 0.0 if sums is None else sums[0].item()
 
@@ -252,7 +253,8 @@ def scale_(out: Tensor, source: Tensor, weight: float) -> None:
     if fits and not _overlap(out, source):
         native.flat("pack", [source, out], [weight])
         increment_version(out)
-    else:  # in place there is nothing to fuse
+    else:
+        # In place there is nothing to fuse.
         reference.scale_(out, source, weight)
 
 

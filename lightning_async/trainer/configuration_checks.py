@@ -1,4 +1,7 @@
-"""Checks before training that refuse what cannot work while replicas are asynchronous, by name and with the numbers."""
+"""Checks before training that refuse configurations which cannot work with asynchronous replicas.
+
+Messages name the argument or object, its values and a remedy.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ def check_arguments(rule: Any, schedule: Any, overlap: bool) -> None:
 
 
 def check_compression(owner: str, compression: object) -> None:
-    """Raise ValueError unless the argument is a compression of averaging's messages."""
+    """Raise ValueError unless ``compression`` is a compression that averaging supports."""
     names = ("auto", "topk", *get_args(Compression))
     if not isinstance(compression, TopK) and not (isinstance(compression, str) and compression in names):
         raise ValueError(
@@ -50,7 +53,7 @@ def check_compression(owner: str, compression: object) -> None:
 
 
 def check_policies(owner: str, buffers: object, optimizer_state: object, lr_clock: object, part_mb: float) -> None:
-    """Check arguments that strategies share."""
+    """Check the arguments that several strategies have in common."""
     check_choice(owner, "buffers", buffers, get_args(BufferPolicy))
     check_choice(owner, "optimizer_state", optimizer_state, get_args(OptimizerPolicy))
     check_choice(owner, "lr_clock", lr_clock, get_args(LrClock))
@@ -61,7 +64,7 @@ def check_policies(owner: str, buffers: object, optimizer_state: object, lr_cloc
 
 
 def warn_of_momentum(module: Any, num_optimizers: int, rule: AveragingRule) -> None:
-    """Warn of an outer optimizer with momentum under optimizers that step one after the other, as a GAN's do."""
+    """Warn of an outer optimizer with momentum over optimizers that step one after the other, as a GAN's do."""
     outer = rule.rule if isinstance(rule, PseudoGradientPenalty) else rule
     has_momentum = isinstance(outer, AdaptiveDiLoCo) or (isinstance(outer, SlowMo) and outer.beta > 0)
     if isinstance(outer, DiLoCo) and outer.outer_optimizer is None:
@@ -76,7 +79,10 @@ def warn_of_momentum(module: Any, num_optimizers: int, rule: AveragingRule) -> N
 
 
 def check_callbacks(callbacks: list[Any]) -> None:
-    """Raise ValueError for a callback that changes what replicas must share, before it refuses the strategy itself."""
+    """Raise ValueError for a callback that changes the model or data of one replica only.
+
+    The message comes before the callback's own refusal of the strategy.
+    """
     kinds = pytorch("callbacks")
     for callback in callbacks:
         if isinstance(callback, kinds.ModelPruning):
@@ -101,7 +107,7 @@ def check_survival(owner: str, min_replicas: int | None, max_replicas: int | Non
 
 
 def check_setup(module: Any, layer_sync: Any, buffers: str) -> None:
-    """Raise ValueError for a module that waits for all ranks at every step, or lacks a ``forward`` for `recompute`."""
+    """Raise ValueError for a module that waits for all ranks at every step, or lacks a needed ``forward``."""
     batch_norms = [name for name, child in module.named_modules() if isinstance(child, nn.SyncBatchNorm)]
     if layer_sync is not None or batch_norms:
         what = "`Trainer(sync_batchnorm=True)`" if layer_sync is not None else f"SyncBatchNorm in {batch_norms}"
@@ -131,15 +137,16 @@ class FitCheck:
         self._world = world
 
     def run(self) -> bool:
-        """Check all ranks; return whether they are to meet at the end of each epoch.
+        """Check all ranks; return whether they meet at the end of each epoch.
 
         Raises:
-            ValueError: the ranks have unequal numbers of epochs, and something happens at their ends on all ranks; or
-                all ranks take the same steps, and a scheduler ends before training does, or watches a rank's own
-                metric.
+            ValueError: The ranks have unequal numbers of epochs, and something works on all ranks together at the end
+                of an epoch. Or all ranks take the same steps, and a scheduler ends before training does, or watches a
+                rank's own metric.
         """
         trainer = self._trainer
         world = self._world
+        # Every check gathers from all ranks, so all ranks make them in this order, and raise together.
         self._check_length()
         self._check_watched()
         epochs = world.gather_objects(self._epochs())
@@ -151,6 +158,7 @@ class FitCheck:
             f"With `max_steps={trainer.max_steps}` the ranks have {epochs} epochs, because their loaders hold "
             f"{batches} batches"
         )
+        # Ranks without these could go on to the next epoch alone.
         if users:
             raise ValueError(
                 f"{numbers}, and these work on all ranks together at the end of an epoch: {', '.join(users)}. Limit "
@@ -161,7 +169,7 @@ class FitCheck:
         return False
 
     def _check_length(self) -> None:
-        """Refuse schedulers that fail after their last step, which another rank's data may bring."""
+        """Refuse schedulers that fail after their last step, if another rank has data for more steps."""
         trainer = self._trainer
         if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
             return
@@ -173,6 +181,7 @@ class FitCheck:
         lengths = [
             each.scheduler.total_steps * each.frequency for each in by_step if isinstance(each.scheduler, OneCycleLR)
         ]
+        # All ranks take as many steps as the one with the most data, so each needs the others' numbers.
         told = self._world.gather_objects(
             [mine if limit in (None, -1) else min(mine, limit), min(lengths, default=math.inf)]
         )
@@ -187,7 +196,7 @@ class FitCheck:
             )
 
     def _check_watched(self) -> None:
-        """Refuse schedulers that watch a metric at steps: it would be one of this rank's batch."""
+        """Refuse schedulers that watch a metric at steps, because the metric would be of this rank's batch only."""
         trainer = self._trainer
         if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
             return
@@ -200,7 +209,7 @@ class FitCheck:
                 )
 
     def _epochs(self) -> float:
-        """Return how many epochs this rank will train, given its number of batches."""
+        """Return the number of epochs that this rank will train, given its number of batches."""
         trainer = self._trainer
         limit = math.inf if trainer.max_epochs in (None, -1) else float(trainer.max_epochs)
         batches = trainer.num_training_batches
@@ -210,7 +219,7 @@ class FitCheck:
         return min(limit, float(math.ceil(trainer.max_steps / steps_per_epoch)))
 
     def _epoch_end_users(self) -> list[str]:
-        """Return the names of what happens at the end of an epoch on all ranks together."""
+        """Return the names of everything that works on all ranks together at the end of an epoch."""
         trainer = self._trainer
         callbacks = pytorch("callbacks")
         users = []
@@ -234,7 +243,7 @@ class FitCheck:
 
 
 def check_momentum_stays(owner: str, schedulers: Iterable[Any]) -> None:
-    """Raise ValueError for a scheduler that changes the momentum: servers receive the learning rate only.
+    """Raise ValueError for a scheduler that changes the momentum, because servers receive only the learning rate.
 
     ``schedulers`` are the Trainer's ``lr_scheduler_configs``.
     """
@@ -264,7 +273,8 @@ def check_loaders(owner: str, trainer: Any) -> None:
         why = f"its batches are made by a {type(loader.batch_sampler).__name__}"
     elif isinstance(loader.sampler, PartitionedSampler):
         why = "a PartitionedSampler says which samples are whose"
-    elif not EpochAssignment(trainer).whole().is_known:  # whatever the epoch is that a checkpoint is of
+    # The check must not depend on the epoch, because a checkpoint may resume at any one.
+    elif not EpochAssignment(trainer).whole().is_known:
         source = loader.dataset if isinstance(loader.dataset, IterableDataset) else loader.sampler
         why = f"which samples a {type(source).__name__} gives to which rank is not known"
     if why:

@@ -1,7 +1,7 @@
-"""What changes in Lightning's loops so that replicas may be asynchronous, and where all ranks meet.
+"""Patches of Lightning's loops for asynchronous replicas, and the sync points at which all ranks meet.
 
-Lightning assumes that every rank comes to validations and ends of epochs after the same number of batches. Each patch
-replaces one method of one object of one Trainer, and is taken back at tear-down.
+Lightning assumes that every rank reaches validations and ends of epochs after the same number of batches. Each patch
+replaces one method of one object of one Trainer, and is undone at tear-down.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Validation:
-    """Patches of when to validate, of the validation itself, and of the end of an epoch."""
+    """Patches of the time of validations, of validations themselves, and of the end of an epoch."""
 
     def __init__(self, view: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData) -> None:
         self._view = view
@@ -55,12 +55,12 @@ class Validation:
         self.sync_points_epochs = True
         """Whether all ranks meet at the end of each epoch."""
         self._due = self._held = 0
-        """How many validations of this epoch this rank's clock has asked for, and how many all have run."""
+        """Number of validations in this epoch that this rank's clock has requested, and that all ranks have run."""
         self._due_at_end = False
         self._missed = 0
-        """Number of validations that this rank's data has ended before, ahead of its epoch."""
+        """Number of validations that this rank misses because its data has ended early."""
         self._validated = False
-        """The model has not changed since it was validated."""
+        """Whether the model is the one that was validated last."""
 
     def install(self) -> list[Undo]:
         fit = self._trainer.fit_loop
@@ -79,28 +79,29 @@ class Validation:
         return self.sync_points_epochs and self._view.sync_points is not None
 
     def start_over(self) -> None:
-        """Begin training anew within this fit."""
+        """Reset all counters, because training begins again within this fit."""
         self._due = self._held = self._missed = 0
         self._due_at_end = self._validated = False
 
     def model_changed(self) -> None:
-        """Note that the model is not the one that was validated."""
+        """Note that the model has changed since its validation."""
         self._validated = False
 
     def _begin_epoch(self, original: Any, data_fetcher: Any) -> None:
-        """Run the validation that is due first, in a fit that resumes after the last batch of an epoch."""
+        """Begin an epoch; first run the validation that is due if the fit resumes after an epoch's last batch."""
         original(data_fetcher)
         epoch = self._trainer.fit_loop.epoch_loop
         goes_on = epoch.batch_progress.current.ready > 0 and not epoch.restarting
         if goes_on and self._meets_at_end and epoch._is_training_done:
-            epoch._should_check_val_fx(data_fetcher)  # which puts it off until all ranks are there
+            # This call only notes the validation, which runs once all ranks are there.
+            epoch._should_check_val_fx(data_fetcher)
 
     def _should_validate(self, original: Any, data_fetcher: Any) -> bool:
-        """Return whether to validate: on this rank's clock, or because another rank asks.
+        """Return whether to validate, because this rank's clock or another rank asks for it.
 
-        A validation that is due with the last batch of an epoch waits until all ranks are there (`_end_epoch`), so that
-        it sees the model of the whole epoch. Else the rank that comes first asks all, and what the others' clocks say
-        about the same validation, sooner or later, is done with it.
+        A validation that is due with the last batch of an epoch waits until all ranks are there (`_end_epoch`), and
+        sees the model of the whole epoch. At any other time the first rank asks all. The request of another rank's
+        clock for the same validation, earlier or later, is fulfilled by it.
         """
         sync_points = self._view.sync_points
         epoch = self._trainer.fit_loop.epoch_loop
@@ -111,6 +112,7 @@ class Validation:
         if due and self.sync_points_epochs and (epoch._is_training_done or stops):
             self._due_at_end = True
             return False
+        # By time, each rank's clock runs by itself, and requests cannot be counted against each other.
         if due and not isinstance(validation_interval(self._trainer), timedelta):
             self._due += 1
             due = self._due > self._held
@@ -118,7 +120,7 @@ class Validation:
         return due or (asked and not self._comes() and self._trainer.enable_validation)
 
     def _comes(self) -> bool:
-        """Return whether, where ranks step together, this rank's clock will ask for that validation, too."""
+        """Return whether this rank's own clock will request the same validation, when ranks step together."""
         trainer = self._trainer
         fit = self._trainer.fit_loop
         every = trainer.val_check_batch
@@ -130,14 +132,15 @@ class Validation:
         return count.current.ready + every - clock.ready % every <= fit.max_batches
 
     def _end_early(self, missed: int) -> None:
-        """Count the validations that this rank's clock misses; or validate now, if no sync point ends the epoch."""
+        """Count the validations that this rank misses, or validate now if no sync point ends the epoch."""
         if self._meets_at_end:
             self._missed += missed
         else:
             self._unscheduled.run_at_end(missed)
 
     def _validate(self, original: Any) -> Any:
-        if self._view.sync_points is None:  # the sanity check, before training
+        # The sanity check runs before training, without the other ranks.
+        if self._view.sync_points is None:
             return original()
         self._meeting.rendezvous(SyncPointKind.VALIDATE)
         self._held += 1
@@ -151,19 +154,22 @@ class Validation:
         updates = updates_of(self._trainer)
         follow_rates = None
         if self._meets_at_end and world is not None:
+            # Redistribution comes first: a rank that joins meanwhile finds all others here.
             self._meet()
-            while self._lost_rank_data.rest():  # first: a rank that joins within the rest finds all others here
+            while self._lost_rank_data.rest():
                 self._meet()
-            world = self._view.world or world  # another one, where averaging has begun anew meanwhile
+            # The averager may have begun again meanwhile, with another world.
+            world = self._view.world or world
             if updates is not None:
                 follow_rates = updates.rates.end_epoch(world)
-            # Others may have come to what this rank has missed: it has taken part in that.
+            # Another rank may have reached a validation that this rank has missed, and this rank has taken part in it.
             missed = self._missed > 0 and self._due + self._missed > self._held
             mine = [float(self._due_at_end or missed), float(self._is_last())]
             due, last = world.reduce(torch.tensor(mine), "max").tolist()
             if due > 0.0 and not self._validated:
                 self._unscheduled.run_at_end()
-            if last > mine[1]:  # another rank's, which has taken more steps: no rank goes on without it
+            # Another rank has taken its last step, and no rank goes on without that one.
+            if last > mine[1]:
                 self._trainer.should_stop = True
             self._due_at_end = False
             self._due = self._held = self._missed = 0
@@ -178,7 +184,7 @@ class Validation:
             self._meeting.rendezvous(SyncPointKind.EPOCH_END, self._trainer.current_epoch)
 
     def _is_last(self) -> bool:
-        """Return whether this rank reaches its limits with this epoch, where ranks do not reach them together."""
+        """Return whether this rank reaches its limits with this epoch, if ranks may reach them separately."""
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed + 1
         steps = fit.epoch_loop.global_step
@@ -186,11 +192,11 @@ class Validation:
 
 
 class ShortEpochs:
-    """Patches of how an epoch ends whose data is shorter than the loader's length: at the ``StopIteration`` of a fetch.
+    """Patches for an epoch whose data is shorter than its loader's length, and ends with a ``StopIteration``.
 
-    Lightning leaves out what belongs to the last batch, as no batch was known to be that one. Here schedulers that
-    step with an epoch do so, and the validations run that the missing batches would have brought.
-    ``end_early`` is called with the number of missed validations; by default, it validates once if that is positive.
+    Lightning then skips everything that belongs to the last batch, because no batch was known to be the last. Here the
+    schedulers of epochs step, and the validations run that the missing batches would have brought. ``end_early`` is
+    called with the number of missed validations. By default it validates once if that number is positive.
     """
 
     def __init__(self, trainer: Any, end_early: Callable[[int], None] | None = None) -> None:
@@ -207,10 +213,10 @@ class ShortEpochs:
         except StopIteration as ended:
             fit = self._trainer.fit_loop
             has_data = not math.isinf(fit.max_batches) or self._completed > 0  # see `EmptyShards`
-            # `on_train_batch_start` that returns -1 has ended the epoch as a last batch does: that is asked for.
+            # If `on_train_batch_start` returns -1, the user ends the epoch, and Lightning handles that as a last batch.
             if has_data and not fit.epoch_loop._num_ready_batches_reached():
                 self._end()
-            # One that has come from a loader's worker is a part of a cycle that holds the workers.
+            # An exception from a loader's worker is part of a reference cycle, which would keep the workers alive.
             ended.__traceback__ = None
             raise StopIteration from None
 
@@ -219,7 +225,8 @@ class ShortEpochs:
         epoch = trainer.fit_loop.epoch_loop
         self._warn()
         missed = self._missed_validations()
-        if self._completed > 0:  # else no optimizer has stepped, which schedulers follow
+        # Schedulers follow an optimizer's step. Without a batch there was none.
+        if self._completed > 0:
             epoch.batch_progress.is_last_batch = True
             if trainer.lr_scheduler_configs:
                 epoch.update_lr_schedulers("epoch", update_plateau_schedulers=False)
@@ -230,15 +237,16 @@ class ShortEpochs:
         return self._trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
     def _missed_validations(self) -> int:
-        """Return how many validations are due with batches that are missing in this epoch."""
+        """Return the number of validations that are due with missing batches of this epoch."""
         trainer = self._trainer
         fit = trainer.fit_loop
         every = trainer.val_check_batch
         by_time = isinstance(validation_interval(trainer), timedelta)
-        # Without `check_val_every_n_epoch` batches count on in the next epoch: none is missed.
+        # Without `check_val_every_n_epoch` the count of batches continues in the next epoch, so none is missed.
         if by_time or trainer.check_val_every_n_epoch is None or not fit.epoch_loop._should_check_val_epoch():
             return 0
-        if math.isinf(every):  # it is due at the end of the epoch
+        # The validation is due at the end of the epoch.
+        if math.isinf(every):
             return 1
         return 0 if math.isinf(fit.max_batches) else int(fit.max_batches // every - self._completed // every)
 
@@ -247,7 +255,8 @@ class ShortEpochs:
         fit = self._trainer.fit_loop
         sized_len = fabric("utilities.data").sized_len
         promised = any(sized_len(loader) is not None for loader in fit._combined_loader.flattened)
-        if self._warned or not promised:  # a stream without a length may end before `limit_train_batches`
+        # A stream without a length may end before `limit_train_batches`.
+        if self._warned or not promised:
             return
         self._warned = True
         log.warning(
@@ -261,7 +270,11 @@ class ShortEpochs:
 
 
 class LoopPatches:
-    """The patches on one Trainer: on its loops, its signal connector, and some of its callbacks."""
+    """All patches on one Trainer: on its loops, its signal connector, and some of its callbacks.
+
+    Each part has an ``install``, which returns functions that undo it. `install` calls them all, and `remove` undoes
+    them in reverse order.
+    """
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
@@ -303,13 +316,13 @@ class LoopPatches:
         take_back(self._undo)
 
     def begin(self, world: LightningCollectives) -> None:
-        """Begin to train, on all ranks, after `FitCheck`."""
+        """Begin to train, on all ranks together, after `FitCheck`."""
         self._validation.sync_points_epochs = FitCheck(self._trainer, world).run()
         self._logging_failover.begin(world)
         self.sync_points.begin(world)
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return what a joining rank must know of this fit, for `go_on`."""
+        """Return the values about this fit that a joining rank needs for `go_on`."""
         return {
             "sync_points_epochs": self._validation.sync_points_epochs,
             "epoch": self.joiner_data.told(),
@@ -319,7 +332,10 @@ class LoopPatches:
     def go_on(
         self, world: LightningCollectives, name: str, places: list[list[Any]], told: dict[str, Any] | None = None
     ) -> None:
-        """Go on in a world that includes a joining rank: this rank, if it is ``told`` what the others know."""
+        """Continue in a world with a joining rank.
+
+        ``told`` is another rank's `for_joining_ranks` on the joining rank, and None on the others.
+        """
         if told is not None:
             self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
             self._logging_failover.take(told["succession"])
@@ -327,24 +343,24 @@ class LoopPatches:
         self.joiner_data.deal(name, places, None if told is None else told["epoch"])
 
     def after_batch_start(self) -> None:
-        """Tell the others how far this rank is with the batch that begins."""
-        # Where it accumulates, its gradients are yet to be stepped with.
+        """Tell the others this rank's position, as a batch begins."""
+        # Within an accumulation, the batch's gradients are in no step yet, so the position stays.
         if self._view.shrinks and not self._trainer.fit_loop.epoch_loop._should_accumulate():
             self.tell_place()
 
     def tell_place(self) -> None:
-        """Note that what is sent next holds all that this rank has done, the batch under way included."""
+        """Note that the next message holds all that this rank has done, including the batch under way."""
         if self._view.shrinks and self._view.sync_points is not None:
             self._lost_rank_data.tell_place(self._view.sync_points)
 
     def start_over(self) -> None:
-        """Begin training anew within this fit."""
+        """Reset the parts, because training begins again within this fit."""
         self._validation.start_over()
         self._lost_rank_data.start_over()
         self.rates.start_over()
 
     def begin_batch(self, batch_idx: int) -> None:
-        """Begin a batch; the strategy calls this ahead of all that it does with it."""
+        """Begin a batch. The strategy calls this before everything else in the batch."""
         self._logging_failover.begin_batch(batch_idx)
         self._saving.begin_batch()
 
@@ -353,6 +369,7 @@ class LoopPatches:
         for follow in self._after_batch:
             follow()
 
+    # All ranks meet once more, so that they end with one model.
     def _end_training(self, original: Any) -> None:
         self.sync_points.rendezvous(SyncPointKind.TRAIN_END)
         self._saving.catch_up()

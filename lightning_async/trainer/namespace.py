@@ -1,8 +1,8 @@
-"""Lightning as this package uses it: its namespace, patches of its objects, questions to a Trainer or a module.
+"""The only access to Lightning: its namespace, patches of its objects, and queries of a Trainer or module.
 
 ``lightning.pytorch`` and ``pytorch_lightning`` hold the same code under different names, and objects of one do not work
-with the other. Here, and nowhere else, one is chosen: the one that the program has imported first, else the one that is
-installed, ``lightning`` first. Where both are imported, the other one's Trainer says why it refuses, and what to do.
+with the other. This module chooses one: the one that the program has imported first, else the installed one,
+``lightning`` first. If both are imported, the other one's Trainer explains why it refuses a strategy, and the remedy.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ _NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def _choose() -> str:
-    for module in list(sys.modules):  # in the order in which they were imported
+    # `sys.modules` is in the order of imports.
+    for module in list(sys.modules):
         if module in _NAMESPACES:
             return module
     for candidate in _NAMESPACES:
@@ -48,12 +49,12 @@ def _choose() -> str:
 
 
 name = _choose()
-"""``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
+"""The chosen namespace: ``"lightning.pytorch"`` or ``"pytorch_lightning"``."""
 
 _OTHER = next(each for each in _NAMESPACES if each != name)
 
 pl = importlib.import_module(name)
-"""The package itself."""
+"""The chosen namespace's package."""
 
 
 @functools.cache
@@ -76,10 +77,10 @@ def fabric(module: str) -> ModuleType:
 
 
 def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
-    """Let the Trainer of the other namespace, where the program has imported it, name the cause of its refusal.
+    """Make the Trainer of the other namespace, if it is imported, explain why it refuses ``strategy``.
 
-    Its registry gets the ``names`` of the ``strategy``, with a function that raises. It takes the class for one of its
-    own, so that `check_object` is reached in place of "invalid strategy name".
+    Its registry gets the ``names`` of the strategy, with a function that raises. The class counts as a subclass of its
+    Strategy, so that the Trainer reaches `check_object` instead of "invalid strategy name".
     """
     other = sys.modules.get(f"{_OTHER}.strategies")
     if other is None:
@@ -94,7 +95,7 @@ def refuse_elsewhere(strategy: type, names: Iterable[str]) -> None:
 
 
 def check_object(owner: object, thing: object) -> None:
-    """Raise TypeError for a Trainer, or a part of it, that is of the other namespace."""
+    """Raise TypeError if ``thing``, a Trainer or a part of one, is of the other namespace."""
     roots = {"lightning"} if name == "pytorch_lightning" else {"pytorch_lightning", "lightning_fabric"}
     if any(kind.__module__.partition(".")[0] in roots for kind in type(thing).__mro__):
         raise TypeError(_refusal(type(owner).__name__))
@@ -109,11 +110,11 @@ def _refusal(owner: str) -> str:
 
 
 Undo = Callable[[], None]
-"""Takes a patch back."""
+"""A function that undoes a patch."""
 
 
 def set_for_now(owner: Any, name: str, value: Any) -> Undo:
-    """Set an attribute; return what sets it back."""
+    """Set an attribute; return a function that restores it."""
     had = name in vars(owner)
     old = getattr(owner, name)
     setattr(owner, name, value)
@@ -121,23 +122,23 @@ def set_for_now(owner: Any, name: str, value: Any) -> Undo:
 
 
 def take_back(undo: list[Undo]) -> None:
-    """Take patches back, the last first, and empty the list."""
+    """Undo patches in reverse order, and empty the list."""
     while undo:
         undo.pop()()
 
 
 def override(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
-    """Have ``call`` called in place of a method, which is its first argument; return what sets the method back."""
+    """Replace a method by ``call``, whose first argument is the method; return a function that restores it."""
     return set_for_now(owner, name, _before(getattr(owner, name), call))
 
 
 def _before(original: Any, call: Callable[..., Any]) -> Callable[..., Any]:
-    # A function, and no `functools.partial`: set on a class, it is a method, with `self` after the original.
+    # A plain function becomes a method when it is set on a class, with `self` after the original. A partial would not.
     return lambda *args, **kwargs: call(original, *args, **kwargs)
 
 
 class _InPlaceOf:
-    """A function that an object calls for now; a pickle or a deep copy of the object has the one that it ``had``."""
+    """A temporary replacement of a method that pickles and deep copies as the method that the object ``had``."""
 
     def __init__(self, had: Any, call: Callable[..., Any]) -> None:
         self._had = had
@@ -147,25 +148,25 @@ class _InPlaceOf:
         return self._call(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # No function of this package: a program that reads the pickle need not have it.
+        # The pickle must load without this package, so it names a function of the standard library.
         return operator.itemgetter(0), ((self._had,),)
 
 
 class _InPlaceOfAll(_InPlaceOf):
-    """The same for a function that is not bound to the object: a deep copy keeps it, a pickle does not."""
+    """A replacement of a function that is not bound to the object: deep copies keep it, and pickles do not."""
 
     def __deepcopy__(self, memo: Any) -> _InPlaceOfAll:
         return self
 
 
 def override_for_users(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
-    """Do as `override`, on an object that a user may pickle or copy meanwhile: a callback, a logger."""
+    """Do as `override`, on an object that a user may pickle or copy during training, such as a callback."""
     original = getattr(owner, name)
     return set_for_now(owner, name, _InPlaceOf(original, _before(original, call)))
 
 
 def sync_metrics_through(world: Callable[[], LightningCollectives | None], module: Any) -> list[Undo]:
-    """Lead torchmetrics' collectives through ``world()``; they wait for no rank while replicas are asynchronous."""
+    """Route torchmetrics' collectives through ``world()``, except while replicas are asynchronous."""
 
     def available() -> bool:
         there = world()
@@ -175,7 +176,7 @@ def sync_metrics_through(world: Callable[[], LightningCollectives | None], modul
         there = world()
         return there.gather_uneven(tensor) if there is not None else [tensor]
 
-    # Modules keep metrics in their hyper-parameters, which checkpoints pickle while training runs.
+    # A module may hold metrics in its hyper-parameters, which checkpoints pickle during training.
     metrics = [child for child in module.modules() if isinstance(child, Metric)]
     return [
         set_for_now(metric, name, _InPlaceOfAll(getattr(metric, name), function))
@@ -185,13 +186,14 @@ def sync_metrics_through(world: Callable[[], LightningCollectives | None], modul
 
 
 def callbacks_of(trainer: Any, kind: str) -> list[Any]:
-    """Return the Trainer's callbacks of one of Lightning's classes; none where this Lightning has no such class."""
+    """Return the Trainer's callbacks of one of Lightning's classes; none if this Lightning lacks the class."""
     wanted = getattr(pytorch("callbacks"), kind, ())
     return [callback for callback in trainer.callbacks if isinstance(callback, wanted)]
 
 
 def validation_interval(trainer: Any) -> int | float | timedelta:
-    """Return ``val_check_interval``: batches, a share of an epoch, or a time, which the Trainer keeps elsewhere."""
+    """Return ``val_check_interval``: a number of batches, a share of an epoch, or a time."""
+    # The Trainer keeps a time in another attribute.
     seconds = getattr(trainer, "_val_check_time_interval", None)
     return trainer.val_check_interval if seconds is None else timedelta(seconds=seconds)
 
@@ -203,21 +205,21 @@ def searches_lr(trainer: Any) -> bool:
 
 
 def pulls(module: Any) -> bool:
-    """Return whether `training_step` takes its batches from the loader by itself: they are not known before."""
+    """Return whether `training_step` fetches its batches from the loader itself, so they are unknown before."""
     signature = pytorch("utilities.signature_utils")
     return signature.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
 
 def pulled(trainer: Any) -> Any:
-    """Return the batch that such a `training_step` has taken last."""
+    """Return the last batch that a `training_step` has fetched itself."""
     return trainer.fit_loop._data_fetcher._batch
 
 
 def changes_gradients(module: Any, until_step: bool = False) -> bool:
     """Return whether a hook of the module, or of a callback, may change gradients after the backward pass.
 
-    It may leave no trace (``p.grad.data``), so gradients can only leave when it is over. With ``until_step``: also the
-    hooks that come later, before the optimizer's step.
+    Such a change may leave no trace (``p.grad.data``), so gradients can be sent only after the hook. With
+    ``until_step``, later hooks before the optimizer's step count, too.
     """
     is_overridden = pytorch("utilities.model_helpers").is_overridden
     hooks = ("on_after_backward", *(("on_before_optimizer_step",) if until_step else ()))
@@ -228,41 +230,42 @@ def changes_gradients(module: Any, until_step: bool = False) -> bool:
 
 
 def scaler_of(precision: Any) -> Any:
-    """Return the gradient scaler of a precision plugin; None where losses, and so gradients, are not scaled."""
+    """Return the gradient scaler of a precision plugin; None if losses and gradients are not scaled."""
     scaler = getattr(precision, "scaler", None)
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def loss_scale(precision: Any) -> float:
-    """Return what a precision plugin multiplies losses by."""
+    """Return the factor by which a precision plugin multiplies losses."""
     scaler = scaler_of(precision)
     return 1.0 if scaler is None else float(scaler.get_scale())
 
 
 def scaled_zero(precision: Any, device: torch.device) -> Tensor:
-    """Return zero in place of a loss, scaled: a gradient scaler makes its scale with the first loss."""
+    """Return a scaled zero in place of a loss, because a gradient scaler creates its scale with the first loss."""
     zero = torch.zeros((), device=device)
     scaler = scaler_of(precision)
     return zero if scaler is None else scaler.scale(zero)
 
 
 def rank_zero_info(text: str) -> None:
-    """Log one INFO line, on rank 0, by Lightning's logger."""
+    """Log one INFO line by Lightning's logger, on rank 0."""
     pytorch("utilities.rank_zero").rank_zero_info(text)
 
 
 def in_words(exception: BaseException) -> str:
-    """Return the text by which other ranks learn why this rank has ended."""
+    """Return the text that tells other ranks why this rank has ended."""
     if isinstance(exception, KeyboardInterrupt):
         return "it was interrupted by hand (KeyboardInterrupt), which is no error of the program"
     try:
         return f"{type(exception).__name__}: {exception}"
-    except Exception:  # of its own class
+    # An exception of the user's class may fail in `__str__`.
+    except Exception:
         return f"{type(exception).__name__}, which does not say why"
 
 
 def shorten(exception: BaseException) -> None:
-    """Strip the traceback and the causes off an exception, after they were logged."""
+    """Remove the traceback and the causes of an exception, after logging them."""
     log.debug("Where it was noticed:", exc_info=exception)
     exception.__cause__ = exception.__context__ = None
     exception.__suppress_context__ = True
@@ -270,21 +273,22 @@ def shorten(exception: BaseException) -> None:
 
 
 def batch_size(batch: Any) -> float:
-    """Return the samples in ``batch``, as Lightning counts them for its logs; 1 where it cannot tell."""
+    """Return the number of samples in ``batch``, as Lightning counts them for its logs; 1 if it cannot tell."""
     try:
         return float(pytorch("utilities.data").extract_batch_size(batch))
-    except Exception:  # Lightning raises what it likes on types that it does not know
+    # Lightning raises various exceptions for types that it does not know.
+    except Exception:
         _warn(type(batch).__name__)
         return 1.0
 
 
 @functools.cache
 def _warn(kind: str) -> None:
-    log.warning("The number of samples in a batch of type %s cannot be told; each counts as one sample.", kind)
+    log.warning("The number of samples in a batch of type %s is unknown; each counts as one sample.", kind)
 
 
 def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], float]:
-    """Return a user's function of a batch as one that returns a finite number >= 0, or raises."""
+    """Wrap a user's function of a batch to return a finite number >= 0, or raise."""
 
     def count(batch: Any) -> float:
         counted = float(function(batch))
@@ -311,19 +315,19 @@ def make_equal(world: LightningCollectives, module: Any) -> None:
 
 
 class OwnSteps:
-    """A module's own decisions: a batch without a loss, and steps of optimizers that Lightning has not wrapped.
+    """The steps and skipped batches that a module decides on by itself.
 
-    A raw ``optimizer.step()`` would bypass the strategy: replicas would diverge, and Lightning would not count it.
-    After `install`, the ``step`` of each optimizer is Lightning's, unless Lightning itself calls it. A step that was
-    taken from the optimizer before (``step = optimizer.step``, or a compiled one) cannot be redirected: torch's hook
-    sees it, and it is refused.
+    A raw ``optimizer.step()`` would bypass the strategy: replicas would diverge, and Lightning would not count the
+    step. After `install`, the ``step`` of each optimizer calls Lightning's step, unless Lightning itself calls it. A
+    step that was taken from the optimizer before (``step = optimizer.step``, or a compiled one) cannot be redirected.
+    torch's hook notices such a step, and it is refused.
     """
 
     _strategy: Any  # from `install` on
 
     def __init__(self) -> None:
         self._under_way: set[int] = set()
-        """The `id` of each optimizer of which Lightning takes a step."""
+        """The `id` of each optimizer with which Lightning is taking a step."""
         self.skipped = False
         """Whether `training_step` has returned None for the batch under way."""
 
@@ -337,11 +341,16 @@ class OwnSteps:
         return undo
 
     def _let_skip(self, result: Any, original: Callable[[Any], Any], kwargs: Any) -> Any:
-        """Let `training_step` return None, which Lightning refuses where others would wait for gradients for ever."""
+        """Let `training_step` return None.
+
+        Lightning refuses None with several ranks, because others would wait for the gradients for ever. Here they do
+        not.
+        """
         self.skipped = False
         try:
             return original(kwargs)
         except RuntimeError:
+            # Lightning raises this for None with several ranks. Any other error is the user's.
             if not self.skipped:
                 raise
             return result(None)
@@ -357,7 +366,7 @@ class OwnSteps:
             self._under_way -= new
 
     def led(self, optimizer: Optimizer, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a ``step`` for the optimizer that calls Lightning's, unless Lightning is the caller."""
+        """Return a ``step`` for the optimizer that calls Lightning's step, unless Lightning is the caller."""
 
         @functools.wraps(getattr(step, "__func__", step))
         def stepped(_: Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -367,9 +376,11 @@ class OwnSteps:
             number = next(i for i, each in enumerate(strategy.optimizers) if each is optimizer)
             return strategy._lightning_optimizers[number].step(*args, **kwargs)
 
-        return MethodType(stepped, optimizer)  # a scheduler that is made later looks for its `__func__`
+        # A bound method, because schedulers that are made later read its `__func__`.
+        return MethodType(stepped, optimizer)
 
     def _check(self, optimizer: Optimizer, *_: Any) -> None:
+        """Refuse a step that does not go through Lightning."""
         if id(optimizer) in self._under_way:
             return
         number = next(i for i, each in enumerate(self._strategy.optimizers) if each is optimizer)
@@ -385,10 +396,10 @@ _MARK = "_compiler_ctx"
 
 
 class CompiledMark:
-    """The mark that `torch.compile` leaves on a module, taken off while the Trainer looks for it.
+    """The mark that `torch.compile` leaves on a module, hidden while the Trainer looks for it.
 
-    Lightning lets only strategies on a list of its own train a compiled module. The Trainer looks at the mark after it
-    has handed the module to the strategy, or asked the strategy for it, and before it asks for the launcher.
+    Lightning lets only its own listed strategies train a compiled module. The Trainer looks for the mark after it has
+    given the module to the strategy, or asked the strategy for it, and before it asks for the launcher.
     """
 
     def __init__(self) -> None:
@@ -396,7 +407,7 @@ class CompiledMark:
         self._mark: Any = None
 
     def hide(self, module: Any) -> None:
-        """Take the mark off: the Trainer is about to look."""
+        """Remove the mark, because the Trainer is about to look."""
         self.show()
         if getattr(module, _MARK, None) is not None:
             self._module = module
@@ -404,15 +415,16 @@ class CompiledMark:
             setattr(module, _MARK, None)
 
     def hide_from_trainer(self, module: Any) -> None:
-        """`hide`, if `Trainer.validate`, `test` or `predict` is what asks the strategy for its module."""
+        """Remove the mark if `Trainer.validate`, `test` or `predict` is asking the strategy for its module."""
         if getattr(module, _MARK, None) is not None:
             asks = {function.__code__ for function in (pl.Trainer.validate, pl.Trainer.test, pl.Trainer.predict)}
-            frame = sys._getframe(2).f_back  # here, in the strategy's property, in the Trainer's, and who reads that
+            # The frames are: this one, the strategy's property, the Trainer's property, and the reader of that.
+            frame = sys._getframe(2).f_back
             if frame is not None and frame.f_code in asks:
                 self.hide(module)
 
     def show(self) -> None:
-        """Put the mark back: the Trainer has looked."""
+        """Restore the mark, after the Trainer has looked."""
         if self._module is not None:
             setattr(self._module, _MARK, self._mark)
             self._module = self._mark = None

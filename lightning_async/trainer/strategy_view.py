@@ -1,4 +1,4 @@
-"""`StrategyView`: the properties of a strategy that loops, checkpoints and callbacks read; `view_of` any strategy."""
+"""The properties of a strategy that loops, checkpoints and callbacks read."""
 
 from __future__ import annotations
 
@@ -14,37 +14,39 @@ _PLAIN_STEPS = StepRunner()
 
 
 class StrategyView:
-    """A strategy as the rest of the package sees it; the base of the strategies of this package, which override what
-    differs from Lightning's own strategies."""
+    """A strategy as the rest of the package sees it.
+
+    It is the base of this package's strategies, which override what differs from Lightning's own strategies.
+    """
 
     replicated = False
-    """A strategy of this package: one whole replica per rank."""
+    """Whether this is a strategy of this package, with one whole replica on each rank."""
     asynchronous = False
-    """Replicas run at their own pace between sync points."""
+    """Whether replicas run at their own pace between sync points."""
     in_windows = False
-    """The strategy itself gathers the gradients of several batches before a step; see `AsyncGradientStrategy`."""
+    """Whether the strategy gathers the gradients of several batches before a step; see `AsyncGradientStrategy`."""
     served = False
-    """Weights are on servers: replicas are copies of them, and there is one model."""
+    """Whether weights are on servers. Replicas are copies of them, so there is one model."""
     averages_gradients = False
-    """Each optimizer step has the mean of all ranks' gradients; asynchronous replicas step with their own."""
+    """Whether each optimizer step has the mean of all ranks' gradients. Asynchronous replicas step with their own."""
     in_step = False
-    """Replicas take every step together, each after the same number of its own batches, as long as it has some."""
+    """Whether replicas take every step together, after equally many batches, as long as they have data."""
     failed = False
-    """This rank has ended with an exception: it waits for no other."""
+    """Whether this rank has ended with an exception, and waits for no other rank."""
     weight = 1.0
-    """Factor of each loss, see `HorovodStrategy`."""
+    """The factor of each loss; see `HorovodStrategy`."""
     live_ranks: Any = None
-    """The `RankMap` of live ranks; None where no rank may be lost."""
+    """The `RankMap` of live ranks; None if no rank may be lost."""
     host: Any = None
-    """The `JoinCoordinator`, which admits joining ranks; None where none can join."""
+    """The `JoinCoordinator`, which admits joining ranks; None if none can join."""
     summary: Any = None
     """The `RunSummary` so far."""
     updates: Any = None
-    """`OptimizerUpdates` of the fit; None where a step belongs to the batch that Lightning has at hand."""
+    """The `OptimizerUpdates` of the fit; None if each step belongs to the batch that Lightning trains on."""
     transport: Any = None
-    """The `Transport` of the ranks; None where Lightning starts and connects them."""
+    """The `Transport` of the ranks; None if Lightning starts and connects them."""
     lost_rank_data: Any = None
-    """The `LostRankData` of the fit; None where no rank may be lost."""
+    """The `LostRankData` of the fit; None if no rank may be lost."""
     connection: Any = None
     """The `Connection` of all ranks; None in a world of one."""
     averager: Any = None
@@ -54,17 +56,17 @@ class StrategyView:
 
     @property
     def world(self) -> LightningCollectives | None:
-        """Collectives over all ranks; None in a world of one."""
+        """The collectives over all ranks; None in a world of one."""
         return None
 
     @property
     def sync_points(self) -> SyncPoints | None:
-        """The sync points of this session; None before training has begun, and where there is one rank."""
+        """The sync points of this session; None before training has begun, and with a single rank."""
         return None
 
     @property
     def step_runner(self) -> StepRunner:
-        """The `StepRunner` of this replica; the base class where nothing is exchanged."""
+        """The `StepRunner` of this replica; the base class if nothing is exchanged."""
         return _PLAIN_STEPS
 
     @property
@@ -74,48 +76,50 @@ class StrategyView:
 
     @property
     def num_averaged(self) -> int:
-        """Number of ranks whose gradients become one before an optimizer step."""
+        """The number of ranks whose gradients are averaged before an optimizer step."""
         return 1
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether all ranks must have as many batches before a step; replicas of our engine need not."""
+        """Whether all ranks must have equally many batches before a step. Replicas of our engine need not."""
         return not self.asynchronous and self.num_averaged > 1
 
     @property
     def equal_gradients(self) -> bool:
-        """Whether ranks that step together have the same gradients, each of them whole."""
+        """Whether ranks that step together have the same gradients, each rank all of them."""
         return self.replicated
 
     @property
     def averages_parameters(self) -> bool:
-        """Whether ranks become equal from time to time only, without this package's doing."""
+        """Whether another mechanism than this package's makes ranks equal from time to time."""
         return False
 
     @property
     def shrinks(self) -> bool:
-        """Whether training may go on without ranks that are lost."""
+        """Whether training may continue without ranks that are lost."""
         return False
 
     @property
     def patience(self) -> timedelta:
-        """How long too few replicas wait for others."""
+        """The time for which too few replicas wait for others."""
         return timedelta(0)
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        """Optimizer steps, as the mean over replicas, when training began and now; learning rates that change per batch
-        follow them. None: each replica's follow its own steps."""
+        """The mean number of optimizer steps over replicas when training began, and now.
+
+        Learning rates that change per batch follow it. None: each replica's rates follow its own steps.
+        """
         return None
 
     def start_over(self) -> None:
-        """Begin another training with the next batch: all ranks are here, with one model."""
+        """Begin another training with the next batch. All ranks are at a sync point with one model."""
 
     def begin_again(self) -> None:
-        """Become asynchronous again, before a batch or a sync point, if a checkpoint was restored during training."""
+        """Become asynchronous again, before a batch or sync point, if a checkpoint was restored during training."""
 
     def on_model_changed(self) -> None:
-        """Follow another model, which a sync point has given all replicas."""
+        """Follow another model, which a sync point has given to all replicas."""
 
     def end_epoch(self) -> None:
         """Count an epoch of this rank."""
@@ -125,7 +129,7 @@ class StrategyView:
 
 
 class _LightningsView(StrategyView):
-    """The answers of a strategy that is none of this package."""
+    """The view of a strategy that is not of this package."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
@@ -145,5 +149,5 @@ class _LightningsView(StrategyView):
 
 
 def view_of(strategy: Any) -> Any:
-    """Return the strategy itself where it is one of this package, else a view of it."""
+    """Return a strategy of this package itself, and a view of any other strategy."""
     return strategy if isinstance(strategy, StrategyView) else _LightningsView(strategy)

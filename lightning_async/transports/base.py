@@ -1,4 +1,4 @@
-"""The connection that one run holds open, and what a transport must offer for it."""
+"""The connection of all ranks during one run, and the interface of transports that open it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from lightning_async.membership.store import Store
 log = logging.getLogger(__name__)
 
 
+# Seconds to wait for the reason of a broken connection, which the heartbeat learns soon.
 _HEARSAY_S = 2.0
+# Seconds for which rank 0 keeps the store after a failure, so that the others can read the reason.
 _OUTLIVES_S = 5.0
 
 
 class Connection:
-    """Communicators, heartbeats, and Lightning's collectives over all ranks; closed by `close`.
+    """The communicators, heartbeats and Lightning's collectives over all ranks, until `close`.
 
-    ``root`` is for CPU tensors, ``payload`` for the buckets; they may be one. ``membership`` is started; None where the
-    transport alone tells who is gone. ``name`` is that of what is kept in the store of all ranks, if there is one.
+    ``root`` is for CPU tensors and ``payload`` for the buckets; they may be the same. ``membership`` is started, and
+    None if the transport itself notices lost ranks. ``name`` is the prefix in the store of all ranks, if there is a
+    store.
     """
 
     def __init__(
@@ -45,13 +48,15 @@ class Connection:
         self.store = store
         self.name = name
         self.forks: tuple[Collectives, Collectives] | None = None
-        """For headers and payloads, see `forks_of`, where they were formed before anybody needs them."""
+        """Forks for headers and payloads, see `forks_of`, if they were formed in advance."""
         self.root = root
         self.payload = payload
         self._membership = membership
-        self.outlives = True  # where the others fail, too, this rank's store waits for them to hear why
+        # Whether this rank's store waits after a failure until the others have read its reason.
+        self.outlives = True
         self._roots = [root] if payload is root else [root, payload]
-        self.on_end: Callable[[], None] = lambda: None  # called when all have ended this run in order
+        # Function that is called when all ranks have ended this run in order.
+        self.on_end: Callable[[], None] = lambda: None
         self._listener: Listener | None = None
         self._name_of: Callable[[int], str] = str
         lightning = root.fork("lightning")
@@ -69,26 +74,28 @@ class Connection:
         return self._membership
 
     def hear_deaths(self, name_of: Callable[[int], str]) -> None:
-        """Have the launcher report deaths, where it has started this rank: such a peer is lost at once.
+        """Listen to the launcher's reports of deaths, if it has started this rank: such a peer is lost at once.
 
-        ``name_of`` says what a rank is called here, by the number that it was started with, or raises ValueError.
+        ``name_of`` returns the stable name of a rank, given the number with which it was started, or raises ValueError.
         """
         self._name_of = name_of
         if (membership := self._membership) is None or self._listener is not None:
             return
 
         def hear(death: Death) -> None:
+            # The rank may not take part in this run, and has no name here.
             with suppress(ValueError):
                 membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
 
     def report_death(self, rank: int, text: str) -> None:
-        """Tell all that the process of the rank that was started with this number has ended, see `hear_deaths`."""
+        """Publish that the process has ended that was started as ``rank``; see `hear_deaths`."""
         try:
             self.membership.report_death(self._name_of(rank), text)
-        except Exception as error:  # then the others find out by its silence
-            log.warning("The others could not be told that rank %d died: %s", rank, error)
+        # If this fails, the others notice the death by its silence.
+        except Exception as error:
+            log.warning("The others could not be informed that rank %d has died: %s", rank, error)
 
     def open(self) -> None:
         for root in self._roots:
@@ -97,7 +104,7 @@ class Connection:
     def close(self, in_order: bool) -> None:
         """Release everything; with ``in_order``, first wait shortly until no rank needs the groups any more.
 
-        In a fork of the process that made it this does nothing: all of it is the parent's.
+        In a fork of the process that made it this does nothing, because everything belongs to the parent.
         """
         if os.getpid() != self._pid:
             return
@@ -105,6 +112,7 @@ class Connection:
             self._listener.close()
         if in_order:
             try:
+                # Closing a group that another rank still uses would make that rank's operation fail.
                 self.root.barrier().result(timedelta(seconds=30))
             except Exception as error:
                 in_order = False
@@ -119,6 +127,7 @@ class Connection:
             self.on_end()
 
     def _outlive_the_others(self, membership: Membership) -> None:
+        """Wait until the others have left or are lost, as they read the failure's reason in this rank's store."""
         membership.leave()
         until = time.monotonic() + _OUTLIVES_S
         others = {*membership.generation.members} - {membership.generation.name}
@@ -126,9 +135,11 @@ class Connection:
             time.sleep(0.02)
 
     def _why(self, error: Exception) -> str:
+        """Return why another rank has not ended in order, as the heartbeats tell."""
         until = time.monotonic() + _HEARSAY_S
         while self._membership is not None and time.monotonic() < until:
-            left = self._membership.left().intersection(self._membership.generation.members)  # not who visits
+            # The members only: joining ranks may leave, too.
+            left = self._membership.left().intersection(self._membership.generation.members)
             gone = in_order({*self._membership.lost(), *left})
             if gone:
                 return self._membership.why(gone).splitlines()[0].rstrip(".")
@@ -138,18 +149,20 @@ class Connection:
 
 @contextmanager
 def short_world(root: Collectives, check: Callable[[], None] = lambda: None) -> Iterator[LightningCollectives]:
-    """Lightning's collectives over ``root`` for one operation: closed when all ranks are done with it."""
+    """Yield Lightning's collectives over ``root`` for one operation; close them when all ranks are done."""
     try:
         yield LightningCollectives(root, check)
+        # Another rank may still wait for this rank's part of the operation.
         root.barrier().result()
     finally:
         root.close()
 
 
 class Transport(ABC):
-    """The choice of who starts the ranks, and what moves their bytes: torch.distributed or Horovod.
+    """The base of transports, which decide who starts the ranks and what moves their bytes.
 
-    A transport is a value: what it opens belongs to the `Connection`, so two strategies may share one.
+    A transport is a value. Everything that it opens belongs to the `Connection`, so two strategies may share a
+    transport.
     """
 
     @abstractmethod
@@ -160,7 +173,7 @@ class Transport(ABC):
     def launcher(
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
-        """Return what starts the other ranks of this host; None where that is done."""
+        """Return the launcher of the other ranks of this host; None if they are started already."""
 
     @abstractmethod
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
@@ -168,7 +181,7 @@ class Transport(ABC):
 
     @abstractmethod
     def backend_on(self, root_device: torch.device) -> str:
-        """Return the name of what moves payloads of replicas on such a device; equal on all ranks."""
+        """Return the name of the backend that moves payloads of replicas on such a device; equal on all ranks."""
 
     @abstractmethod
     def bucket_device(self, root_device: torch.device) -> torch.device:
@@ -178,15 +191,15 @@ class Transport(ABC):
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
-        """Join all ranks for a run.
+        """Connect all ranks for a run.
 
         Args:
-            environment: says who this rank is.
-            root_device: of the replica.
-            name: differs between the runs of one process.
-            dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
+            environment: Cluster environment, which knows this rank's number.
+            root_device: Device of the replica.
+            name: Name of the run, which differs between the runs of one process.
+            dead_after: Time without a heartbeat after which a rank is lost; None for no heartbeats.
         """
 
     @abstractmethod
     def short_world(self, environment: Any, name: str) -> AbstractContextManager[LightningCollectives]:
-        """Open collectives over all ranks for one operation outside of a run; all call it with the same name."""
+        """Open collectives over all ranks for one operation outside of a run. All ranks pass the same name."""

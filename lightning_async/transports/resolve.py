@@ -1,4 +1,4 @@
-"""The choice of a strategy's transport: the one that it was given, or the one that a short name stands for."""
+"""The choice of a strategy's transport: a given object, or the meaning of a short name."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ REGISTERED: dict[str, Transport | TransportName] = {
     "_fork": TorchTransport(start="fork"),
     "_notebook": TorchTransport(start="fork"),
 }
-"""What Lightning's registry holds, by the ending of the strategy's name there."""
+"""Transports in Lightning's registry of strategies, by the suffix of the strategy's name there."""
 
 
 def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:
-    """Return the transport itself, or what its name stands for.
+    """Return the given transport, or the one that its name stands for.
 
-    "auto" is Horovod where horovodrun has started this process (``HOROVOD_RANK`` and ``HOROVOD_SIZE`` are set), else
-    torch. Under mpirun alone Horovod must be asked for.
+    "auto" is Horovod if horovodrun has started this process (``HOROVOD_RANK`` and ``HOROVOD_SIZE`` are set), else
+    torch. Under mpirun alone Horovod must be requested.
 
     Raises:
-        TypeError, ValueError: it is no transport, an unknown name, or ranks that two launchers would start.
-        ModuleNotFoundError: Horovod is called for, but not installed.
-        RuntimeError: both torchrun and horovodrun say who this process is.
+        TypeError: The argument is no transport.
+        ValueError: The name is unknown, or two launchers would start the ranks.
+        ModuleNotFoundError: Horovod is requested, but not installed.
+        RuntimeError: Both torchrun and horovodrun have set this process's rank.
     """
     if isinstance(transport, str):
         chosen = _named(owner, transport, gloo_timeout)
@@ -59,7 +60,7 @@ def choose_transport(owner: str, transport: Transport | TransportName, gloo_time
 
 
 def how_to_have_more(transport: Transport) -> str:
-    """Say what a user does who has one rank, and wants more.
+    """Return the advice for a user with a single rank who wants more.
 
     >>> how_to_have_more(TorchTransport())
     'Pass `Trainer(devices=2)` or more'
@@ -81,5 +82,6 @@ def _named(owner: str, name: str, gloo_timeout: timedelta) -> Transport:
         )
     if name == "torch" or (name == "auto" and not started_by_horovodrun()):
         return TorchTransport()
-    horovod = importlib.import_module("lightning_async.horovod.transport")  # nothing else needs Horovod
+    # Imported here only, because nothing else needs Horovod.
+    horovod = importlib.import_module("lightning_async.horovod.transport")
     return horovod.HorovodTransport(gloo_timeout=gloo_timeout)

@@ -1,4 +1,4 @@
-"""Ranks of torch.distributed, whoever started them; Lightning starts them where nobody did."""
+"""The transport of torch.distributed, whose ranks any launcher starts, or Lightning."""
 
 from __future__ import annotations
 
@@ -52,19 +52,26 @@ from lightning_async.trainer.namespace import fabric, rank_zero_info
 from lightning_async.transports.base import Connection, Transport, short_world
 
 START_TIMEOUT = timedelta(minutes=30)
-_stores: list[Any] = []  # of this process: one, from its first run on
-_processes: list[StoreProcess] = []  # of this process: the one that serves, where it is rank 0
-_early: list[Any] = []  # the store, where it is open and no group is yet
-_agreed: list[Callable[[], None]] = []  # what raises where ranks differ in how they begin, until they have begun
-_assembled: list[Any] = []  # what the ranks have assembled in: another that came in its place would know nothing of it
+# The store of this process, from its first run on.
+_stores: list[Any] = []
+# The process that serves the store, on rank 0.
+_processes: list[StoreProcess] = []
+# The store, while it is open and no group exists yet.
+_early: list[Any] = []
+# Functions that raise if ranks differ in how they begin, until all have begun.
+_agreed: list[Callable[[], None]] = []
+# The store of the assembly. A new store at its address would not know who has come.
+_assembled: list[Any] = []
 
 
 def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
-    """Return the store below the default group, which MPI's has not; ``apart``: rank 0's is in a process of its own.
+    """Return the store below the default group; with ``apart``, rank 0 keeps it in a process of its own.
 
-    A rank that comes back is in no default group, and finds the store that the others have met in.
+    A rank that comes back is in no default group, and finds the store in which the others have met. MPI's group has no
+    store.
     """
-    if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":  # somebody else has made the group
+    # The user's program has formed the default group.
+    if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":
         return distributed_c10d._get_default_store()
     if not _stores:
         _stores.append(_open_store(environment, rank, apart))
@@ -82,19 +89,19 @@ def _agree(environment: Any, rank: int, waits: str) -> None:
 
 
 def check_start() -> None:
-    """Raise AsyncTrainingError where who started this rank has died, or another rank is to begin otherwise."""
+    """Raise AsyncTrainingError if this rank's launcher has died, or if ranks differ in how they begin."""
     check_launcher()
     for check in _agreed:
         check()
 
 
 def start_is_over() -> None:
-    """Note that all have begun: a rank that is to begin otherwise comes late, and fails alone."""
+    """Note that all ranks have begun; a rank that begins differently afterwards fails alone."""
     _agreed.clear()
 
 
 def assemble(environment: Any) -> ProcessRole:
-    """Return whether this rank begins with all or comes back, as the launcher's store says, see `Assembly`."""
+    """Return whether this rank begins with all others or comes back, by the launcher's store; see `Assembly`."""
     rank = environment.global_rank()
     address = _address(environment)
     patience = _patience(rank)
@@ -107,12 +114,13 @@ def assemble(environment: Any) -> ProcessRole:
 
 
 def _say_how_it_ends(assembly: Assembly) -> None:
-    """Say that the process ends in order, unless an exception has ended a run or ends the script."""
+    """Publish that the process ends in order, unless an exception has ended a run or the script."""
     if ended_in_order() and not hasattr(sys, "last_value"):
         assembly.end()
 
 
 def host_of(environment: Any) -> str | None:
+    """Return the address on which Gloo must listen, if all ranks are on this host; else None."""
     address = _address(environment)
     return {"localhost": "127.0.0.1"}.get(address, address) if is_loopback(address) else None
 
@@ -120,7 +128,8 @@ def host_of(environment: Any) -> str | None:
 def _open_store(environment: Any, rank: int, apart: bool) -> Any:
     address = _address(environment)
     seal = Seal.of_job()
-    launcher_serves = os.environ.get(AGENTS_STORE) == "True"  # torchrun's agent
+    # torchrun's agent serves a store.
+    launcher_serves = os.environ.get(AGENTS_STORE) == "True"
     elsewhere = launcher_serves or came_back() is not None
     serves = rank == 0 and not elsewhere
     port = environment.main_port
@@ -129,12 +138,13 @@ def _open_store(environment: Any, rank: int, apart: bool) -> Any:
             port = listening.getsockname()[1]
             _processes.append(StoreProcess(listening))
     store = _assembled[0] if _assembled else open_store(address, port, serves and not apart, _patience(rank))
-    if launcher_serves:  # it may outlive the ranks, and start them again
+    # The launcher's store may outlive the ranks, which are then started again.
+    if launcher_serves:
         store = distributed_c10d.PrefixStore(f"lightning_async/attempt{attempt()}", store)
     if not is_loopback(address) and not seal.signs:
         rank_zero_info(
-            f"The ranks' records in the store at {address} are not signed: whoever reaches it can speak for a rank. "
-            f"Export the same {SECRET} on all hosts, see docs/security.md."
+            f"The ranks' records in the store at {address} are not signed: anybody who reaches it can speak for a "
+            f"rank. Export the same {SECRET} on all hosts, see docs/how-to/security.md."
         )
     return store
 
@@ -156,24 +166,29 @@ def _address(environment: Any) -> str:
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _FORM_TIMEOUT = timedelta(minutes=5)
-_DEAD_AFTER = timedelta(minutes=1)  # between the runs of strategies that have no heartbeats
+# Between the runs of strategies without heartbeats.
+_DEAD_AFTER = timedelta(minutes=1)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-_FIRST_BEAT = timedelta(seconds=30)  # of a rank that has just been met
-_presences: list[ProcessHeartbeat] = []  # of this process: one, from its first run on
+# Time for the first heartbeat of a rank that has just been met.
+_FIRST_BEAT = timedelta(seconds=30)
+# The heartbeat of this process, from its first run on.
+_presences: list[ProcessHeartbeat] = []
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchTransport(Transport):
-    """torch.distributed moves the bytes; torchrun, SLURM, mpirun or Lightning starts the ranks. See `Transport`.
+    """A transport in which torch.distributed moves the bytes. See `Transport`.
+
+    torchrun, SLURM, mpirun or Lightning starts the ranks.
 
     Args:
-        backend: "gloo", "nccl" or "mpi", for payloads; everything small goes over Gloo (MPI: over MPI). Default: "nccl"
-            on CUDA, else "gloo".
-        start: how Lightning starts the other ranks where no launcher did: "popen" (default) runs the script again;
-            "spawn", "fork" and "forkserver" suit notebooks.
+        backend: Backend of payloads: "gloo", "nccl" or "mpi". Everything small goes over Gloo (or MPI, for "mpi").
+            Default: "nccl" on CUDA, else "gloo".
+        start: Way in which Lightning starts the other ranks if no launcher did: "popen" (default) runs the script
+            again; "spawn", "fork" and "forkserver" suit notebooks.
 
     Raises:
-        ValueError: an unknown backend or way to start, or a backend that this torch was built without.
+        ValueError: The backend or the way to start is unknown, or this torch was built without the backend.
     """
 
     backend: str | None = None
@@ -208,7 +223,7 @@ class TorchTransport(Transport):
         return self.backend or ("nccl" if root_device.type == "cuda" else "gloo")
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """Return the GPU, so that all arithmetic is there; the host's memory for MPI."""
+        """Return the GPU, so that all arithmetic runs there; the host's memory for MPI."""
         on_gpu = root_device.type == "cuda" and self.backend_on(root_device) in ("nccl", "gloo")
         return root_device if on_gpu else torch.device("cpu")
 
@@ -220,7 +235,7 @@ class TorchTransport(Transport):
         dead_after: timedelta | None,
         elastic: bool = False,
     ) -> Connection:
-        """Connect as `Transport` says; ``elastic``: joining ranks may beat beside the ranks."""
+        """Connect as `Transport` describes; with ``elastic``, joining ranks may publish heartbeats beside the ranks."""
         with naming_the_stores_host(environment.global_rank()):
             _join_default_group(environment, self.backend_on(root_device), elastic)
             presence = _meet(environment, name, dead_after)
@@ -235,9 +250,9 @@ class TorchTransport(Transport):
         timeout: timedelta,
         check: Callable[[], None],
     ) -> Connection:
-        """Connect ranks that train on another connection, and joining ranks, for a run that goes on from theirs.
+        """Connect ranks that train on another connection with joining ranks, for a run that continues theirs.
 
-        ``timeout`` is for all to come; ``check`` raises where somebody will not.
+        ``timeout`` is the time for all to come. ``check`` raises if a rank will not come.
         """
         rank = environment.global_rank()
         seal = Seal.of_job().within(name)
@@ -246,23 +261,24 @@ class TorchTransport(Transport):
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
 
     def assemble(self, environment: Any) -> ProcessRole:
-        """Return whether this rank begins with all, or comes back; before all else, where the store outlives ranks."""
+        """Return whether this rank begins with all others or comes back. Called first, if the store outlives ranks."""
         return assemble(environment)
 
     def early_door(self, environment: Any) -> JoinBoard:
-        """Return the same as `door`, before all ranks have met, where it is not decided yet who begins."""
-        if not _stores:  # rank 0's is in a process of its own
+        """Return the board of `door` before all ranks have met, when it is not decided yet which ranks begin."""
+        # The store must outlive rank 0, so rank 0 keeps it in a process of its own.
+        if not _stores:
             _stores.append(_open_store(environment, environment.global_rank(), apart=True))
             _early[:] = _stores
             _agree(environment, environment.global_rank(), "wait_for_workers=<a number>")
         return JoinBoard(_stores[0], Seal.of_job())
 
     def door(self, environment: Any) -> JoinBoard:
-        """Return the board where joining ranks ask to be admitted."""
+        """Return the board on which joining ranks ask to be admitted."""
         return JoinBoard(store_of(environment, environment.global_rank()), Seal.of_job())
 
     def visit(self, environment: Any, name: str, joining_rank: str, dead_after: timedelta) -> Membership:
-        """Return a joining rank's heartbeat beside those of a run, by this name; not started."""
+        """Return a joining rank's membership beside those of the run ``name``; it is not started."""
         store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
         return Membership(store, 0, 1, member=joining_rank, visits=True, dead_after=dead_after, fresh=True, seal=seal)
@@ -277,7 +293,7 @@ class TorchTransport(Transport):
         elastic: bool,
         check: Callable[[], None],
     ) -> Connection:
-        """Connect ranks that have met; ``check`` tells of those that are gone where no heartbeats do."""
+        """Connect ranks that have met; ``check`` raises for lost ranks if there are no heartbeats."""
         backend = self.backend_on(root_device)
         if backend == "nccl":
             nccl.set_variables()
@@ -301,7 +317,7 @@ class TorchTransport(Transport):
             payload = StagedCollectives(payload, root_device) if backend == "gloo" else payload
         membership = None
         if dead_after is not None:
-            # The store is no older than the job, and all ranks have met in it.
+            # The store is as new as the job, and all ranks have met in it, so its records are fresh.
             membership = Membership(
                 store, rank, world_size, dead_after=dead_after, start_timeout=max(dead_after, _FIRST_BEAT),
                 elastic=elastic, fresh=True, readmit=False, seal=seal,
@@ -309,7 +325,8 @@ class TorchTransport(Transport):
             membership.start()
             meeting_options.check = membership.check
         connection = Connection(root, payload, membership, store, name)
-        if elastic and _processes:  # all have met: who is lost is known without it
+        # All ranks have met, so each of them learns of lost ranks without rank 0, whose store must now survive it.
+        if elastic and _processes:
             _processes[0].outlive()
             connection.on_end = _processes[0].follow
         return connection
@@ -327,12 +344,13 @@ class TorchTransport(Transport):
 
 
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessHeartbeat:
-    """Wait for all ranks to come to a run, however late they are, while their processes live."""
+    """Wait for all ranks to come to a run, however late they are, as long as their processes live."""
     rank = environment.global_rank()
     world_size = environment.world_size()
     seal = Seal.of_job()
     room = getattr(environment, "room", "lightning_async")
-    if _presences and not _presences[0].inherited and _presences[0].room != room:  # ranks were lost, or have joined
+    # Ranks were lost or have joined, so ranks have other numbers, under which a new heartbeat begins.
+    if _presences and not _presences[0].inherited and _presences[0].room != room:
         _presences.pop().close()
     if not _presences or _presences[0].inherited:
         store = store_of(environment, rank)
@@ -343,16 +361,17 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessH
 
 
 def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
-    """Form torch's default group, for code of the user's; this package forms its own beside it.
+    """Form torch's default group, for the user's code; this package forms its own groups beside it.
 
-    Who comes back is in none: the group of those that began cannot grow. With ``elastic`` the others may go on without
-    rank 0, and so the store does.
+    A rank that comes back is in no default group, because the group of the first ranks cannot grow. With ``elastic``
+    the others may continue without rank 0, so the store must do so, too.
     """
     if dist.is_initialized() or came_back() is not None:
         return
     if backend == "nccl":
         nccl.set_variables()
-    if not _early:  # the group is formed above a store of its own
+    # The default group is formed in a store of its own.
+    if not _early:
         _stores.clear()
         _agreed.clear()
         while _processes:
@@ -362,7 +381,8 @@ def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
     with _gloo_at(host_of(environment)):
         connect = fabric("utilities.distributed")._init_dist_connection
         connect(environment, backend, timeout=START_TIMEOUT, store=store)
-    if backend != "nccl":  # for NCCL Lightning does the same; without it some exits abort
+    # Without this, some exits abort. Lightning does the same for NCCL.
+    if backend != "nccl":
         atexit.register(_leave_default_group, os.getpid())
 
 
@@ -371,14 +391,15 @@ def _leave_default_group(pid: int) -> None:
         return
     if os.getpid() == pid:
         dist.destroy_process_group()
-    else:  # a fork, in which the threads of its parent's group and store are not
+    # This is a fork without its parent's threads, on which destroying the group or store relies.
+    else:
         keep_for_good(dist.group.WORLD)
         keep_for_good(store_of(None, 0))
 
 
 @contextmanager
 def _gloo_at(host: str | None) -> Iterator[None]:
-    """Have Gloo listen on loopback only, if ``host`` is there, while torch makes a group of its own."""
+    """Let Gloo listen on loopback only, if ``host`` is there, while torch forms a group of its own."""
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if host is None or not names or _INTERFACE in os.environ:
         yield

@@ -321,6 +321,7 @@ def draw(runs: dict[str, list[Run]], seed: int, target: float, path: Path) -> No
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib import ticker
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for peer, each in runs.items():
@@ -331,6 +332,9 @@ def draw(runs: dict[str, list[Run]], seed: int, target: float, path: Path) -> No
         axes.plot(seconds, losses, label=peer, linewidth=2.2 if ours else 1.2, linestyle="-" if ours else "--")
     axes.axhline(target, color="#444444", linewidth=1, linestyle=":")
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_xlabel("seconds of training")
     axes.set_ylabel("held-out loss of the mean model")
     axes.spines[["top", "right"]].set_visible(False)

@@ -213,7 +213,7 @@ def test_amid_an_accumulation(tmp_path: Path, whole: Any, caplog: pytest.LogCapt
     with pytest.raises(Interrupted):
         run(tmp_path / "c", {"on_after_backward": BAD - 1}, **options)
     assert steps_in(tmp_path / "c") == []
-    assert "this moment is in no checkpoint: gradients in accumulation have changed" in caplog.text
+    assert "there is no checkpoint of this moment: gradients in accumulation have changed" in caplog.text
 
 
 def test_manual_optimization(tmp_path: Path, whole: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -287,7 +287,7 @@ def test_what_goes_wrong_with_the_save_is_not_what_the_user_sees(
 
     with caplog.at_level(logging.ERROR), pytest.raises(Interrupted):
         train(every(tmp_path, 1000, save_on_exception=True), At(7, interrupt), module=Odd())
-    assert "what was trained until this exception cannot be saved: RuntimeError('no disk')" in caplog.text
+    assert "the training until this exception cannot be saved: RuntimeError('no disk')" in caplog.text
 
 
 def test_by_hand(tmp_path: Path) -> None:

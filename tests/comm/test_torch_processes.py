@@ -36,7 +36,7 @@ def test_killed_in_an_all_reduce_while_its_fork_lives(apart: bool) -> None:
         told = result.value
         assert told["noticed"] - killed_at < SOON_S
         assert "all_reduce(sum) #" in told["message"] and "generation 0" in told["message"]
-        assert told["lost"] == [2] and "rank 2 failed: its process has ended, without a word" in told["text"]
+        assert told["lost"] == [2] and "rank 2 failed: its process has ended without notice" in told["text"]
         assert told["named"] - killed_at < SOON_S, "it was known by its silence only"
         assert told["members"] == ["0", "1"] and told["total"] == 2.0
 

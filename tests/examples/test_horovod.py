@@ -1,4 +1,4 @@
-"""The commands of docs/horovod.md, as a user would type them."""
+"""The commands of docs/choose/horovod.md, as a user would type them."""
 
 from __future__ import annotations
 

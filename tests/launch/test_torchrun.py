@@ -1,4 +1,4 @@
-"""torchrun with an agent for each replica: what docs/launching.md says of it, with real agents and a real kill."""
+"""torchrun with an agent for each replica, as docs/how-to/several-hosts.md says: real agents and a real kill."""
 
 from __future__ import annotations
 

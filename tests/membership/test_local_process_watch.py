@@ -128,7 +128,7 @@ def test_one_neighbour_is_enough_for_all_to_know(start: Start) -> None:
     last = hand.store.get(key("2"))
     hand.beat(0, 1)
     for rank in hand.ranks[:2]:
-        with pytest.raises(PeerLost, match="rank 2 failed: its process has ended, without a word") as caught:
+        with pytest.raises(PeerLost, match="rank 2 failed: its process has ended without notice") as caught:
             rank.check()
         assert caught.value.ranks == (2,)
     hand.store.set(key("2"), last.decode())  # its own last word arrives later than that

@@ -8,7 +8,7 @@ import socket
 import sys
 from typing import Any, cast
 
-from lightning_async import AsyncAveragingStrategy, EveryNSteps, TorchTransport
+from lightning_async import AsyncAveragingStrategy, EveryNSteps, FaultTolerantCheckpoint, TorchTransport
 from lightning_async._sockets import listening_port, snapshot
 from lightning_async.membership.signing import Seal
 from tests.strategies.failure_workers import Tiny, digest, finite, loader, make_trainer
@@ -69,12 +69,13 @@ def main(how: str, devices: str, *what: str) -> None:
             found = [name for name in found if name.startswith(("MASTER_", "LIGHTNING_ASYNC_"))]
             os.write(1, f"\nVARIABLES {' '.join(found)}\n".encode())
             continue
-        if each in ("fit", "refit", "killed", "fails", "caught"):
+        if each in ("fit", "refit", "saves", "killed", "fails", "caught"):
             named: dict[str, Any] = {"popen": "auto", "horovod": "horovod"}  # "auto" starts them so where nobody has
             transport: Any = named.get(how) or TorchTransport(start=cast(Any, how))
             strategy = AsyncAveragingStrategy(schedule=EveryNSteps(4), min_replicas=int(devices), transport=transport)
-            trainer = make_trainer(strategy, int(devices))
-        if each == "fit":
+            saves = [FaultTolerantCheckpoint("saves", every_n_train_steps=10)] if each == "saves" else []
+            trainer = make_trainer(strategy, int(devices), callbacks=saves, enable_checkpointing=bool(saves))
+        if each in ("fit", "saves"):
             module = SaysHow()
         module.dies, module.fails = each == "killed", each in ("fails", "caught")
         if each == "caught":
@@ -85,7 +86,7 @@ def main(how: str, devices: str, *what: str) -> None:
         elif each == "test":
             trainer.test(module, loader(5))  # pyright: ignore[reportPossiblyUnboundVariable]
         else:
-            trainer.fit(module, loader(20 if each in ("fit", "refit") else 100_000))  # pyright: ignore[reportPossiblyUnboundVariable]
+            trainer.fit(module, loader(20 if each in ("fit", "refit", "saves") else 100_000))  # pyright: ignore[reportPossiblyUnboundVariable]
             summary = trainer.strategy.summary  # pyright: ignore[reportPossiblyUnboundVariable]
             os.write(1, f"\nSUMMARY {summary.rounds} {summary.samples}\n".encode())
     print("\nDONE", flush=True)

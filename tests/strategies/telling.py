@@ -94,7 +94,7 @@ def automatic() -> Any:
     with logged() as messages:
         trainer.fit(Net(), loader(shard((160, 160))))
     return {
-        "told": [m for m in messages if m.startswith("Set by what is measured")],
+        "told": [m for m in messages if m.startswith("Set from measurements")],
         "metrics": trainer.strategy.summary.metrics(),
         "summary": str(trainer.strategy.summary),
     }

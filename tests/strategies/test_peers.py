@@ -55,9 +55,7 @@ def test_it_comes_back_from_the_next_rank_and_is_rank_0s_where_there_was_no_copy
     assert zero[0] not in [momentum for momentum, _ in stays.values()]
     assert f"Rank 0 goes on with its own of step {max(dead)}, while the run is at step" in results[3].stderr
     assert "optimizer state of 2 parameters, random states" in results[3].stderr
-    assert (
-        "Rank 1 joins, and nobody has anything of its own: it begins with rank 0's optimizer state" in results[4].stderr
-    )
+    assert "Rank 1 joins, and no rank has a copy of its own state: it begins with rank 0's" in results[4].stderr
     assert one[0] in [momentum for momentum, _ in stays.values()]  # rank 0 by then
     assert "Peer memory, as rank 0 saw it: " in results[2].stderr
 
@@ -96,7 +94,7 @@ def test_training_goes_on_where_nothing_can_be_kept(ranks: Outcomes) -> None:
     for said in ranks("a_state_that_cannot_travel"):
         (odd, odd_steps), (needs_all, steps) = said["odd"], said["needs all"]
         assert odd_steps == steps == 4
-        assert len(odd) == 1 and "nothing of its own is kept elsewhere from here on" in odd[0] and "sparse" in odd[0]
+        assert len(odd) == 1 and "no more copies of its own state are sent" in odd[0] and "sparse" in odd[0]
         assert needs_all == [
             "`PeerMemory`: the first rank that is lost ends training here (`min_replicas=`), so nothing is kept."
         ]

@@ -192,7 +192,7 @@ def test_a_logger_of_which_nothing_is_known_is_told_of_once(caplog: pytest.LogCa
     told = LoggingFailover(trainer_with(Own(), loggers.CSVLogger(tmp_path), leads=True)).describe()
     succeed(trainer_with(Own(), loggers.CSVLogger(tmp_path)), told)
     (record,) = caplog.records
-    assert "and logs with Own. How that goes on" in record.getMessage()
+    assert "and logs with Own. Whether that continues" in record.getMessage()
     caplog.clear()
     succeed(trainer_with(loggers.CSVLogger(tmp_path)), told)
     assert "had the loggers ['Own', 'CSVLogger'], and this one has ['CSVLogger']" in caplog.text
@@ -277,7 +277,7 @@ def test_bars_of_the_users_own(caplog: pytest.LogCaptureFixture) -> None:
     bar_of_rank_1(Half(), trainer := trainer_with())
     with caplog.at_level(logging.WARNING):
         succeed(trainer, {"loggers": [], "kinds": [], "bar": True})
-    assert "Rank 0 goes on without its progress bar: NotImplementedError" in caplog.text
+    assert "Rank 0 continues without its progress bar: NotImplementedError" in caplog.text
 
 
 def test_one_that_comes_is_told_of_the_bar_though_rank_0_has_yet_to_show_it() -> None:

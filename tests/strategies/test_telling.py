@@ -69,7 +69,7 @@ def test_what_sets_itself_is_told_and_is_in_summary_and_metrics(ranks: Outcomes)
         assert metrics["averaging/period_steps"] == 8.0 and metrics["averaging/step_s"] > 0.0
         assert (metrics["averaging/outer_lr"], metrics["averaging/outer_momentum"]) == (0.5, 0.7)
         assert "outer_lr 0.5, outer_momentum 0.7" in found["summary"]
-        begin = "Set by what is measured (rule): a round of each of 2 fragments every 8 steps of "
+        begin = "Set from measurements (rule): a round of each of 2 fragments every 8 steps of "
         assert all(line.startswith(begin) for line in found["told"])
         assert (len(found["told"]) > 0) == (rank == 0)
 

@@ -1,9 +1,12 @@
-"""Every operation in plain torch: this is the specification that the native libraries meet.
+"""Every operation in plain torch: the specification that the native libraries meet.
 
-Elementwise operations are built from single-rounding ones (no ``alpha=``, no `torch.lerp`: those are fused to one
-rounding on some processors and not on others), so that equal results are defined, to the bit. Any NaN equals any NaN.
-Sums of squares are float64, and equal within rounding.
+Elementwise operations are built from operations with a single rounding, so that results are defined to the bit. They
+use no ``alpha=`` and no `torch.lerp`, which have one rounding on some processors and two on others. Any NaN equals any
+NaN. Sums of squares are float64, and equal within rounding.
 
-All functions run without autograd, and write through torch's in-place operations only, so that the version counters
-move and a backward pass over overwritten values fails instead of returning wrong gradients.
+All functions run without autograd, and write through torch's in-place operations only. The version counters then move,
+and a backward pass over overwritten values fails instead of returning wrong gradients.
+
+`buckets` has lists of tensors and flat buckets, `compression` the messages, and `server` the steps of parameter
+servers.
 """

@@ -20,8 +20,8 @@ def accumulate_(total: Tensor, source: Tensor, weight: float) -> None:
         weight: :math:`w`.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: shapes or devices differ, tensors are not contiguous or overlap, or ``total`` requires grad in
+        TypeError: A tensor has another dtype.
+        ValueError: Shapes or devices differ, tensors are not contiguous or overlap, or ``total`` requires grad in
             grad mode.
 
     >>> total = torch.tensor([1.0])
@@ -33,7 +33,10 @@ def accumulate_(total: Tensor, source: Tensor, weight: float) -> None:
 
 
 def weighted_sum_(out: Tensor, terms: list[Tensor], weights: Tensor) -> None:
-    """Sum in the order of the terms; the first is not added to zero, which would lose a negative zero."""
+    """Write the weighted sum in the order of the terms.
+
+    The first term is not added to zero, which would lose a negative zero.
+    """
     for k, term in enumerate(terms):
         if k == 0:
             torch.mul(term, weights[k], out=out)
@@ -42,26 +45,27 @@ def weighted_sum_(out: Tensor, terms: list[Tensor], weights: Tensor) -> None:
 
 
 _CHUNK = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Elements per step of the reductions: their float64 temporaries stay in a CPU's cache, or fill a GPU."""
+"""Number of elements in one step of the reductions: float64 temporaries stay in a CPU's cache, or fill a GPU."""
 
 Remainders = Sequence[Tensor | None]
 
 
 @torch.no_grad()
 def pack_(bucket: Tensor, layout: FlatLayout, tensors: Sequence[Tensor], remainders: Remainders | None = None) -> None:
-    r"""Write every tensor into its place of the bucket, in fp32.
+    r"""Write every tensor into its place in the bucket, in fp32.
 
     .. math:: b_k \leftarrow \mathrm{fp32}(x_k) + r_k
 
     Args:
-        bucket: flat fp32, ``layout.numel`` elements; overwritten.
-        layout: where each tensor lies.
-        tensors: any floating dtypes, in the layout's order.
-        remainders: per tensor, what its dtype could not hold (fp32, see `apply_`), or None. Default: none at all.
+        bucket: Flat fp32 tensor of ``layout.numel`` elements; overwritten.
+        layout: Layout, which has each tensor's place.
+        tensors: Tensors of any floating dtypes, in the layout's order.
+        remainders: For each tensor, the part that its dtype could not hold (fp32, see `apply_`), or None. Default: none
+            at all.
 
     Raises:
-        TypeError: a tensor, a remainder or the bucket has a dtype that does not fit its role.
-        ValueError: numbers or shapes differ from the layout.
+        TypeError: A tensor, a remainder or the bucket has a dtype that does not fit its role.
+        ValueError: Numbers or shapes differ from the layout.
 
     >>> layout = FlatLayout([torch.zeros(2), torch.zeros(())])
     >>> bucket = layout.empty()
@@ -98,16 +102,16 @@ def apply_(
     beyond float16's range becomes infinite, as it would in any optimizer.
 
     Args:
-        tensors: any floating dtypes, in the layout's order; updated in place.
-        layout: where each tensor lies.
-        target: flat fp32; stays intact.
-        base: flat fp32; consumed: what it holds afterwards is not defined. None: copy.
-        remainders: per tensor an fp32 tensor of its shape (bf16 and fp16 tensors only), updated in place, or None.
-            Without one, a displacement below half a unit in the last place is lost. Default: none at all.
+        tensors: Tensors of any floating dtypes, in the layout's order; updated in place.
+        layout: Layout, which has each tensor's place.
+        target: Flat fp32 tensor; stays intact.
+        base: Flat fp32 tensor; its values are undefined afterwards. None: copy ``target``.
+        remainders: For each tensor an fp32 tensor of its shape (bf16 and fp16 tensors only), updated in place, or
+            None. Without one, a displacement below half a unit in the last place is lost. Default: none at all.
 
     Raises:
-        TypeError: a tensor, a remainder or a bucket has a dtype that does not fit its role.
-        ValueError: numbers or shapes differ from the layout, a tensor appears twice, or ``base`` is ``target``.
+        TypeError: A tensor, a remainder or a bucket has a dtype that does not fit its role.
+        ValueError: Numbers or shapes differ from the layout, a tensor appears twice, or ``base`` is ``target``.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])
     >>> apply_([x], FlatLayout([x]), torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.0, 1.0, 0.5]))
@@ -131,7 +135,8 @@ def apply_(
     if plain:
         _move_([tensors[k] for k in plain], [values[k] for k in plain], add=base is not None)
     for x, value, rest in zip(tensors, values, rests, strict=True):
-        if rest is not None:  # no temporary: the new value is built in the remainder's own memory
+        # Without a temporary: the new value is built in the remainder's own memory.
+        if rest is not None:
             if base is None:
                 rest.copy_(value)
             else:
@@ -141,7 +146,7 @@ def apply_(
 
 
 def _move_(tensors: list[Tensor], values: list[Tensor], add: bool) -> None:
-    """Write ``value``, or ``x + value`` computed in the wider of the two dtypes and rounded once."""
+    """Write ``value``, or ``x + value``, computed in the wider of the two dtypes and rounded once."""
     if not add:
         torch._foreach_copy_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
     elif all(x.dtype == v.dtype and x.device == v.device for x, v in zip(tensors, values, strict=True)):
@@ -156,8 +161,8 @@ def scale_(out: Tensor, source: Tensor, weight: float) -> None:
     r"""Write the weighted source, :math:`o \leftarrow \mathrm{fp32}(w) \cdot s`; ``out`` may be ``source``.
 
     Raises:
-        TypeError: a tensor is not fp32.
-        ValueError: the shapes differ.
+        TypeError: A tensor is not fp32.
+        ValueError: The shapes differ.
 
     >>> out = torch.zeros(2)
     >>> scale_(out, torch.tensor([1.0, 2.0]), 0.5)
@@ -177,7 +182,7 @@ def sq_distance(a: Tensor, b: Tensor) -> float:
     r"""Return the squared Euclidean distance :math:`\sum_j (a_j - b_j)^2`, accumulated in float64.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: The shapes differ.
 
     >>> sq_distance(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
     4.0
@@ -262,7 +267,7 @@ def check_flat(op: str, *tensors: Tensor) -> None:
 
 
 def momentum_step_(anchor: Tensor, momentum: Tensor, gradient: Tensor, lr: float, mu: float, nesterov: bool) -> None:
-    """Write ``m = mu m + g``, then ``a -= lr (g + mu m)`` with nesterov, else ``a -= lr m``."""
+    """Write ``m = mu m + g``, then ``a -= lr (g + mu m)`` with ``nesterov``, else ``a -= lr m``."""
     momentum.mul_(mu).add_(gradient)
     anchor.sub_((gradient + momentum * mu if nesterov else momentum) * lr)
 
@@ -271,28 +276,29 @@ def momentum_step_(anchor: Tensor, momentum: Tensor, gradient: Tensor, lr: float
 def outer_merge_(
     anchor: Tensor, momentum: Tensor, received: Tensor, sent: Tensor | None, lr: float, mu: float, nesterov: bool
 ) -> None:
-    r"""One step of SGD with (Nesterov) momentum on the buckets of a round: the target comes out in ``received``, the
-    snapshot in ``sent``.
+    r"""Take one step of SGD with (Nesterov) momentum on the buckets of a round.
+
+    The target comes out in ``received``, and the snapshot in ``sent``.
 
     .. math::
         s &\leftarrow a - s, \qquad m \leftarrow \mu m + r \\
         a &\leftarrow a - \eta\, (r + \mu m) \text{ with nesterov, else } a - \eta\, m, \qquad r \leftarrow a
 
-    Every product and every sum is rounded, on every device. `torch.optim.SGD` rounds some of them together where the
+    Every product and every sum is rounded, on every device. `torch.optim.SGD` rounds some of them together if the
     processor has a fused multiply-add, so the two agree within a few units in the last place and not to the bit.
 
     Args:
-        anchor: flat fp32 :math:`a`; updated in place.
-        momentum: flat fp32 :math:`m`; updated in place.
-        received: flat fp32 :math:`r`, the mean pseudo-gradient; becomes the new anchor.
-        sent: flat fp32 :math:`s`, this replica's pseudo-gradient; becomes its snapshot, up to rounding. Or None.
+        anchor: Flat fp32 :math:`a`; updated in place.
+        momentum: Flat fp32 :math:`m`; updated in place.
+        received: Flat fp32 :math:`r`, the mean pseudo-gradient; becomes the new anchor.
+        sent: Flat fp32 :math:`s`, this replica's pseudo-gradient; becomes its snapshot, up to rounding. Or None.
         lr: :math:`\eta`.
         mu: :math:`\mu`.
-        nesterov: look ahead along the new momentum.
+        nesterov: Whether to look ahead along the new momentum.
 
     Raises:
-        TypeError: a tensor is not fp32.
-        ValueError: shapes or devices differ, or tensors are not contiguous or overlap.
+        TypeError: A tensor is not fp32.
+        ValueError: Shapes or devices differ, or tensors are not contiguous or overlap.
 
     Source: Douillard et al., "DiLoCo", 2023, https://arxiv.org/abs/2311.08105
 

@@ -1,8 +1,8 @@
 """Compressed messages with error feedback, in plain torch.
 
-All encode ``v = source + residual`` and keep ``residual = v - decoded``, so that what a message could not hold goes
-with the next one. A value that is no finite number is sent as NaN (with a scaled format its whole block is) and its
-residual starts again from zero: the receivers see it, and the next message is clean.
+All of them encode ``v = source + residual`` and keep ``residual = v - decoded``, so that the part that a message could
+not hold is sent with the next one. A value that is not finite is sent as NaN, and in a scaled format its whole block
+is. Its residual starts again from zero: the receivers notice, and the next message is clean.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_async.ops.reference.buckets import weighted_sum_
 
-BLOCK = 256  # elements that share a scale
+# Number of elements that share a scale.
+BLOCK = 256
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
@@ -42,7 +43,7 @@ def quantize_(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Te
         r_j &\leftarrow v_j - q_j \sigma_b
 
     with :math:`M` = 127 for int8 and 448 for fp8 (e4m3); bf16 has no scale. ``decoded + residual = v``, exactly. A
-    finite value that bf16 would round to infinity is cut off to the largest one.
+    finite value that bf16 would round to infinity becomes the largest finite one.
 
     Args:
         codes: :math:`q`, int8, float8_e4m3fn or bfloat16, shape (n,); overwritten.
@@ -51,8 +52,8 @@ def quantize_(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Te
         residual: :math:`r`, fp32, shape (n,), zeros at first; updated in place.
 
     Raises:
-        TypeError: a tensor has another dtype.
-        ValueError: shapes or devices do not fit, or tensors are not contiguous or overlap.
+        TypeError: A tensor has another dtype.
+        ValueError: Shapes or devices do not fit, or tensors are not contiguous or overlap.
 
     Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022, https://arxiv.org/abs/2110.02861;
     error feedback: Karimireddy et al., 2019, https://arxiv.org/abs/1901.09847
@@ -75,7 +76,7 @@ def quantize_(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Te
     padded = torch.nn.functional.pad(residual, (0, blocks(numel) * BLOCK - numel)).view(-1, BLOCK)
     magnitude = padded.abs().amax(dim=1) if numel else scales.new_empty(0)
     magnitude.masked_fill_(~magnitude.isfinite(), torch.nan)
-    # A tensor as divisor: with a number, some devices multiply by its rounded inverse.
+    # The divisor is a tensor, because with a number some devices multiply by its rounded inverse.
     scales.copy_(magnitude / torch.full_like(magnitude, largest))
     each = _expand(scales, numel)
     scaled = torch.where(each > 0, (residual / each).clamp(-largest, largest), torch.zeros_like(residual))
@@ -91,8 +92,8 @@ def dequantize_average_(out: Tensor, codes: Tensor, scales: Tensor | None, weigh
 
     Args:
         out: :math:`o`, fp32, shape (n,); overwritten.
-        codes: :math:`q`, shape (K, n), as of `quantize_`.
-        scales: :math:`\sigma`, fp32, shape (K, ceil(n / 256)), or None, as of `quantize_`.
+        codes: :math:`q`, shape (K, n), made by `quantize_`.
+        scales: :math:`\sigma`, fp32, shape (K, ceil(n / 256)), or None, made by `quantize_`.
         weights: :math:`w`, fp32, shape (K,).
 
     Raises as `quantize_` does.
@@ -115,13 +116,15 @@ def requantize_average_(
     scales: Tensor | None,
     weights: Tensor,
 ) -> None:
-    r"""`dequantize_average_`, encoded again by `quantize_` with a residual of its own, in one pass.
+    r"""Do as `dequantize_average_`, and encode the mean again by `quantize_` with a residual of its own, in one pass.
 
     Args:
-        out_codes: shape (n,), of the same dtype as ``codes``; overwritten.
-        out_scales: as of `quantize_`; overwritten.
-        residual: fp32, shape (n,), of the mean; updated in place.
-        codes, scales, weights: as of `dequantize_average_`.
+        out_codes: Codes of the mean, shape (n,), of the same dtype as ``codes``; overwritten.
+        out_scales: Scales of the mean, as in `quantize_`; overwritten.
+        residual: Residual of the mean, fp32, shape (n,); updated in place.
+        codes: As in `dequantize_average_`.
+        scales: As in `dequantize_average_`.
+        weights: As in `dequantize_average_`.
 
     Raises as `quantize_` does.
 
@@ -153,7 +156,8 @@ def quantize_2bit_(codes: Tensor, source: Tensor, residual: Tensor, threshold: f
         threshold: :math:`t`, positive.
 
     Raises:
-        TypeError, ValueError: as of `quantize_`, or ``threshold`` is not positive.
+        TypeError: As in `quantize_`.
+        ValueError: As in `quantize_`, or ``threshold`` is not positive.
 
     Source: MXNet's gradient compression, after Strom, "Scalable Distributed DNN Training Using Commodity GPU Cloud
     Computing", 2015
@@ -183,9 +187,9 @@ def dequantize_2bit_average_(out: Tensor, codes: Tensor, weights: Tensor, thresh
 
     Args:
         out: fp32, shape (n,); overwritten.
-        codes: uint8, shape (K, ceil(n / 4)), as of `quantize_2bit_`.
+        codes: uint8, shape (K, ceil(n / 4)), made by `quantize_2bit_`.
         weights: fp32, shape (K,).
-        threshold: as of `quantize_2bit_`.
+        threshold: As in `quantize_2bit_`.
 
     Raises as `quantize_2bit_` does.
 
@@ -201,7 +205,7 @@ def dequantize_2bit_average_(out: Tensor, codes: Tensor, weights: Tensor, thresh
 def topk_(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> None:
     r"""Take the k elements of largest magnitude out of ``v = source + residual``; the residual keeps the others.
 
-    NaN counts as the largest; of equal magnitudes the first are taken. The indices come out in ascending order.
+    NaN counts as the largest. Of equal magnitudes the first are taken. The indices are in ascending order.
 
     Args:
         values: fp32, shape (k,); overwritten.
@@ -210,7 +214,8 @@ def topk_(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> 
         residual: fp32, shape (n,), zeros at first; updated in place.
 
     Raises:
-        TypeError, ValueError: as of `quantize_`, or k is above n.
+        TypeError: As in `quantize_`.
+        ValueError: As in `quantize_`, or k is above n.
 
     Source: Stich et al., "Sparsified SGD with Memory", 2018, https://arxiv.org/abs/1809.07599
 
@@ -234,13 +239,14 @@ def topk_accumulate_(out: Tensor, values: Tensor, indices: Tensor, weight: float
 
     Args:
         out: fp32, shape (n,); updated in place.
-        values: fp32, shape (k,), as of `topk_`.
-        indices: int64, shape (k,), as of `topk_`: no index twice.
+        values: fp32, shape (k,), made by `topk_`.
+        indices: int64, shape (k,), made by `topk_`, without duplicates.
         weight: :math:`w`.
 
     Raises:
-        IndexError: an index is out of range.
-        TypeError, ValueError: as of `quantize_`.
+        IndexError: An index is out of range.
+        TypeError: As in `quantize_`.
+        ValueError: As in `quantize_`.
 
     >>> out = torch.zeros(3)
     >>> topk_accumulate_(out, torch.tensor([-3.0]), torch.tensor([1]), 0.5)

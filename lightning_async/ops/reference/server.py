@@ -1,8 +1,8 @@
-"""A parameter server's optimizer steps, in plain torch: from one bank of memory, which stays as it is, to another one.
+"""The optimizer steps of a parameter server, in plain torch: from one bank of memory, which stays intact, to another.
 
-Gradients may be fp32, bf16 or fp16; all else is fp32. New weights, state and the reply to the worker have memory of
-their own. All of them may be pieces of larger arrays of `whole` elements: those beyond the caches are better written
-around them, with equal numbers.
+Gradients may be fp32, bf16 or fp16, and everything else is fp32. New weights, state and the reply to the worker have
+memory of their own. All arrays may be pieces of larger arrays of `whole` elements. Arrays beyond the caches are better
+written around them, with equal numbers.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def server_add_(
 
     Args:
         params: :math:`x'`, fp32; overwritten.
-        reply: overwritten with :math:`x'`, too. None: nobody pulls.
+        reply: Reply to the worker, overwritten with :math:`x'`, too; None if nobody pulls.
         old_params: :math:`x`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
-        weight, decay: :math:`w` and :math:`d`. Default: no decay.
-        whole: elements of the arrays that these are pieces of. Default: they are no pieces.
+        weight: :math:`w`.
+        decay: :math:`d`. Default: no decay.
+        whole: Number of elements of the arrays of which these are pieces. Default: they are no pieces.
 
     Raises as `accumulate_` does.
 
@@ -61,22 +62,25 @@ def server_sgd_(
     weight_decay: float = 0.0,
     whole: int = 0,
 ) -> None:
-    r"""SGD with momentum on a server, with a gradient that may be stale.
+    r"""Take a step of SGD with momentum on a server, with a gradient that may be stale.
 
     .. math::
         g' &= \sigma\, g + \lambda x, \qquad m' = \mu m + g' \\
         x' &= x - \eta\, (g' + \mu m') \text{ with nesterov, else } x - \eta\, m'
 
     Args:
-        params, momentum: :math:`x'` and :math:`m'`, fp32; overwritten.
-        reply: overwritten with :math:`x'`, too. None: nobody pulls.
-        old_params, old_momentum: :math:`x` and :math:`m`, fp32.
+        params: :math:`x'`, fp32; overwritten.
+        momentum: :math:`m'`, fp32; overwritten.
+        reply: Reply to the worker, overwritten with :math:`x'`, too; None if nobody pulls.
+        old_params: :math:`x`, fp32.
+        old_momentum: :math:`m`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
-        lr, mu: :math:`\eta` and :math:`\mu`.
-        nesterov: look ahead along the new momentum.
-        scale: :math:`\sigma`, what the gradient's staleness leaves of it. Default: 1.
+        lr: :math:`\eta`.
+        mu: :math:`\mu`.
+        nesterov: Whether to look ahead along the new momentum.
+        scale: :math:`\sigma`, the factor for the gradient's staleness. Default: 1.
         weight_decay: :math:`\lambda`, L2. Default: 0.
-        whole: see `server_add_`.
+        whole: As in `server_add_`.
 
     Raises as `accumulate_` does.
 
@@ -107,7 +111,7 @@ def server_dana_(
     scale: float = 1.0,
     whole: int = 0,
 ) -> None:
-    r"""DANA: momentum per worker, and a reply that looks ahead along all workers' momenta.
+    r"""Take a step of DANA: momentum per worker, and a reply that looks ahead along all workers' momenta.
 
     .. math::
         m_i' &= \mu m_i + \sigma g, \qquad v' = v + (m_i' - m_i), \qquad x' = x - \eta\, m_i' \\
@@ -118,12 +122,15 @@ def server_dana_(
         momentum: :math:`m_i'`, fp32, of the worker that pushes; overwritten.
         total: :math:`v'`, fp32, the sum of all workers' momenta; overwritten.
         ahead: :math:`o`, fp32, for workers to pull; overwritten.
-        reply: overwritten with :math:`o`, too. None: nobody pulls.
-        old_params, old_momentum, old_total: :math:`x`, :math:`m_i` and :math:`v`, fp32.
+        reply: Reply to the worker, overwritten with :math:`o`, too; None if nobody pulls.
+        old_params: :math:`x`, fp32.
+        old_momentum: :math:`m_i`, fp32.
+        old_total: :math:`v`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
-        lr, mu: :math:`\eta` and :math:`\mu`.
-        scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
-        whole: see `server_add_`.
+        lr: :math:`\eta`.
+        mu: :math:`\mu`.
+        scale: :math:`\sigma`, as in `server_sgd_`. Default: 1.
+        whole: As in `server_add_`.
 
     Raises as `accumulate_` does.
 
@@ -162,30 +169,37 @@ def server_adam_(
     decoupled: bool = False,
     whole: int = 0,
 ) -> None:
-    r"""Adam on a server, with a gradient that may be stale; AdamW, where decay is decoupled.
+    r"""Take a step of Adam on a server, with a gradient that may be stale; of AdamW, if decay is decoupled.
 
     .. math::
         g' &= \sigma\, g + \lambda x, \\
         m' &= \beta_1 m + (1 - \beta_1) g', \qquad v' = \beta_2 v + (1 - \beta_2) g'^2 \\
         x' &= x - \frac{\eta}{1 - \beta_1^t} \cdot \frac{m'}{\sqrt{v'} / \sqrt{1 - \beta_2^t} + \epsilon}
 
-    Decoupled, it is :math:`g' = \sigma\, g`, and :math:`x' = (1 - \eta\lambda)\, x - \dots`.
+    If decoupled, :math:`g' = \sigma\, g`, and :math:`x' = (1 - \eta\lambda)\, x - \dots`.
 
     Args:
-        params, first, second: :math:`x'`, :math:`m'` and :math:`v'`, fp32; overwritten.
-        reply: overwritten with :math:`x'`, too. None: nobody pulls.
-        old_params, old_first, old_second: :math:`x`, :math:`m` and :math:`v`, fp32.
+        params: :math:`x'`, fp32; overwritten.
+        first: :math:`m'`, fp32; overwritten.
+        second: :math:`v'`, fp32; overwritten.
+        reply: Reply to the worker, overwritten with :math:`x'`, too; None if nobody pulls.
+        old_params: :math:`x`, fp32.
+        old_first: :math:`m`, fp32.
+        old_second: :math:`v`, fp32.
         gradient: :math:`g`, fp32, bf16 or fp16.
         step: :math:`t`, 1 at the first update.
         lr: :math:`\eta`.
-        beta1, beta2, eps: :math:`\beta_1, \beta_2, \epsilon`. Default: 0.9, 0.999, 1e-8.
-        scale: :math:`\sigma`, as of `server_sgd_`. Default: 1.
+        beta1: :math:`\beta_1`. Default: 0.9.
+        beta2: :math:`\beta_2`. Default: 0.999.
+        eps: :math:`\epsilon`. Default: 1e-8.
+        scale: :math:`\sigma`, as in `server_sgd_`. Default: 1.
         weight_decay: :math:`\lambda`. Default: 0.
-        decoupled: of the gradient. Default: it is L2, a part of that.
-        whole: see `server_add_`.
+        decoupled: Whether decay is decoupled from the gradient. Default: False, decay is L2, a part of the gradient.
+        whole: As in `server_add_`.
 
     Raises:
-        TypeError, ValueError: as of `accumulate_`, or ``step`` is below 1.
+        TypeError: As in `accumulate_`.
+        ValueError: As in `accumulate_`, or ``step`` is below 1.
 
     Source: Kingma and Ba, "Adam", 2015, https://arxiv.org/abs/1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay
     Regularization", 2019, https://arxiv.org/abs/1711.05101.
@@ -200,8 +214,8 @@ def server_adam_(
     stale = _decayed(gradient.float() * scale, old_params, decay)
     torch.add(old_first * beta1, stale * (1 - beta1), out=first)
     torch.add(old_second * beta2, (stale * stale) * (1 - beta2), out=second)
-    # In float64, since torch's fp32 root on CPUs is not the nearest number. A tensor as divisor: with a number, some
-    # devices multiply by its rounded inverse.
+    # The root is computed in float64, because torch's fp32 root on CPUs is not the nearest number. The divisor is a
+    # tensor, because with a number some devices multiply by its rounded inverse.
     root_mean = second.double().sqrt().float() / second.new_full((), root).expand_as(second) + eps
     torch.sub(old_params * kept, (first / root_mean) * size, out=params)
     _answer(reply, params)
@@ -213,7 +227,7 @@ def adam_scalars(step: int, lr: float, beta1: float, beta2: float) -> tuple[floa
 
 
 def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:
-    """Return what is added of the weights to the gradient, and what a step keeps of them."""
+    """Return the share of the weights that is added to the gradient, and the share that a step keeps."""
     return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
 
 

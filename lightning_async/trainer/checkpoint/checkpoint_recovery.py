@@ -1,4 +1,8 @@
-"""The checkpoint that a fit goes on from: found, verified, agreed on by all ranks, and put in place for this one."""
+"""Choice of the checkpoint from which a fit resumes, and the readers that load it.
+
+All ranks find, verify and agree on one checkpoint (`CheckpointRecovery`). `DirectoryIO` and `MemoryIO` let Lightning
+read it, and `CheckpointReader` lets ``torch.distributed.checkpoint`` read it.
+"""
 
 from __future__ import annotations
 
@@ -35,19 +39,22 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointRecovery:
-    """The checkpoint that one fit goes on from."""
+    """The choice and the loading of the checkpoint from which one fit resumes."""
 
     def __init__(self, trainer: Any, settings: Settings, store: CheckpointStore, resume: Resume) -> None:
         self._trainer = trainer
         self._settings = settings
         self._store = store
         self._resume = resume
+        # The checkpoint that this fit has loaded; None if training begins from scratch.
         self.entry: CheckpointEntry | None = None
+        # Whether a batch has been trained since. Until then a failure is probably caused by the checkpoint.
         self.got_on = False
+        # Ranks verify the chosen checkpoint while they agree on it. Its path saves `load` a second verification.
         self._verified: str | None = None
 
     def choose(self) -> str | None:
-        """Return the path of the one to go on from, on which all ranks agree; None where training begins."""
+        """Return the path of the checkpoint to resume from, equal on all ranks; None to begin from scratch."""
         if self._settings.recover is None:
             return None
         entry = self.find(self._settings.recover)
@@ -55,21 +62,26 @@ class CheckpointRecovery:
         return self._verified
 
     def find(self, strategy: str) -> CheckpointEntry | None:
+        """Return the checkpoint that all ranks agree on for the given value of ``recover``; warn of damaged ones."""
         found = recover(self._store, strategy, self._settings.best, self.gather)
         for path, what in (found.damaged | found.unreadable).items():
-            log.warning("Rank %d: the checkpoint %s is passed over: %s", self._trainer.global_rank, path, what)
+            log.warning("Rank %d: the checkpoint %s is skipped: %s", self._trainer.global_rank, path, what)
         return found.entry
 
     def gather(self, value: Any) -> list[Any]:
-        """Return this value of every rank, by rank; all call this together."""
+        """Return ``value`` of every rank, in rank order. All ranks call this together."""
         strategy = self._trainer.strategy
         world = view_of(strategy).world
         if world is not None:
             return world.gather_objects(value)
+        # A synchronous strategy of Lightning's has no collectives of this package, so each rank broadcasts once.
         return [strategy.broadcast(value, src) for src in range(self._trainer.world_size)]
 
     def load(self, store: CheckpointStore, entry: CheckpointEntry) -> dict[str, Any]:
-        """Return this rank's Lightning checkpoint out of one of ours; in a fit, it goes on from there."""
+        """Return this rank's Lightning checkpoint, read from a checkpoint of this package.
+
+        In a fit, also prepare to resume from that point.
+        """
         if entry.path != self._verified:
             store.verify(entry)
         pickles = self._settings.objects == "pickle"
@@ -83,7 +95,7 @@ class CheckpointRecovery:
         return checkpoint
 
     def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
-        """Return whether training had ended within an epoch, and goes on with its rest, as its limits are others now.
+        """Return whether training stopped within an epoch at limits that have changed since, so the epoch continues.
 
         All ranks call this together.
         """
@@ -96,30 +108,38 @@ class CheckpointRecovery:
         return all(goes for goes, _ in told) and any(rest for _, rest in told)
 
     def _go_on(self, resume: Any, store: CheckpointStore, entry: CheckpointEntry, opened: Callable[[Any], Any]) -> None:
-        """Go on from this rank's own state, or where there is none, from those of others, each as ``opened``."""
+        """Pass a resume state to `Resume`: this rank's own, or one made of other ranks' states if it has none.
+
+        ``opened`` adapts each state that is read.
+        """
         assert entry.manifest is not None
         resume = opened(resume)
         rank = self._trainer.global_rank
         ranks = self._trainer.world_size
         trained = entry.manifest.world_size
+        # The epoch was divided among as many ranks as there are now, so this rank continues exactly.
         if resume is not None and among(resume, trained) == ranks:
             self._resume.restore(resume)
             return
         saved = _all_of(store, entry, self._settings.objects == "pickle")
         states = {name: opened(state) for name, state in saved.items()}
         alike = trained == names_of(self._trainer).started
+        # A rank without a state of its own skips as many batches as another one has read.
         if not states or (alike and resume is None):
             resume = beside(states, rank, entry.path)
+        # Unless the number of ranks and the division are the same, the rest of the epoch is divided again.
         if not states or (alike and among(states[min(states)], trained) == ranks):
             self._resume.restore(resume)
         else:
             self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
 
     def end(self, original: Any) -> None:
+        """Mark the training as finished if the checkpoint is of its end, and warn if nothing is left to train."""
         original()
         entry = self.entry
         limits = self._resume.points.limits
         if entry is not None and entry.manifest is not None and entry.manifest.reason == "the end":
+            # Lightning does not restore `should_stop`, and would train on after an early stop.
             self._trainer.should_stop |= limits.are(entry.manifest.notes.get("stopped"))
         if entry is not None and limits.are_reached:
             log.warning(
@@ -129,6 +149,7 @@ class CheckpointRecovery:
             )  # fmt: skip
 
     def explain(self, exception: BaseException) -> None:
+        """Log advice if the fit failed before its first batch after a resume, when the checkpoint may not fit it."""
         if self.entry is not None and not self.got_on and isinstance(exception, Exception):
             log.error(
                 "Rank %d failed at its first batch after going on from %s, or before. If this program's model, "
@@ -138,6 +159,7 @@ class CheckpointRecovery:
 
 
 def _reopen(checkpoint: dict[str, Any]) -> None:
+    """Mark the last epoch of a checkpoint as unfinished, in place."""
     for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         count["processed"] -= 1
         count["completed"] -= 1
@@ -146,13 +168,14 @@ def _reopen(checkpoint: dict[str, Any]) -> None:
 
 
 def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a resume state that continues the interrupted epoch, not the one after it."""
     if state is None:
         return None
     return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
 
 
 def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> dict[int, dict[str, Any]]:
-    """Return `Resume`'s state of every rank that has one of its own and a part of the epoch, by stable id."""
+    """Return the `Resume` state, by stable id, of every rank that saved one and had a part of the epoch."""
     assert entry.manifest is not None
     ranks = entry.manifest.ranks
     states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", pickles=pickles) for rank in ranks}
@@ -163,9 +186,11 @@ _CheckpointIO: Any = fabric("plugins.io.checkpoint_io").CheckpointIO
 
 
 def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
+    """Return the store and the entry of the checkpoint at ``path``; None if there is no checkpoint of this package."""
     try:
         dirpath, _, name = os.fspath(path).rstrip("/").rpartition("/")
     except TypeError:
+        # A path of another kind is for another checkpoint plugin.
         return None
     store = CheckpointStore(dirpath or ".")
     return next(((store, entry) for entry in store.entries(name=name)), None)
@@ -189,7 +214,10 @@ class _Wrapping(_CheckpointIO):
 
 
 class DirectoryIO(_Wrapping):
-    """Reads directories of this package by ``load``; all else is the wrapped plugin's."""
+    """A Lightning checkpoint plugin that reads directories of this package by ``load``.
+
+    Everything else is passed to the wrapped plugin.
+    """
 
     def __init__(self, inner: Any, load: Callable[[CheckpointStore, CheckpointEntry], dict[str, Any]]) -> None:
         super().__init__(inner)
@@ -204,7 +232,7 @@ class DirectoryIO(_Wrapping):
 
 
 class MemoryIO(_Wrapping):
-    """Reads copies of one checkpoint that is no file, by the name ``path``."""
+    """A Lightning checkpoint plugin that serves one checkpoint from memory, under the name ``path``."""
 
     def __init__(self, inner: Any, path: str, checkpoint: dict[str, Any]) -> None:
         super().__init__(inner)
@@ -212,26 +240,29 @@ class MemoryIO(_Wrapping):
         self._checkpoint = checkpoint
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        # Each reader gets a copy, because Lightning changes the dict that it restores from.
         return copy.deepcopy(self._checkpoint) if path == self._path else super().load_checkpoint(path, *args, **kwargs)
 
 
 class CheckpointReader(StorageReader):
-    """Has ``torch.distributed.checkpoint.load(state, storage_reader=CheckpointReader(path))`` read a checkpoint.
+    """A reader of this package's checkpoints for ``torch.distributed.checkpoint.load``.
 
-    The keys are those of Lightning's checkpoint: ``{"state_dict": model.state_dict()}`` and
-    ``{"optimizer_states": [optimizer.state_dict()]}``. Of asynchronous replicas it is what all had agreed on, with the
-    first rank's optimizer. Targets may be whole tensors or `DTensor`, on any number of ranks: each reads the parts that
-    it needs, out of files that are mapped into memory. The coordinating rank verifies every byte before.
-    Nothing in a checkpoint is executed, unless ``objects="pickle"``.
+    Use it as ``load(state, storage_reader=CheckpointReader(path))``. The keys are those of Lightning's checkpoint:
+    ``{"state_dict": model.state_dict()}`` and ``{"optimizer_states": [optimizer.state_dict()]}``. A checkpoint of
+    asynchronous replicas yields the model on which all had agreed, and the first rank's optimizer. Targets may be whole
+    tensors or `DTensor`, on any number of ranks: each rank reads the parts that it needs from files that are mapped
+    into memory. The coordinating rank verifies every byte first.
+
+    Loading executes no code from the checkpoint, unless ``objects="pickle"``.
 
     Args:
-        path: of the checkpoint: ``runs/checkpoints/000017-step-1200``, or such a URL.
-        objects: ``"pickle"``: load pickled objects, too, which executes code in them. Default: ``"refuse"``, a
-            checkpoint that holds some is an error.
+        path: Path or URL of the checkpoint, such as ``runs/checkpoints/000017-step-1200``.
+        objects: ``"pickle"`` also loads pickled objects, which executes code in them. Default: ``"refuse"``, which
+            raises an error for a checkpoint that holds pickled objects.
 
     Raises:
-        CheckpointError: there is none.
-        ValueError: ``objects`` is something else.
+        CheckpointError: There is no checkpoint at ``path``.
+        ValueError: ``objects`` has another value.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, objects: Literal["refuse", "pickle"] = "refuse") -> None:
@@ -250,13 +281,14 @@ class CheckpointReader(StorageReader):
     def read_metadata(self) -> Metadata:
         manifest = self._entry.manifest
         if self._pickles and manifest is not None and manifest.pickles:
-            self._store.verify(self._entry)  # on every rank: each loads them, and verification by one comes later
+            # Every rank unpickles objects here, but the coordinator verifies later, in `set_up_storage_reader`.
+            self._store.verify(self._entry)
         checkpoint, _ = whole(self._store, self._entry, NOBODY, mapped=True, pickles=self._pickles)
         self._values, paths = flatten_state_dict(checkpoint)
         return Metadata({key: _described(value) for key, value in self._values.items()}, planner_data=paths)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Verify the checkpoint on one rank; all learn of it."""
+        """Verify the checkpoint on the coordinating rank; torch reports a failure to the other ranks."""
         if is_coordinator:
             self._store.verify(self._entry)
 
@@ -267,12 +299,13 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan asks for; it is done when this returns."""
+        """Copy the planned values into their targets; the returned future is already done."""
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type is LoadItemType.BYTE_IO:
+                # Planners take plain values only as a stream that `torch.save` has written.
                 stream = io.BytesIO()
-                torch.save(value, stream)  # a plain value of ours, in the form in which planners take it
+                torch.save(value, stream)
                 stream.seek(0)
                 planner.load_bytes(item, stream)
             else:
@@ -286,7 +319,7 @@ class CheckpointReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether there is a checkpoint of this package."""
+        """Return whether there is a checkpoint of this package at ``checkpoint_id``."""
         return entry_at(checkpoint_id) is not None
 
 

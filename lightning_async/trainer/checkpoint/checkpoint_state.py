@@ -1,7 +1,7 @@
-"""All that Lightning saves of a training, as two trees: what is equal on all ranks, and what is each rank's own.
+"""The state that Lightning saves, as two trees: one equal on all ranks, and one of each rank.
 
-A Lightning checkpoint is one dict, written by rank 0. `TrainerState` takes it apart and goes on from it; `joined` and
-`whole` put it together.
+A Lightning checkpoint is one dict, which rank 0 writes. `TrainerState` splits that dict into the two trees and restores
+from it. `joined` and `whole` merge the trees again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from lightning_async.trainer.loops.loop_state import has_none, without_own
 from lightning_async.trainer.namespace import callbacks_of
 
 REPLICAS = frozenset({"parameters"})
-"""The state that is equal on all ranks at a sync point, where each has an optimizer state of its own."""
+"""The part of the state that is equal on all ranks at a sync point, when each rank has its own optimizer state."""
 ALIKE = frozenset({"parameters", "optimizer_states"})
-"""The state that is equal on all ranks where every step is taken together."""
+"""The part of the state that is equal on all ranks when they take every step together."""
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
 class TrainerState:
-    """The state of one rank's Trainer: what Lightning saves of it, and what is this replica's own and not the run's.
+    """The state of one rank's Trainer: Lightning's checkpoint, and what only this replica has.
 
     Without ``pickles``, hyper-parameters that are objects are left out.
     """
@@ -43,15 +43,17 @@ class TrainerState:
     def capture(
         self, alike: frozenset[str], callbacks: dict[str, Any] | None = None
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return ``(shared, own)`` of the state that Lightning saves; tensors by reference.
+        """Return ``(shared, own)``, the two parts of Lightning's checkpoint; tensors by reference.
 
-        Shared is what ``alike`` names. Buffers never are: a BatchNorm's statistics differ between ranks.
+        ``alike`` names the shared part. Buffers are never shared, because a BatchNorm's statistics differ between
+        ranks.
         """
         own = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if callbacks is not None:
             own["callbacks"] = callbacks
         for key, type_key in _HPARAMS.items():
-            own.pop(type_key, None)  # a class, such as OmegaConf's: the values are plain ones here
+            # The type is a class, such as OmegaConf's, and cannot be saved as a plain value. The values can.
+            own.pop(type_key, None)
             if key in own:
                 own[key] = {name: value for name, value in dict(own[key]).items() if self._pickles or _travels(value)}
         shared: dict[str, Any] = {}
@@ -66,16 +68,19 @@ class TrainerState:
         return shared, own
 
     def restore(self, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
-        """Put model, optimizers, schedulers and scaler of a checkpoint in place; loops and data go on where they are.
+        """Restore model, optimizers, schedulers and scaler from a checkpoint; loops and data keep their position.
 
-        ``checkpoint`` and ``resume`` are this rank's, of `whole`; the latter says how much averages over time weigh.
+        ``checkpoint`` and ``resume`` are this rank's, as `whole` returns them. ``resume`` holds the weights of the
+        models' running averages.
         """
         trainer = self._trainer
         connector = trainer._checkpoint_connector
         connector._loaded_checkpoint = checkpoint
         try:
             connector.restore_model()
-            for callback in callbacks_of(trainer, "WeightAveraging"):  # averages stand where the model was
+            # The callback must move the averages out of the place in which it saved them, where the model's weights
+            # belong.
+            for callback in callbacks_of(trainer, "WeightAveraging"):
                 callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
             if (averages := averaged_models_of(trainer)) is not None:
                 averages.go_on([] if resume is None else resume["unsaved"]["averaged"])
@@ -83,21 +88,24 @@ class TrainerState:
             connector.restore_optimizers()
             connector.restore_lr_schedulers()
         finally:
+            # Lightning would take a checkpoint that stays here for one of its own resume.
             connector._loaded_checkpoint = {}
 
     def capture_own(self) -> dict[str, Any]:
-        """Return, after a step, what is a replica's own and not the run's: plain values, and tensors by reference.
+        """Return the state that belongs to this replica and not to the run, after a step; tensors by reference.
 
-        These are random states; for asynchronous replicas also the scale of gradients in fp16, and what the policies
-        ``optimizer_state="keep"`` and ``buffers="keep"`` leave to each. The run's are weights, rule, options of
-        optimizers, schedulers, callbacks and loops. Workers of servers own the optimizers' state where optimizers are
-        not the servers'.
+        This is the state of random generators. For asynchronous replicas it is also the gradient scale in fp16, and
+        what the policies ``optimizer_state="keep"`` and ``buffers="keep"`` leave to each replica. The run owns weights,
+        averaging rule, optimizer options, schedulers, callbacks and loops. Workers of parameter servers own the
+        optimizer state only if the servers do not run the optimizer.
         """
         trainer = self._trainer
         strategy = trainer.strategy
         own: dict[str, Any] = {"random": self._generators.take()}
+        # Servers hold weights and optimizer state.
         if strategy.served and strategy.update_on_server:
             return own
+        # With synchronous steps all ranks have one optimizer state, which belongs to the run.
         if strategy.averager.ledger.synchronous and not strategy.served:
             return own
         module = trainer.lightning_module
@@ -110,7 +118,7 @@ class TrainerState:
         return own
 
     def restore_own(self, own: dict[str, Any]) -> list[str]:
-        """Put it in the place of another rank's, and tell in words what there was; leave what does not fit."""
+        """Restore ``own`` over another rank's state, where it fits; return descriptions of the restored parts."""
         trainer = self._trainer
         strategy = trainer.strategy
         module = trainer.lightning_module
@@ -139,6 +147,7 @@ class TrainerState:
 
 
 def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return one Lightning checkpoint that is merged from the two trees of `TrainerState.capture`."""
     checkpoint = dict(own)
     if "optimizer_states" in shared:
         checkpoint["optimizer_states"] = shared["optimizer_states"]
@@ -149,22 +158,24 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_in(checkpoint: dict[str, Any]) -> str:
-    """Return the key of the model's own values: `WeightAveraging` puts its averages in their usual place."""
+    """Return the key of the model's own weights, because `WeightAveraging` saves its averages under the usual key."""
     return "current_model_state" if "current_model_state" in checkpoint else "state_dict"
 
 
 def whole(
     store: CheckpointStore, entry: CheckpointEntry, names: StableIds, mapped: bool = False, pickles: bool = False
 ) -> tuple[dict[str, Any], Any]:
-    """Return ``(checkpoint, resume)``: Lightning's checkpoint for one rank, and what `Resume` is to restore.
+    """Return ``(checkpoint, resume)``: Lightning's checkpoint for one rank, and the state for `Resume`.
 
-    A rank that took no part in the save, or has none of the epoch, begins from what all agreed on, with the first one's
-    progress; so do all where another number of ranks was started. With ``mapped``, tensors are read when they are used;
-    with ``pickles``, pickled objects are loaded, and the checkpoint was verified before: see `shards.load`.
+    A rank that took no part in the save, or had no part of the epoch, begins from the agreed state, with the progress
+    of the first rank that had one. So do all ranks if another number of ranks was started. With ``mapped``, tensors are
+    read when they are used. With ``pickles``, pickled objects are loaded, and the caller has verified the checkpoint;
+    see `shards.load`.
     """
     loaded = load(store, entry, names.mine, mapped, pickles)
     ranks = loaded.manifest.ranks
     own: Any = loaded.own
+    # Begin from the first rank that had a part of the epoch.
     if own is None or has_none(own["resume"]):
         resumes: dict[int, Any] = {
             rank: load_own(store, entry, rank, "resume", mapped=mapped, pickles=pickles) for rank in ranks
@@ -179,12 +190,14 @@ def whole(
     if took_part and "replica" in own:
         tensors = {name: value.clone() for name, value in state.items() if isinstance(value, Tensor)}
         replica = {**own["replica"], "state_dict": tensors}
+    # Each rank has saved a share of the agreed state, and all shares together replace this rank's weights.
     if own.get("agreed") is not None:
         shares: list[Any] = [load_own(store, entry, each, "agreed", mapped=mapped, pickles=pickles) for each in ranks]
         averaging, model = _assembled(shares)
         for name, value in model.items():
             target = torch.view_as_real(state[name]) if state[name].is_complex() else state[name]
             target.copy_(value.view(target.shape))
+    # The strategy reads this entry when Lightning restores the checkpoint.
     if averaging is not None:
         clocks = own["clocks"] if took_part else without_own(own["clocks"])
         checkpoint["lightning_async"] = {
@@ -198,7 +211,7 @@ def whole(
 
 
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the state of averaging and the agreed parameters, of every rank's `RuleState.share`."""
+    """Return the averaging state and the agreed parameters, joined from the `RuleState.share` of every rank."""
     first = shares[0]
     flat = {
         name: torch.cat([share["flat"][name] for share in shares]).view(shape)
@@ -211,7 +224,7 @@ def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[s
 
 
 def left_out(module: nn.Module, datamodule: Any) -> list[str]:
-    """Return the names of hyper-parameters that no checkpoint of ours holds: to read them would execute code."""
+    """Return the names of hyper-parameters that a checkpoint leaves out, because reading them would execute code."""
     return [
         name
         for each in (module, datamodule)
@@ -221,7 +234,7 @@ def left_out(module: nn.Module, datamodule: Any) -> list[str]:
 
 
 def _like(state: Any, values: dict[str, Any]) -> Any:
-    """Return ``values`` as a module's state of this kind; `load_state_dict` reads the versions in ``_metadata``."""
+    """Return ``values`` in a dict of the same type as ``state``, with the versions that `load_state_dict` reads."""
     new = type(state)(values)
     if hasattr(state, "_metadata"):
         new._metadata = state._metadata
@@ -229,6 +242,7 @@ def _like(state: Any, values: dict[str, Any]) -> Any:
 
 
 def _travels(value: object) -> bool:
+    """Return whether a value can be saved without pickling."""
     try:
         flatten(value)
     except (TypeError, ValueError):
@@ -241,10 +255,12 @@ def _names(module: Any) -> dict[int, str]:
 
 
 def _buffers(module: Any) -> dict[str, Tensor]:
+    """Return the buffers that are floating-point or complex, by name."""
     return {n: b.detach() for n, b in module.named_buffers() if b.is_floating_point() or b.is_complex()}
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:
+    """Return the parameter names by the numbers that an optimizer's state uses."""
     found = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
@@ -254,13 +270,14 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]
 
 
 def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state of each parameter, by its name: groups may come and go."""
+    """Return an optimizer's state by parameter name, because parameter groups may have changed on another rank."""
     state = optimizer.state_dict()
     called = _numbered(optimizer, state, names)
     return {called[number]: each for number, each in state["state"].items() if number in called}
 
 
 def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
+    """Load the ``own`` states that fit into the optimizers; return the number of parameters. Undo all on an error."""
     count = 0
     before = [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
     try:
@@ -270,6 +287,7 @@ def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], name
             optimizer.load_state_dict({**state, "state": {**state["state"], **fits}})
             count += len(fits)
     except BaseException:
+        # Restore the states, so that a failure leaves no optimizer half replaced.
         for optimizer, state in zip(optimizers, before, strict=True):
             optimizer.load_state_dict(state)
         raise

@@ -1,4 +1,4 @@
-"""The checkpoints of one fit: found and verified before it, saved during it, complete after it."""
+"""The checkpoints of one fit: recovery before it, saves during it, and the directory that it holds."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing:
-    """Checkpoints of one fit, closed by `close`. All ranks do the same in the same order.
+    """The checkpoints of one fit, until `close`. All ranks make the same calls in the same order.
 
-    It patches a Trainer and leads its parts: `CheckpointDirectory`, which makes sure that the directory is this
-    training's alone; `CheckpointRecovery`, which finds what to go on from; a `SaveCoordinator`, which knows when to
-    save; `Resume`, which takes a fit's state and puts it back; `Saver`, which writes it. ``call`` has all ranks come
-    together, for `save_together`.
+    It patches a Trainer and drives five parts. `CheckpointDirectory` reserves the directory for this training.
+    `CheckpointRecovery` finds the checkpoint to resume from. A `SaveCoordinator` decides when to save. `Resume`
+    captures and restores the fit's position. `Saver` writes files. ``call`` brings all ranks to a sync point, for
+    `save_together`.
     """
 
     def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +66,7 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self.resume.told = self._preempted.is_told
         self._left_alone = False
-        """This rank was told to go, and could not meet the others any more."""
+        """Whether this rank was told to leave, and could not meet the others any more."""
         self._undo: list[Undo] = []
         self._number = 0
         self._first_step = 0
@@ -78,9 +78,11 @@ class Checkpointing:
     def install(self) -> None:
         trainer = self._trainer
         strategy = self._trainer.strategy
+        # Any stage may load a checkpoint of this package, but only a fit saves.
         reader = DirectoryIO(strategy.checkpoint_io, self._recovery.load)
         self._undo.append(override(strategy, "teardown", self._tear_down))
         self._undo.append(set_for_now(strategy, "_checkpoint_io", reader))
+        # A fast development run must leave no files.
         if trainer.state.fn != "fit" or trainer.fast_dev_run:
             return
         self._undo += self.resume.install()
@@ -97,7 +99,8 @@ class Checkpointing:
 
     def _resume_start(self, original: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
         self._directory.take()
-        if not self._directory.joining:  # else the others tell what it goes on from
+        # A joining rank receives its state from the live ranks, and must not choose a checkpoint.
+        if not self._directory.joining:
             checkpoint_path = checkpoint_path or self._recovery.choose()
         original(checkpoint_path, *args, **kwargs)
 
@@ -106,7 +109,9 @@ class Checkpointing:
         original(checkpoint)
 
     def start(self) -> None:
+        """Agree on the number of the next save, and start the saver. All ranks call this together."""
         trainer = self._trainer
+        # A joining rank calls `come` instead, with values that the live ranks send.
         if trainer.fast_dev_run or searches_lr(trainer) or self._directory.joining:
             return
         self._number = max(self._recovery.gather(self.store.next_number())) - 1
@@ -133,23 +138,26 @@ class Checkpointing:
         self.saver.start()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return what a joining rank must know; this training is at a sync point."""
+        """Return the values that a joining rank needs to save with the others. This training is at a sync point."""
         told = {**self._directory.for_joining_ranks(), "number": self._number}
         return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 
     def come(self, told: dict[str, Any]) -> None:
-        """Save with the live ranks, whose `for_joining_ranks` this is; raise as `CheckpointDirectory.join`."""
+        """Begin to save with the live ranks, on a joining rank.
+
+        ``told`` is the live ranks' `for_joining_ranks`. Errors are those of `CheckpointDirectory.join`.
+        """
         self._directory.join(told)
         self._number = told["number"]
         self._start_saver()
 
     def _begin(self, original: Any) -> None:
-        """Begin the saves; replicas are asynchronous from here on. Called after the callbacks' hook."""
+        """Begin to save, once the callbacks' hook has run. Replicas are asynchronous from here on."""
         original()
         trainer = self._trainer
         if self.saver is not None:
             apart = view_of(trainer.strategy).averager is not None
-            # What cannot be saved is named now, and memory is there.
+            # Reserve before the first batch, so that a value that cannot be saved or a lack of memory shows now.
             shared, own = self._state.capture(ALIKE)
             self.saver.reserve(trainer.global_step, self._directory.group, shared, own)
             self._first_step = trainer.global_step
@@ -165,11 +173,13 @@ class Checkpointing:
             self.resume.points.keeps = apart or self._settings.on_exception
 
     def _boundary(self) -> None:
+        """Follow one batch boundary: poll the saver, and let the coordinator save if a save is due."""
         self._recovery.got_on = True
         if self.saver is None or self._pace is None:
             return
         if self.resume.where == "batch":
             self.saver.step(None if self._watcher is None else self._watcher.clean_steps)
+            # The first step after the start is over, so memory has its final size and the coordinator can plan.
             if not self._expected and self._trainer.global_step > self._first_step:
                 self._expected = True
                 self._pace.expect()
@@ -178,22 +188,24 @@ class Checkpointing:
         self._pace.boundary(self._preempted)
 
     def save_together(self) -> None:
-        """Save what is on servers, if that is due; all ranks are at a sync point, with one model, which stays."""
+        """Save state that is on servers, if due. All ranks are at a sync point, with one model that does not change."""
         if isinstance(self._pace, ServerSaves) and self.saver is not None:
             self._pace.save()
 
     def roll_back(self) -> int | None:
-        """Put the newest good checkpoint in place, but for the data, on all ranks together; return its step, if any."""
+        """Restore the newest good checkpoint on all ranks, except the data position; return its step, or None."""
         if self.saver is None:
             return None
+        # The newest saves must be marked as good or deleted before a rank looks, or ranks would find different ones.
         self.saver.flush(PATIENCE_S)
-        self._trainer.strategy.barrier("what was asked for is marked and deleted")
+        self._trainer.strategy.barrier("pending marks and deletions are done")
         try:
             world = view_of(self._trainer.strategy).world
             find = partial(self._recovery.find, "last_good")
+            # A rank may die during the search. All live ranks then search again, so that they find the same checkpoint.
             entry = find() if world is None else world.in_one_generation(find)
         except CheckpointError as error:
-            log.warning("Rank %d cannot go back: %s", self._names.mine, error)
+            log.warning("Rank %d cannot roll back: %s", self._names.mine, error)
             return None
         if entry is None:
             return None
@@ -209,21 +221,23 @@ class Checkpointing:
         try:
             original()
         except BaseException as exception:
+            # Also for KeyboardInterrupt and signals, which are no Exceptions.
             if self._is_preempted(exception):
                 self._leave_preempted(exception)
             self._save_what_was(exception)
             raise
 
     def _is_preempted(self, exception: BaseException) -> bool:
-        """Return whether this rank was told to go: the same signal may have caused what fails from then on."""
-        if isinstance(exception, AsyncTrainingError):  # who says so knows what it is
+        """Return whether this rank was told to stop; the same signal may have caused ``exception``."""
+        # Errors of this package have a known cause. Of these, only a lost peer can follow from the signal.
+        if isinstance(exception, AsyncTrainingError):
             return self._preempted.told and isinstance(exception, PeerLost | CollectiveError)
         if not isinstance(exception, Exception) or _is_hosts_updated(exception):
             return False
         return self._preempted.is_told()
 
     def _leave_preempted(self, exception: BaseException) -> NoReturn:
-        """Save with the others, where this rank can meet them, else alone, and end with exit code `TRY_AGAIN`."""
+        """Save with the others, or alone if this rank cannot meet them, and end with exit code `TRY_AGAIN`."""
         log.warning(
             "Rank %d was told to stop, and something that it needs has ended: %s", self._names.mine, in_words(exception)
         )
@@ -234,7 +248,10 @@ class Checkpointing:
         raise pytorch("utilities.exceptions").SIGTERMException(TRY_AGAIN) from exception
 
     def _meets(self, exception: BaseException) -> bool:
-        """Stand where all ranks leave, if this rank's model is whole, and the others are between sync points, too."""
+        """Meet all ranks at a stopping point; return False if that is impossible.
+
+        This rank's model must be whole, and the others must be between sync points, too.
+        """
         strategy = self._trainer.strategy
         within = self.resume.points.step_position.within
         sync_points = view_of(strategy).sync_points
@@ -246,15 +263,20 @@ class Checkpointing:
             sync_points.request_stop()
             sync_points.rendezvous(SyncPointKind.STOP)
         except AsyncTrainingError as error:
+            # Another rank has failed as well, so this rank saves alone.
             log.error("Rank %d cannot meet the others any more: %s", self._names.mine, error)
             return False
         world.asynchronous = False
         return True
 
     def _save_what_was(self, exception: BaseException, reason: str = "exception") -> None:
-        """Save alone after an exception, which the user shall see, whatever becomes of this; wait for nobody."""
+        """Save alone after an exception, without waiting for other ranks.
+
+        Errors are only logged, because the user must see ``exception``.
+        """
         in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
-        if isinstance(exception, Evicted):  # the others train on, and save
+        # The other ranks go on with the training, and save it themselves.
+        if isinstance(exception, Evicted):
             self._pace = None
         if self._pace is None or _is_hosts_updated(exception) or isinstance(exception, in_order):
             return
@@ -264,27 +286,32 @@ class Checkpointing:
             if self._pace.fail(exception, reason):
                 log.warning("Rank %d saves what was trained until this: %s", self._names.mine, in_words(exception))
         except Exception as error:
-            log.error("Rank %d: what was trained until this exception cannot be saved: %r", self._names.mine, error)
+            log.error("Rank %d: the training until this exception cannot be saved: %r", self._names.mine, error)
 
     def fail(self, exception: BaseException) -> None:
+        """Take the last save at a preemption, and explain a failure that may come from the checkpoint."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
+        # A preempted job must not lose its last save, while a failed one should end soon.
         self._patience_s = PATIENCE_S if preempted else FAILED_S
         self._recovery.explain(exception)
         if preempted and not isinstance(self._pace, LockstepSaves | None) and not self._left_alone:
             try:
                 self._pace.end("preemption")
-            except AsyncTrainingError as error:  # the signal's own exception goes on
+            # Log only, so that the signal's own exception reaches Lightning.
+            except AsyncTrainingError as error:
                 log.error("Rank %d: there is no checkpoint of this moment: %s", self._names.mine, error)
 
     def _tear_down(self, original: Any) -> None:
         try:
             original()
         finally:
+            # The saver must close even if Lightning's own tear-down fails.
             self.close()
 
     def close(self) -> None:
         take_back(self._undo)
         if self._pace is not None:
+            # Stop before the saver closes, or a save might begin while the saver waits for its last one.
             self._pace.give_up()
         saver = self.saver
         self.saver = None
@@ -296,6 +323,7 @@ class Checkpointing:
             if pace is not None:
                 pace.close()
         finally:
+            # Release the lock last, because the saver writes into the directory until it is closed.
             self._directory.close()
 
     @property
@@ -304,7 +332,7 @@ class Checkpointing:
 
 
 def _is_hosts_updated(exception: BaseException) -> bool:
-    """Return whether it is Horovod Elastic's: all leave, for a world with others."""
+    """Return whether the exception is Horovod Elastic's, after which all ranks leave for a new world."""
     return type(exception).__name__ == "HostsUpdatedInterrupt"
 
 
@@ -312,7 +340,10 @@ _MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
 
 class CheckpointDirectory:
-    """The directory that the ranks of one fit save into: theirs alone, until `close`; and the ranks that see it."""
+    """The directory into which the ranks of one fit save.
+
+    It is reserved for this fit until `close`. ``group`` holds the ranks that see the same directory.
+    """
 
     def __init__(self, trainer: Any, store: CheckpointStore, settings: str, gather: Callable[[Any], list[Any]]) -> None:
         self._trainer = trainer
@@ -326,27 +357,30 @@ class CheckpointDirectory:
         self._left = names_of(trainer).left
 
     def take(self) -> None:
-        """Lock it, before anything in it is chosen or put into quarantine, and wait for earlier writers. Idempotent.
+        """Lock the directory before anything in it is chosen or moved, and wait for earlier writers. Idempotent.
 
-        Where others train into it already, this rank only waits for what its earlier life still writes.
+        If live ranks already train into the directory, only wait for saves that this rank's earlier process still
+        writes.
 
         Raises:
-            SettingsMismatch: the ranks were given different ones, and would not do the same.
-            CheckpointError: another program trains into it, or nothing can be written there.
+            SettingsMismatch: The ranks were given different checkpoint settings.
+            CheckpointError: Another program trains into the directory, or it cannot be written.
         """
         if self.joining:
             abandon_saves_of(self._store, names_of(self._trainer).mine, PATIENCE_S)
-        elif self._claim is None:  # a search for a learning rate ends with a call of this, too
+        # The lock may be held already: a search for a learning rate ends with another call.
+        elif self._claim is None:
             programs, everyones = zip(*self._gather([uuid.uuid4().hex[:12], self._settings]), strict=True)
             if len(set(everyones)) > 1:
                 raise SettingsMismatch(f"The ranks have different settings for checkpoints: {sorted(set(everyones))}.")
             self.program = programs[0]
             self._claim = DirectoryLock(self._store, self.program)
             self._claim.take(self._gather)
+            # Saves of an earlier program may still be under way, and would appear after the choice of a checkpoint.
             self._claim.wait(self._gather)
 
     def meet(self) -> None:
-        """Find the ranks that see it: each leaves a file there that the others look for. The first one tidies up."""
+        """Find the ranks that see this directory, by a file of each rank; the first of them deletes leftovers."""
         store = self._store
         barrier = self._trainer.strategy.barrier
         rank = names_of(self._trainer).mine
@@ -355,6 +389,7 @@ class CheckpointDirectory:
         path = f"{store.dirpath}/{prefix}{rank}"
         files.write(path, [b""])
         try:
+            # All files must be there before a rank lists them, and all lists made before a rank deletes its file.
             barrier("files are there")
             seen = [n.removeprefix(prefix) for n in files.names(store.dirpath) if n.startswith(prefix)]
             barrier("files were seen")
@@ -363,27 +398,30 @@ class CheckpointDirectory:
         self.group = sorted(map(int, seen))
         if rank != self.group[0]:
             return
-        for name in files.names(store.dirpath):  # what a program that was killed just here has left
+        # Delete the files of a program that was killed within this function.
+        for name in files.names(store.dirpath):
             if _MEETING.fullmatch(name) and not name.startswith(prefix):
                 files.unlink(f"{store.dirpath}/{name}")
         try:
             store.clean(self.program)
-        except OSError as error:  # somebody else's, perhaps: that is no reason not to train
-            log.warning("Rank %d: what was left unfinished cannot be deleted: %s", rank, error)
+        # Leftovers may belong to another user, which is no reason to stop the training.
+        except OSError as error:
+            log.warning("Rank %d: unfinished checkpoints cannot be deleted: %s", rank, error)
 
     def for_joining_ranks(self) -> dict[str, Any]:
+        """Return the values that a joining rank needs to share this directory."""
         return {"program": self.program, "group": self.group, "settings": self._settings}
 
     def join(self, told: dict[str, Any]) -> None:
-        """Share it with the live ranks, whose `for_joining_ranks` this is.
+        """Share the directory with the live ranks, on a joining rank; ``told`` is their `for_joining_ranks`.
 
         Raises:
-            SettingsMismatch: they were given other settings.
-            CheckpointError: the directory is another one, on this host, or another program's.
+            SettingsMismatch: The live ranks were given other checkpoint settings.
+            CheckpointError: The directory is another one on this host, or belongs to another program.
         """
         if told["settings"] != self._settings:
             raise SettingsMismatch(
-                f"This rank comes to a training of others, and has other settings for checkpoints: {self._settings}; "
+                f"This rank joins a running training, and has other settings for checkpoints: {self._settings}; "
                 f"theirs are {told['settings']}."
             )
         self.program = told["program"]
@@ -392,7 +430,9 @@ class CheckpointDirectory:
         self._claim.join()
 
     def follow(self) -> None:
+        """Renew this rank's claim on the directory when the live ranks have changed."""
         left = names_of(self._trainer).left
+        # The rank that held the lock may be among the lost ones.
         if self._claim is not None and left != self._left:
             self._left = left
             self._claim.keep()

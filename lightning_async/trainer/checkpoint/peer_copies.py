@@ -1,8 +1,8 @@
-"""Every rank's own state is kept in the memory of the next one, and comes back from there when the rank does.
+"""Copies of every rank's own state in the memory of the next rank, for a rank that dies and comes back.
 
-in training                                   a rank that comes back
-at each batch's end: is a copy due?           before it waits beside the run: asks all who keeps what was its own
-`TrainerState` makes its own state, to send  in `JoinState.restore`, over rank 0's, puts it in place
+At the end of each batch, `Peers.boundary` asks whether a copy is due, and sends what `TrainerState` captures. A rank
+that comes back asks all ranks for its copy before it waits to join. Once `JoinState.restore` has given it rank 0's
+state, it puts its own state on top.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ from lightning_async.trainer.namespace import in_words, rank_zero_info
 
 log = logging.getLogger(__name__)
 
-_PAUSE_S = 1.0  # after a copy that has come to nothing
-_PATIENCE = 3  # such copies in a row, after which it is said
+# Wait this long after a copy that failed, so that a dead peer does not cost a connection at every batch.
+_PAUSE_S = 1.0
+# Warn after this number of failed copies in a row.
+_PATIENCE = 3
 
 
 class Peers:
-    """Copies of their own states that the ranks of one fit keep for each other."""
+    """The copies of own states that the ranks of one fit keep for each other."""
 
     def __init__(self, trainer: Any, policy: SavePolicy) -> None:
         self._trainer = trainer
@@ -58,7 +60,7 @@ class Peers:
         self._cannot = False
 
     def start(self) -> None:
-        """Listen, and let it be known where, as training begins; a rank that was lost finds what was its own."""
+        """Listen for copies and publish this rank's address; a joining rank also looks for its own copy."""
         if self.keeper is not None:
             return
         strategy = self._trainer.strategy
@@ -71,12 +73,14 @@ class Peers:
                 f"Rank {mine}: the others can leave nothing in this rank's memory, as it cannot listen at the address "
                 f"that faces {board.host[0]}: {error}. Leave `PeerMemory` out, or see to this host's addresses."
             ) from error
-        strategy.fit_sessions.undo.append(self.close)  # however training ends
+        # The end of the session closes the threads, also if training fails.
+        strategy.fit_sessions.undo.append(self.close)
         board.keep_at(mine, keeper.address.note())
         if strategy.joining:
             self._find()
 
     def _find(self) -> None:
+        """Ask every other rank for the copy of this rank's state."""
         assert self._door is not None
         mine = str(names_of(self._trainer).mine)
         self._asked = True
@@ -85,17 +89,18 @@ class Peers:
         self._found, self._silent = find(mine, self._seal, others)
 
     def come(self) -> None:
-        """Put over rank 0's state, which is in place, what was this rank's own: that may be older than the run's."""
+        """Replace rank 0's state, which is in place, by this rank's own copy, which may be some steps older."""
         mine = names_of(self._trainer).mine
         self.start()
-        if not self._asked:  # it was among those who train
+        # A live rank that was cut off and reconnects has not asked before.
+        if not self._asked:
             self._find()
         if (found := self._found) is None:
             why = "; ".join(f"rank {name} does not answer ({error})" for name, error in self._silent.items())
             tell(
                 "own_state_lost", logging.WARNING,
-                f"Rank {mine} joins, and nobody has anything of its own: it begins with rank 0's optimizer state, and "
-                f"with random numbers of its start. {why or 'It is new, or died before its first copy'}.",
+                f"Rank {mine} joins, and no rank has a copy of its own state: it begins with rank 0's optimizer state, "
+                f"and with random numbers of its start. {why or 'It is new, or died before its first copy'}.",
                 rank=mine,
             )  # fmt: skip
             return
@@ -103,7 +108,8 @@ class Peers:
         now = self._trainer.global_step
         try:
             done = self._state.restore_own(found.own)
-        except Exception as error:  # of optimizers of the user's, too
+        # Optimizers of the user may raise anything, and training can go on with rank 0's state.
+        except Exception as error:
             words = (
                 f"Rank {mine}: what was kept of its own does not fit, and it begins with rank 0's: {in_words(error)}"
             )
@@ -113,7 +119,10 @@ class Peers:
         tell("own_state", logging.WARNING, words, rank=mine, step=step, now=now)
 
     def boundary(self, epoch_end: bool) -> None:
-        """Copy this rank's own state, if that is due behind this batch, the last of the epoch at ``epoch_end``."""
+        """Copy this rank's own state to its peer, if a copy is due after this batch.
+
+        ``epoch_end`` says that the batch is the epoch's last one.
+        """
         if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
             return
         step = self._trainer.global_step
@@ -129,7 +138,8 @@ class Peers:
         for sent in sender.poll():
             self._take_result(sent)
         self._look(names)
-        moved = self._sent and self._after != self._sent  # whoever has the last copy is gone, or has come anew
+        # The peer with the last copy is lost or was started again, and has lost the copy.
+        moved = self._sent and self._after != self._sent
         if not self._after or not (moved or clock.due(step, epoch_end)):
             return
         if sender.busy or self._to is None or time.monotonic() < self._not_before:
@@ -138,8 +148,9 @@ class Peers:
         label = {"step": step, "epoch": self._trainer.current_epoch, "life": came_back() or 0, "at": time.time()}
         try:
             begun = sender.send(self._to, label, self._state.capture_own())
-        except (TypeError, KeyError, ValueError, CheckpointError) as error:  # a state that is of no kind that travels
-            log.warning("Rank %d: nothing of its own is kept elsewhere from here on: %s", names.mine, error)
+        # The state holds a value that cannot be sent, and later states will hold it, too.
+        except (TypeError, KeyError, ValueError, CheckpointError) as error:
+            log.warning("Rank %d: no more copies of its own state are sent from here on: %s", names.mine, error)
             self._cannot = True
             return
         if begun:
@@ -149,8 +160,9 @@ class Peers:
             clock.put_off()
 
     def _look(self, names: StableIds) -> None:
-        """Find who is to keep this rank's copies, where that may have changed: another `RankMap` has joining ranks."""
+        """Choose the peer that keeps this rank's copies, if ranks have changed or the last choice has failed."""
         live_ranks = self._trainer.strategy.live_ranks
+        # Ranks that join get another `RankMap`, so comparing it notices a rank that has died and come back.
         if self._known == (names.left, live_ranks) and not (self._stale and time.monotonic() >= self._not_before):
             return
         self._known = (names.left, live_ranks)
@@ -159,7 +171,8 @@ class Peers:
         self._not_before = 0.0
         if len(names.left) > 1 and names.mine in names.left:
             assert self._door is not None
-            with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
+            # If the store is gone, the heartbeat reports it.
+            with contextlib.suppress(RuntimeError, OSError):
                 found = {rank: Address.of(self._door.read_keeper(str(rank))) for rank in names.left}
                 hosts = {rank: "" if address is None else address.host for rank, address in found.items()}
                 after = next_to(names.mine, names.left, hosts)
@@ -168,11 +181,13 @@ class Peers:
         self._pause(self._to is None)
 
     def _pause(self, stale: bool) -> None:
+        """Set whether the choice of the peer must be repeated, after a pause."""
         self._stale = stale
         if stale:
             self._not_before = time.monotonic() + _PAUSE_S
 
     def _take_result(self, sent: Sent) -> None:
+        """Count failed copies in a row, and warn once when there are several."""
         if sent.error is None:
             self._failed = 0
             return
@@ -189,6 +204,7 @@ class Peers:
             )  # fmt: skip
 
     def summarise(self) -> None:
+        """Log the number, size and cost of the copies."""
         if self._peer_copy_sender is None or self.keeper is None:
             return
         costs = self._peer_copy_sender.costs

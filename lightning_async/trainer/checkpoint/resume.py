@@ -1,4 +1,4 @@
-"""Going on in the middle of an epoch as if nothing had happened: what Lightning's own checkpoint does not hold."""
+"""Exact resume within an epoch: the state that Lightning's own checkpoint does not hold."""
 
 from __future__ import annotations
 
@@ -28,33 +28,32 @@ from lightning_async.trainer.strategy_view import view_of
 
 
 class Resume:
-    """Follows a fit, so that its state can be taken at each batch boundary, and puts another fit there.
+    """The position of a fit, captured at each batch boundary, and restored in another fit.
 
-    Beside it travels Lightning's checkpoint (`dump_checkpoint`), taken at the same moment and restored by Lightning.
-    Here are the random states, where the loaders stand as of the last batch that was trained on, gradients in
-    accumulation, and the loops' places in their own code. What follows is then bit-equal with a fit that was never
-    interrupted.
+    Lightning's checkpoint (`dump_checkpoint`) is taken at the same moment, and Lightning restores it. This class adds
+    random states, the loaders' positions after the last trained batch, gradients in accumulation, and the loops'
+    positions within their own code. A resumed fit is then bit-equal with one that was never interrupted.
 
-    The last safe point is one of three, `where`:
+    `where` is the kind of the last safe point:
 
-    - ``"batch"``: a batch is done with, its validation included;
-    - ``"validation"``: the batch is done with and its validation under way; a resume validates from the beginning;
-    - ``"epoch"``: an epoch is done with, its hooks included.
+    - ``"batch"``: a batch is complete, including its validation;
+    - ``"validation"``: a batch is complete and its validation runs; a resume repeats the validation from its beginning;
+    - ``"epoch"``: an epoch is complete, including its hooks.
 
-    After a failure between them, `points` has a state, too.
+    After a failure between safe points, `points` can still return a state.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.on_boundary: Callable[[], None] = lambda: None
         self.where: str | None = None
-        """The safe point at which the fit is; None elsewhere."""
+        """The kind of the safe point at which the fit is now; None elsewhere."""
         self.told: Callable[[], bool] = lambda: False
         self.points = SafePoints(trainer)
         self._limits = self.points.limits
         self._pending: dict[str, Any] | None = None
         self._longer: list[Undo] = []
-        """Takes back that the epoch under way has more batches than its loader has now."""
+        """Undoes `_lengthen`, which gave the epoch under way more batches than its loader has now."""
         self._live = self._in_batch_end = self._validation_is_due = False
 
     def install(self) -> list[Undo]:
@@ -79,7 +78,7 @@ class Resume:
         ]
 
     def problems(self) -> list[str]:
-        """Return what keeps this fit from being resumed exactly, one line for each, with what to do."""
+        """Return what prevents an exact resume of this fit: one line for each problem, with its remedy."""
         found = [problem for source in self.points.sources for problem in source.problems()]
         if type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             found.append(
@@ -89,17 +88,18 @@ class Resume:
         return found
 
     def capture(self) -> dict[str, Any]:
-        """Return the state at this safe point, from `on_boundary`: plain values, and gradients by reference."""
+        """Return the state at this safe point, for `on_boundary`: plain values, and gradients by reference."""
         if self.where is None:
             raise RuntimeError("Resume.capture() works at safe points only: call it from `on_boundary`.")
         return self.points.capture(self.where)
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[LastSafeState]:
-        """Give the state to go on from, here or as it was at the last safe point."""
+        """Yield the state to resume from: the present one if the fit is at a safe point, else the last safe one."""
         if self.where is not None:
             yield LastSafeState(self.capture(), None)
-        elif self._active and self._in_batch_end:  # a batch is done with, and its validation is yet to begin
+        # The batch is complete and its validation has not begun, so the present state can be resumed as well.
+        elif self._active and self._in_batch_end:
             within = self.points.step_position.within
             self.points.begin_validation()
             try:
@@ -113,7 +113,7 @@ class Resume:
                 yield state or LastSafeState(None, None)
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from ``state`` when fit starts, once Lightning has restored its own checkpoint; see `resized`, too."""
+        """Resume from ``state`` when the fit starts, after Lightning has restored its own checkpoint; see `resized`."""
         self._pending = state
         self._limits.expect()
 
@@ -132,6 +132,7 @@ class Resume:
         return self._live and not searches_lr(self._trainer)
 
     def _boundary(self, where: str) -> None:
+        """Call `on_boundary` with `where` set for the duration of the call."""
         if not self._active:
             return
         self.points.reach(where)
@@ -139,6 +140,7 @@ class Resume:
         try:
             self.on_boundary()
         finally:
+            # Outside of this call the fit is between safe points, and `capture` must refuse.
             self.where = None
 
     def _end_batch(self, original: Any, data_fetcher: Any) -> None:
@@ -156,6 +158,7 @@ class Resume:
         self._boundary("epoch")
 
     def _validate(self, original: Any) -> Any:
+        # A validation outside of a batch's end, such as the sanity check, is no safe point.
         if not self._active or not self._in_batch_end:
             return original()
         self.points.begin_validation()
@@ -171,23 +174,26 @@ class Resume:
             self._boundary("validation")
 
     def _ask_for_loaders(self, loop: Any, of_epoch: str, original: Any) -> None:
-        """Ask for the loaders of the epoch in which they were made (``reload_dataloaders_every_n_epochs``)."""
+        """Request the loaders as of the epoch in which they were made (``reload_dataloaders_every_n_epochs``)."""
         made = self._pending["unsaved"][of_epoch] if self._active and self._pending is not None else -math.inf
         if loop._combined_loader is not None or math.isinf(made):
             original()
             return
         epoch = self._trainer.fit_loop.epoch_progress.current
         now = epoch.completed
-        epoch.completed = made  # what `trainer.current_epoch` says
+        # Loaders may depend on `trainer.current_epoch`, which returns this value.
+        epoch.completed = made
         try:
             original()
         finally:
             epoch.completed = now
 
     def _load_loaders(self, original: Any) -> None:
+        """Replace the loaders by sources that know their position, and move the sources to the restored position."""
         if not self._active:
             original()
             return
+        # Loaders may be reloaded within a fit, and the old ones must stop counting.
         for source in self.points.sources:
             source.detach()
         combined = self._trainer.fit_loop._combined_loader
@@ -202,6 +208,7 @@ class Resume:
         if self._pending is None:
             original()
             return
+        # This class restores the positions; Lightning's own states of loaders would move the loaders twice.
         self._trainer.fit_loop._combined_loader_states_to_load = []
         if (lost_rank_data := view_of(self._trainer.strategy).lost_rank_data) is not None:
             lost_rank_data.taken_up = self._pending["unsaved"].get("left", [])
@@ -224,7 +231,8 @@ class Resume:
 
     def _start_fit(self, original: Any) -> None:
         pending = self._pending if self._active else None
-        # And once more when hooks have set it anew.
+        # Set `requires_grad` before the strategy reads it. `restore` sets it once more, after hooks may have changed
+        # it.
         self.points.modes.put_trained(pending["modes"] if pending else {})
         with self._limits.shown():
             original()
@@ -234,13 +242,15 @@ class Resume:
                 source.idle = False
             if pending["where"] == "epoch":
                 self._limits.put_back()
-                self._trainer.fit_loop._resuming_from_checkpoint = False  # so that the loaders begin the next epoch
+                # Otherwise the loaders would not begin the next epoch.
+                self._trainer.fit_loop._resuming_from_checkpoint = False
                 self._go_on_averaging()
                 self._go_on()
 
     def _reset_epoch(self, original: Any) -> None:
         with warnings.catch_warnings():
             if self._active and self._pending is not None:
+                # The warning is about loaders that keep no position, and these do.
                 warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch")
             original()
         if not self._active or self._pending is None:
@@ -251,20 +261,22 @@ class Resume:
         most = self._trainer.fit_loop.max_batches
         current = self._trainer.fit_loop.epoch_loop.batch_progress.current
         if left is not None:
-            # The epoch has another number of batches now, and this rank is so many before its end.
+            # The rest of the epoch was divided anew, so the epoch has another number of batches, of which `left`
+            # remain.
             total = len(self.points.sources[0].loader) if self._pending.get("recounted") else most
             done = min(most, max(0, total - left))
         elif self._pending.get("recounted"):
             done = min(most, self._pending["loaders"][0]["taken"])
+        # The position in the data is unknown, so the epoch's data begins again.
         elif self._pending.get("resized") and self._pending["loaders"][0].get("ended") is False:
-            done = 0  # its data begins again
+            done = 0
         else:
             return
         current.ready = current.started = current.processed = current.completed = done
         self._pending["unsaved"]["is_last_batch"] = left == 0 or done == most
 
     def _lengthen(self, left: int) -> None:
-        """Let the epoch last for all that is left of it, in batches that may be smaller, unless the user limits it."""
+        """Extend the epoch to ``left`` batches, which may be smaller ones, unless the user limits the epoch."""
         trainer = self._trainer
         if trainer.limit_train_batches != 1.0:
             return
@@ -280,7 +292,8 @@ class Resume:
             return
         where = self._pending["where"]
         epoch = self._trainer.fit_loop.epoch_loop
-        # From here on Lightning would guess from its counters what was done: skip validations, repeat schedulers.
+        # From here on Lightning would infer from its counters what was done, skip validations and repeat scheduler
+        # steps.
         self._set_restarting(False)
         epoch.batch_progress.is_last_batch = self._pending["unsaved"]["is_last_batch"]
         if not self._pending.get("resized"):
@@ -289,12 +302,13 @@ class Resume:
         if not self._pending.get("resized") or self._pending.get("recounted"):
             self.points.keep_weight(self._pending["unsaved"])
         self._go_on()
+        # The interrupted epoch still has to validate or to end this batch before the next one begins.
         if where in ("validation", "batch end"):
             self._validation_is_due = where == "validation"
             epoch.on_advance_end(data_fetcher)
 
     def _start_epoch_again(self) -> None:
-        """Have Lightning's callbacks repeat, in the middle of an epoch, what they did at its start."""
+        """Repeat, in the middle of an epoch, the hooks by which Lightning's callbacks prepare an epoch."""
         trainer = self._trainer
         for kind in ("GradientAccumulationScheduler", "TQDMProgressBar"):
             for callback in callbacks_of(trainer, kind):
@@ -302,12 +316,15 @@ class Resume:
         self._go_on_averaging(in_epoch=True)
 
     def _go_on_averaging(self, in_epoch: bool = False) -> None:
-        """Have `StochasticWeightAveraging` make its scheduler now, as at the start of an epoch, but keep the learning
-        rates and BatchNorm's statistics, which that sets."""
+        """Have `StochasticWeightAveraging` create its scheduler now, as it does at the start of an epoch.
+
+        Keep the learning rates and BatchNorm's statistics, which that hook would reset.
+        """
         trainer = self._trainer
         module = trainer.lightning_module
         epoch = trainer.current_epoch
         for callback in callbacks_of(trainer, "StochasticWeightAveraging"):
+            # The callback's hook for an epoch's start creates the scheduler, or transfers weights after the last epoch.
             averages = callback._scheduler_state is not None and callback.swa_start <= epoch <= callback.swa_end
             if not averages and not (in_epoch and epoch == callback.swa_end + 1):
                 continue
@@ -327,7 +344,8 @@ class Resume:
 
     def _set_restarting(self, restarting: bool) -> None:
         fit = self._trainer.fit_loop
-        fit._restarting = restarting  # its setter knows better where there is a `max_steps`
+        # The property's setter ignores the value if `max_steps` is set.
+        fit._restarting = restarting
         fit.epoch_loop.restarting = restarting
 
     def _go_on(self) -> None:

@@ -1,18 +1,18 @@
-"""The state of a fit at a safe point, and what it was there when something goes wrong on the way to the next one.
+"""The state of a fit at its safe points, and the state that can be saved if the fit fails between two of them.
 
-The state that a fit can go on from, by where it is (`step_position`):
+`StepPosition` knows how far the fit is. This decides the state to resume from:
 
-| within | the state |
+| the fit is within | the state |
 | --- | --- |
-| fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch comes again |
-| behind the backward pass, where gradients are gathered apart (`updates`) | after the batch; see `WindowSteps` |
-| the optimizer's step, a scheduler's | none: a part is written, and nobody knows which |
-| averaging, behind the optimizer's step | after the batch; its schedulers step now |
-| hooks and loggers at the end of the batch | after the batch; a validation that is due then is still to come |
-| a validation | before it: it comes again |
+| fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch is repeated |
+| the time after a backward pass whose gradients are kept apart (`updates`) | after the batch; see `WindowSteps` |
+| a step of the optimizer or of a scheduler | none: an unknown part of the step is written |
+| averaging, after the optimizer's step | after the batch; its schedulers step now |
+| hooks and loggers at the end of the batch | after the batch; a validation that is due is still to come |
+| a validation | before the validation, which is repeated |
 
-What a batch changes ahead of the optimizer's step is kept at each safe point: counters, random states, the place in the
-data, what was logged, and buffers. Parameters and optimizers need not be.
+Each safe point keeps copies of everything that a batch changes before the optimizer's step: counters, random states,
+the position in the data, logged values and buffers. Parameters and optimizers do not change before that step.
 """
 
 from __future__ import annotations
@@ -52,30 +52,37 @@ class _Kept:
 
 
 class LastSafeState(NamedTuple):
-    """The state that `Resume.capture` would have given, or None; and callbacks' states, where hooks have run since."""
+    """The state that `Resume.capture` would have returned, and the callbacks' states if hooks have run since."""
 
     resume: dict[str, Any] | None
     callbacks: dict[str, Any] | None
 
 
 class SafePoints:
-    """The states of one fit at its safe points."""
+    """The states of one fit at its safe points.
+
+    `reach` keeps a state at each safe point. `capture` returns the present state, and `as_it_was` the last one that can
+    be resumed.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.sources: list[Source] = []
+        # This rank's part of the epoch's data, and the number of parts.
         self.dealt = [0, 1]
-        """Number of this rank's part of the epoch's data, and of all parts."""
+        # Whether to keep a state at each safe point, which costs time. False if no save can need one.
         self.keeps = True
         self.step_position = StepPosition(trainer)
         self.modes = Modes(trainer)
         self.limits = Limits(trainer)
+        # The state before the validation under way; None outside of validations.
         self.began: dict[str, Any] | None = None
         self._kept: _Kept | None = None
         self._buffers: KeptBuffers | None = None
         self._generators: Generators | None = None
         self._logged: LoggedValues | None = None
         self._before: dict[str, Any] | None = None
+        # The number of completed batches at the last safe point.
         self._reached = -1
 
     def generators(self) -> Generators:
@@ -83,6 +90,7 @@ class SafePoints:
         return self._generators
 
     def follow(self) -> Undo:
+        # With synchronous steps, gradients are kept apart from the parameters, and steps happen outside of batches.
         if (updates := updates_of(self._trainer)) is not None:
             updates.on_gathered = self.step_position.gathered
             updates.on_step_between = self.stepped_between
@@ -106,14 +114,14 @@ class SafePoints:
         }
 
     def _parts(self, where: str) -> list[int]:
-        """Return which part of the epoch this rank has, of how many; none where it joined within it and has none."""
+        """Return this rank's part of the epoch and the number of parts; nothing if it joined within the epoch."""
         lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         if lost_rank_data is None:
             return self.dealt
         return [] if lost_rank_data.epoch.has_none and where != "epoch" else lost_rank_data.epoch.dealt or self.dealt
 
     def _moving(self) -> dict[str, Any]:
-        """Return what a validation changes, which begins anew at a resume."""
+        """Return the state that a validation changes, and that a resume needs from before the validation."""
         return {
             "random": self.generators().take(),
             "logged": LoggedValues(self._trainer).take(),
@@ -121,17 +129,17 @@ class SafePoints:
         }
 
     def _callbacks(self) -> dict[str, Any]:
-        """Return their states, ahead of hooks at the end of a validation or epoch, which count and compare."""
+        """Return copies of the callbacks' states, before hooks of an epoch's or validation's end change them."""
         return _containers(pytorch("trainer.call")._call_callbacks_state_dict(self._trainer))
 
     def _place(self, where: str) -> tuple[bool, bool]:
-        """Return whether a batch was fetched and not trained on, and whether no more is read of this iteration."""
+        """Return whether a batch was fetched but not trained on, and whether the epoch's data is at its end."""
         fit = self._trainer.fit_loop
         ended = where == "epoch" or fit.epoch_loop._num_ready_batches_reached()
         return len(getattr(fit._data_fetcher, "batches", ())) > 0, ended
 
     def _rest(self, where: str, held: bool) -> list[Any] | None:
-        """Return the loaders' positions at the end of an epoch that ended before its data; None for any other."""
+        """Return the loaders' positions if the epoch ended before its data did; None otherwise."""
         epoch = self._trainer.fit_loop.epoch_loop
         if where != "epoch" or not epoch.batch_progress.current.ready or epoch._num_ready_batches_reached():
             return None
@@ -142,12 +150,14 @@ class SafePoints:
         return {name: copy.copy(value) for name, value in vars(iterator).items() if name in ("_idx", "_consumed")}
 
     def reach(self, where: str) -> None:
+        # A validation keeps its own state, in `begin_validation`.
+        """Keep the state of this safe point, in case the fit fails before the next one."""
         if not self.keeps or where == "validation":
             return
         trainer = self._trainer
         (held, ended) = self._place(where)
         if self._logged is None or self._buffers is None or self._generators is None or where == "epoch":
-            # To look for them takes longer than to copy them; modules seldom get others within an epoch.
+            # Finding these objects takes longer than copying them, and a module seldom gets others within an epoch.
             self._buffers = self._buffers or KeptBuffers(trainer.lightning_module)
             self._logged = LoggedValues(trainer)
             self._buffers.look()
@@ -168,21 +178,24 @@ class SafePoints:
         self.step_position.begin_batch()
 
     def stepped_between(self) -> None:
-        """Keep the state anew: the optimizer has stepped outside of a batch, at a sync point."""
+        """Keep the state again, because the optimizer has stepped outside of a batch, at a sync point."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if progress.total.ready != progress.total.completed or not progress.current.ready:
             self.step_position.within = StepPhase.STEP
-        elif progress.total.completed == self._reached:  # else the batch has yet to come to its safe point
+        # Otherwise the batch still has to reach its own safe point.
+        elif progress.total.completed == self._reached:
             self.reach("batch")
 
     @contextlib.contextmanager
     def as_it_was(self, ending: bool = False) -> Iterator[LastSafeState | None]:
-        """Give the state to go on from, outside of safe points; None where there is none, and `step_position` says why.
+        """Yield the state to resume from, outside of safe points; None if there is none.
 
-        Inside, counters and buffers are put back, so that Lightning's checkpoint is of the same moment. Where training
-        is ``ending``, what is left to do of a step can be done.
+        `step_position` has the reason for None. Counters and buffers are put back for the duration of the block, so
+        that Lightning's checkpoint is of the same moment. If training is ``ending``, a step that was begun is completed
+        first, where possible.
         """
         within = self.step_position.within
+        # Training ends, so what the loop would have done next can be done here.
         if within in (StepPhase.STEPPED, StepPhase.GATHERED) and ending:
             self._complete_step()
             within = self.step_position.within
@@ -193,6 +206,7 @@ class SafePoints:
             yield LastSafeState(self.capture("validation"), self._before)
         elif within is StepPhase.LOGGERS:
             yield LastSafeState(self.capture("batch"), None)
+        # The batch's step is complete, although the loop has not counted the batch yet.
         elif within is StepPhase.BATCH_END:
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
             with self._counters_kept():
@@ -205,7 +219,7 @@ class SafePoints:
     @contextlib.contextmanager
     def _rewound(self, kept: _Kept) -> Iterator[dict[str, Any]]:
         assert self._buffers is not None
-        # At a sync point only what all have agreed on has changed buffers since, and the engine reads them.
+        # At a sync point only the agreed state has changed buffers since, and the engine reads them.
         at_rest = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready == self._reached
         with self._counters_kept() as counters, contextlib.nullcontext() if at_rest else self._buffers.put_back():
             for each, before in zip(counters, kept.counters, strict=True):
@@ -220,6 +234,7 @@ class SafePoints:
             }
 
     def _complete_step(self) -> None:
+        """Count the optimizer's step as done and take the schedulers' steps, which Lightning would have done next."""
         epoch = self._trainer.fit_loop.epoch_loop
         automatic = epoch.automatic_optimization.optim_progress.optimizer.step
         manual = epoch.manual_optimization
@@ -252,14 +267,14 @@ class SafePoints:
         return [part for each in progress for part in (each, each.total, each.current)]
 
     def _unsaved(self) -> dict[str, Any]:
-        """Return what Lightning's checkpoint leaves out of module and loops; gradients and buffers by reference."""
+        """Return the state of module and loops that Lightning's checkpoint lacks; tensors by reference."""
         trainer = self._trainer
         module = trainer.lightning_module
-        # Those that the next backward pass adds to: in automatic optimization others are zeroed before it.
+        # Only gradients to which the next backward pass adds. Automatic optimization zeroes all others first.
         accumulates = updates_of(trainer) is None and trainer.fit_loop._should_accumulate()
         adds = accumulates or not module.automatic_optimization
         gradients = {name: p.grad for name, p in module.named_parameters() if adds and p.grad is not None}
-        # Those that no `state_dict` holds; and all where there are other ranks, for DDP starts with rank 0's.
+        # Buffers that no `state_dict` holds. With several ranks all buffers, because DDP begins with rank 0's.
         saved = set() if trainer.world_size > 1 else module.state_dict().keys()
         buffers = {name: buffer for name, buffer in module.named_buffers() if name not in saved}
         return {**self._plain(), "gradients": gradients, "buffers": buffers}
@@ -271,8 +286,10 @@ class SafePoints:
         averages = averaged_models_of(trainer)
         return {
             "averaged": averages.updates() if averages is not None else [],
-            "left": lost_rank_data.left() if lost_rank_data is not None else [],  # by ranks that were lost
-            # `EarlyStopping` may have said so before `min_epochs`: training ends there, whatever its metric is by then
+            # The shares of lost ranks in this epoch.
+            "left": lost_rank_data.left() if lost_rank_data is not None else [],
+            # `EarlyStopping` may have asked for a stop before `min_epochs`. Training ends there, whatever the metric is
+            # by then.
             "stopped": self.limits.now() if trainer.should_stop else None,
             "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
             "stepped": epoch._batches_that_stepped,
@@ -281,27 +298,29 @@ class SafePoints:
             "val_reloaded": epoch.val_loop._last_val_dl_reload_epoch,
             "val_batches": dict(getattr(epoch.val_loop, "_seen_batches_per_dataloader", {})),
             "since_validation_s": time.monotonic() - (getattr(trainer, "_last_val_time", None) or time.monotonic()),
-            # DDP: whether the next forward pass begins with rank 0's buffers; not amid an accumulation
+            # For DDP: whether the next forward pass begins with rank 0's buffers. It does not within an accumulation.
             "syncs_buffers": getattr(trainer.model, "require_forward_param_sync", None),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `capture` gave, once Lightning has restored its own checkpoint."""
+        """Continue from a state of `capture`, once Lightning has restored its own checkpoint."""
         self.modes.put(state["modes"])
         self._put_unsaved(state["unsaved"])
         LoggedValues(self._trainer).put(state["logged"])
-        if "seed" in state["random"]:  # a rank that was not there
+        # The state is another rank's, and this rank was not there when it was saved.
+        if "seed" in state["random"]:
             reseed(state["random"]["seed"])
         else:
             self.generators().put(state["random"])
 
     @torch.no_grad()
     def _put_unsaved(self, state: dict[str, Any]) -> None:
-        """Put ``state`` in place, after the gradients were zeroed, and DDP has made all ranks alike."""
+        """Restore the values of `_unsaved`, once gradients are zeroed and DDP has made all ranks equal."""
         trainer = self._trainer
         epoch = trainer.fit_loop.epoch_loop
         module = trainer.lightning_module
-        trainer.should_stop |= self.limits.are(state.get("stopped"))  # older checkpoints do not say
+        # Older checkpoints have no such entry.
+        trainer.should_stop |= self.limits.are(state.get("stopped"))
         epoch._batches_that_stepped = state["stepped"]
         if epoch.val_loop._combined_loader is not None:
             epoch.val_loop._last_val_dl_reload_epoch = state["val_reloaded"]
@@ -319,17 +338,19 @@ class SafePoints:
             _put_buffer(module, name, value, trainer.strategy.root_device)
 
     def keep_weight(self, state: dict[str, Any]) -> None:
-        r"""Have gradients in accumulation count as the batches in whose place they stand, and tell what they lose.
+        r"""Rescale gradients in accumulation to the batches that they stand for after a resume, and warn of the change.
 
-        A resume may have put the next batch elsewhere in a window of ``accumulate_grad_batches``.
+        A resume may have moved the next batch to another place in a window of ``accumulate_grad_batches``.
 
         .. math:: g \leftarrow \frac{p / k'}{m / k} g
 
-        They are of :math:`m` batches of :math:`k`, and the next batch is number :math:`p` of :math:`k'`, from 0 on.
+        The gradients are of :math:`m` batches of a window of :math:`k`. The next batch is number :math:`p`, counted
+        from 0, of a window of :math:`k'`.
         """
         gradients = state["gradients"]
         then = state.get("window")
         now = self._window()
+        # The gradients stand for the same batches as before, or the next step begins a new window.
         if then is None or now is None or list(then) == now or state["is_last_batch"]:
             return
         (made, size) = then
@@ -350,10 +371,11 @@ class SafePoints:
         )  # fmt: skip
 
     def _window(self) -> list[int] | None:
-        """Return how many batches of a window are done, and how many it has; None if Lightning does not accumulate."""
+        """Return the number of completed batches in a window and its size; None if Lightning does not accumulate."""
         trainer = self._trainer
         loop = trainer.fit_loop.epoch_loop
-        is_led = "_accumulated_batches_reached" in vars(loop)  # by `AccumulationWindows`, with a state of its own
+        # `AccumulationWindows` replaces Lightning's accumulation, and saves its own state.
+        is_led = "_accumulated_batches_reached" in vars(loop)
         if is_led or updates_of(trainer) is not None or not trainer.lightning_module.automatic_optimization:
             return None
         size = trainer.accumulate_grad_batches
@@ -361,18 +383,18 @@ class SafePoints:
 
 
 def _containers(value: Any) -> Any:
+    """Return a copy of nested dicts and lists; other values by reference."""
     if isinstance(value, dict):
         return {name: _containers(entry) for name, entry in value.items()}
     return [_containers(entry) for entry in value] if isinstance(value, list) else value
 
 
 class Limits:
-    """The limits of a fit: whether they are reached, and are those of an earlier fit.
+    """The limits of a fit: whether they are reached, and whether an earlier fit had the same ones.
 
-    Lightning would take a fit that had taken its last step, but had not come to its end, for one that has ended. Here
-    ``max_steps`` and ``max_epochs`` are raised for a moment, so that its loop begins and finds nothing to train but the
-    ends of the epoch and of training. Other replicas may still have steps to take, and this rank takes part in what
-    they do together.
+    Lightning takes a fit that has taken its last step, but has not come to its end, for one that has ended. This class
+    raises ``max_steps`` and ``max_epochs`` for a moment, so that the loop begins and only finishes the epoch and the
+    training. Other replicas may still have steps to take, and this rank takes part in what they do together.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -381,12 +403,12 @@ class Limits:
         self._expected = False
 
     def now(self) -> list[float | None]:
-        """Return what ends training: where it is another one at a resume, training goes on although it was stopped."""
+        """Return the limits that end training; if they differ at a resume, a stopped training continues."""
         timers = [getattr(timer, "_duration", None) for timer in callbacks_of(self._trainer, "Timer")]
         return [self._trainer.max_epochs, self._trainer.max_steps, *timers]
 
     def are(self, limits: Sequence[float | None] | None) -> bool:
-        """Return whether the limits are these, with which training was stopped; None: it was not."""
+        """Return whether these are the present limits; None stands for a training that was not stopped."""
         return limits == self.now()
 
     @property
@@ -395,13 +417,18 @@ class Limits:
         fit = self._trainer.fit_loop
         epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
         steps = 0 <= fit.max_steps <= self._trainer.global_step
-        return epochs or steps or (self._trainer.should_stop and fit._can_stop_early)  # else `min_epochs` are to come
+        # A stop takes effect only after `min_epochs`.
+        return epochs or steps or (self._trainer.should_stop and fit._can_stop_early)
 
     def expect(self) -> None:
+        """Announce a resume, for which the next `lift` may raise the limits."""
         self._expected = True
 
     def lift(self, epoch_is_open: bool) -> None:
-        """Raise them, if this rank has no step to take, but others, or the end of its epoch; all ranks call this."""
+        """Raise the limits if this rank has no step to take, but another rank has, or its epoch is still open.
+
+        All ranks call this together.
+        """
         expected = self._expected
         self._expected = False
         fit = self._trainer.fit_loop
@@ -410,6 +437,7 @@ class Limits:
         step = fit.epoch_loop.global_step
         epoch = fit.epoch_progress.current.processed
         done = _reached(step, fit.max_steps) or _reached(epoch, fit.max_epochs)
+        # All ranks decide together, because a rank without steps must take part in the others' sync points.
         others = self._trainer.strategy.reduce_boolean_decision(not done, all=False)
         if done and (others or (epoch_is_open and step == fit.max_steps)):
             self._given = fit.max_steps, fit.max_epochs
@@ -417,6 +445,7 @@ class Limits:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
+        """Show the user's limits to hooks for the duration of the block."""
         given = self._given
         self.put_back()
         yield
@@ -436,7 +465,8 @@ class Limits:
         assert self._given is not None
         fit = self._trainer.fit_loop
         (steps, epochs) = self._given
-        if steps != -1:  # with another -1, Lightning's loops would take the epoch's number for another one
+        # If this changed -1, Lightning's loops would take another value for the number of the epoch.
+        if steps != -1:
             fit.epoch_loop.max_steps = max(steps, fit.epoch_loop.global_step + 1)
         if epochs != -1:
             fit.max_epochs = max(epochs, fit.epoch_progress.current.processed + 1)
@@ -447,6 +477,8 @@ def _reached(now: int, limit: int) -> bool:
 
 
 class StepPhase(enum.Enum):
+    """The phases of a fit between two safe points. Their values complete a log line."""
+
     NOTHING = "nothing was trained yet"
     BATCH = "a batch"
     ACCUMULATED = "gradients in accumulation have changed"
@@ -460,14 +492,14 @@ class StepPhase(enum.Enum):
 
 
 class StepPosition:
-    """How far a fit is between two safe points: whether a part of a step is written, and which part is done."""
+    """The phase of a fit between two safe points: which part of a step is done, and whether it is partly written."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.within = StepPhase.NOTHING
         self._accumulates = False
         self._steps = 0
-        """Steps of optimizers under way, one within another: that of a class calls that of its base."""
+        """Number of nested optimizer steps under way, because the step of a subclass calls that of its base class."""
 
     def install(self) -> list[Undo]:
         epoch = self._trainer.fit_loop.epoch_loop
@@ -480,7 +512,8 @@ class StepPosition:
         ]
 
     def follow(self) -> Undo:
-        self.within = StepPhase.NOTHING  # a search for a learning rate may have trained before
+        # A search for a learning rate may have trained before.
+        self.within = StepPhase.NOTHING
         optimizers = self._trainer.strategy.optimizers
         hooks = [each.register_step_pre_hook(self._begin_step) for each in optimizers]
         hooks += [each.register_step_post_hook(self._stepped) for each in optimizers]
@@ -492,16 +525,18 @@ class StepPosition:
         self._steps = 0
 
     def gathered(self) -> None:
-        """Note that the batch under way need not come again: its gradients are gathered apart from the parameters."""
+        """Note that the batch under way need not be repeated: its gradients are kept apart from parameters."""
         self.within = StepPhase.GATHERED
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self.within is StepPhase.BATCH and self._accumulates:
+            # The gradients have changed in place, and a repeated batch would add to them twice.
             self.within = StepPhase.ACCUMULATED
         return original(*args, **kwargs)
 
     def _after_closure(self, original: Any, *args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
+        # The optimizer's step follows, and may fail with a part of the parameters written.
         self.within = StepPhase.STEP
 
     def _begin_step(self, *_: Any) -> None:
@@ -520,7 +555,8 @@ class StepPosition:
         before = self.within
         self.within = StepPhase.STEP
         original(interval, update_plateau_schedulers)
-        at_end = interval == "epoch" and before is StepPhase.BATCH  # of an epoch, and in no batch, see `ShortEpochs`
+        # At the end of an epoch, and within no batch; see `ShortEpochs`.
+        at_end = interval == "epoch" and before is StepPhase.BATCH
         if before is StepPhase.NOTHING:
             self.within = StepPhase.NOTHING
         elif not update_plateau_schedulers and not at_end:
@@ -531,23 +567,27 @@ class StepPosition:
         original()
 
     def end_epoch(self) -> None:
-        if self.within is StepPhase.BATCH_END:  # the rest was left out: the safe point before lies far behind
+        # The end of the epoch was skipped, so the last safe point lies too far back to resume from.
+        if self.within is StepPhase.BATCH_END:
             self.within = StepPhase.STEP
 
 
 SMALL = 1 << 16
-"""Bytes; smaller buffers are copied each time, for BatchNorm's kernels do not count what they write."""
+"""Largest size in bytes of buffers that are always copied, as BatchNorm's kernels count no versions."""
 
 
 class KeptBuffers:
-    """Copies of a module's buffers, which a forward pass changes; large ones from when they are seen to change."""
+    """Copies of a module's buffers, which a forward pass changes.
+
+    Small buffers are copied at each `keep`. Large ones are copied once their version counter has changed.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._owners: list[tuple[str, dict[str, Tensor | None]]] = []
         self._copies: dict[str, Tensor] = {}
         self._seen: dict[str, tuple[Tensor, int | None]] = {}
-        """Large buffers, and how many writes each had counted."""
+        """The large buffers, with the version at the last `keep`."""
         self.look()
 
     def look(self) -> None:
@@ -571,11 +611,14 @@ class KeptBuffers:
                 copies[name] = copy
                 old.append(copy)
                 new.append(buffer)
+        # One fused copy: a kernel for each buffer would dominate the time of a batch boundary.
         if old:
             torch._foreach_copy_(old, new)
         self._copies = copies
 
     def _moves(self, name: str, buffer: Tensor) -> bool:
+        # Inference tensors have no version counter, so they are copied always.
+        """Return whether a large buffer was replaced or written since the last call."""
         version = None if buffer.is_inference() else buffer._version
         seen = self._seen.get(name)
         self._seen[name] = buffer, version
@@ -583,6 +626,7 @@ class KeptBuffers:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
+        """Put the copies in the buffers' places for the duration of the block."""
         live = [dict(buffers) for _, buffers in self._owners]
         for path, buffers in self._owners:
             buffers.update({name: self._copies.get(path + name, now) for name, now in buffers.items()})
@@ -602,7 +646,7 @@ class KeptBuffers:
 
 
 def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Copy in place where there is one like it; assign a cache that training has made, or made larger."""
+    """Copy into a buffer of the same kind; else assign, because training may have created or enlarged a cache."""
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     buffer = getattr(owner, last, None)

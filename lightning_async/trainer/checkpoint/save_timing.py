@@ -1,4 +1,4 @@
-"""The settings of checkpoints, whether one is due, and how ranks in step learn of it."""
+"""The settings of checkpoints, the clock that says when a save is due, and the exchange about it between ranks."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class Settings:
     objects: str
 
     def compared(self) -> str:
-        """Return what must be equal on all ranks, in words; directories of hosts may have different names."""
+        """Return the settings that must be equal on all ranks, as text. Hosts may have different directories."""
         words = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
-        return re.sub(r" at 0x[0-9a-f]+", "", words)  # objects that say no more of themselves are taken for equal
+        # Objects with the default representation count as equal if they are of one class.
+        return re.sub(r" at 0x[0-9a-f]+", "", words)
 
 
 class SaveClock:
-    """A rank's view of which saves are due, and when the last one was."""
+    """The clock of one rank that says which saves are due, and when the last one was."""
 
     def __init__(self, policy: SavePolicy, costs: Costs, step: int) -> None:
         self._policy = policy
@@ -60,7 +61,7 @@ class SaveClock:
         self._put_off = False
 
     def due_by_steps(self, step: int, epoch_end: bool) -> bool:
-        """Return whether a save is due on every rank, whatever the time."""
+        """Return whether a save is due on every rank by its number of steps, whatever the time."""
         return self._put_off or self._policy.due(SaveProgress(step, self.saved_step, 0.0, math.inf, epoch_end))
 
     def due(self, step: int, epoch_end: bool) -> bool:
@@ -69,7 +70,11 @@ class SaveClock:
         return self._put_off or self._policy.due(progress)
 
     def asks(self, settings: Settings, busy: bool, step: int, ahead: int, epoch_end: bool) -> bool:
-        """Return whether a save due in ``ahead`` steps is to begin; one that does not wait is put off, or left out."""
+        """Return whether to begin a save that is due in ``ahead`` steps.
+
+        If the last save is still being written (``busy``), the setting decides whether to wait, to put the save off, or
+        to skip it.
+        """
         if not self.due(step + ahead, epoch_end):
             return False
         if not busy or settings.busy == "wait":
@@ -81,7 +86,7 @@ class SaveClock:
         return False
 
     def put_off(self) -> None:
-        """Keep a save due that is due while another is written, also where the end of an epoch is over by then."""
+        """Keep a save due that cannot begin yet, even if it was due for the end of an epoch that is over by then."""
         self._put_off = True
 
     def saved(self, step: int) -> None:
@@ -96,7 +101,10 @@ _made = itertools.count(1)
 
 
 class DelayedGather:
-    """Rows of numbers that each rank says with every step, which all take together; known to all at the next one."""
+    """An all-gather of one row of numbers from each rank at every step; the result is read a step later.
+
+    Nobody waits, because the row of the step before has long arrived.
+    """
 
     def __init__(self, collectives: Collectives, owned: bool = False) -> None:
         self._collectives = collectives
@@ -104,17 +112,18 @@ class DelayedGather:
         self._pending: Pending[Tensor] | None = None
 
     def receive(self) -> list[list[float]]:
-        """Return every rank's row of the last step, by rank; none before the first, and none twice."""
+        """Return every rank's row of the last step, by rank; nothing before the first step, and nothing twice."""
         pending = self._pending
         self._pending = None
-        return [] if pending is None else pending.result().tolist()  # of a step ago: it has long arrived
+        # This returns at once: the exchange began a step ago.
+        return [] if pending is None else pending.result().tolist()
 
     def send(self, row: Sequence[float]) -> None:
         assert self._pending is None
         self._pending = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
 
     def ask(self, row: Sequence[float], patience: timedelta) -> list[list[float]]:
-        """Return every rank's row, where all call this within ``patience``, for the last time; else none."""
+        """Return every rank's row if all ranks call this within ``patience``, else nothing; the last call."""
         until = time.monotonic() + patience.total_seconds()
         try:
             if self._pending is not None:
@@ -122,12 +131,14 @@ class DelayedGather:
             last = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
             return last.result(timedelta(seconds=max(0.0, until - time.monotonic()))).tolist()
         except CollectiveError:
+            # Not all ranks are here, so no rank may rely on the others.
             return []
         finally:
             self._pending = None
 
     def close(self) -> None:
         if self._pending is not None:
+            # Let the last exchange end, because another rank may still need this rank's part of it.
             self._pending.wait(_GOODBYE)
             self._pending = None
         if self._owned:
@@ -135,10 +146,11 @@ class DelayedGather:
 
 
 def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
-    """Return a gather over the ranks of a Trainer; None where there is one. All ranks call it together.
+    """Return a delayed gather over the Trainer's ranks; None for a single rank. All ranks call this together.
 
     Raises:
-        ValueError: its strategy is neither of this package nor over torch.distributed; names the ``owner``.
+        ValueError: The Trainer's strategy is neither of this package nor over torch.distributed. The message names the
+            ``owner``.
     """
     strategy = trainer.strategy
     world = view_of(strategy).world
@@ -153,6 +165,7 @@ def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
             "one over torch.distributed (DDPStrategy, FSDPStrategy)."
         )
     store = distributed_c10d.PrefixStore(f"lightning_async/{name}", distributed_c10d._get_default_store())
+    # Ranks of one host listen on loopback, which no firewall closes.
     host = "127.0.0.1" if is_loopback(os.environ.get("MASTER_ADDR", "")) else None
     collectives = TorchCollectives(
         store, trainer.global_rank, trainer.world_size, name=name, timeout=_DEADLINE, form_timeout=_DEADLINE,

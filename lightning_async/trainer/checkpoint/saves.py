@@ -1,4 +1,4 @@
-"""When the ranks of a fit save, and what each of them writes."""
+"""The coordinators of saves: when the ranks of a fit save, and which part each of them writes."""
 
 from __future__ import annotations
 
@@ -29,25 +29,31 @@ from lightning_async.trainer.namespace import in_words
 log = logging.getLogger(__name__)
 
 FAILED_S = 10.0
-"""Time for what is still being written when training has failed: the writer goes on without its trainer."""
+"""Seconds to wait for saves under way when training has failed. The writer process finishes without its trainer."""
 _TOGETHER = timedelta(seconds=5)
-"""Time for all ranks to notice what a signal to all of them has broken; who sends it leaves them little time."""
+"""Time for all ranks to notice a failure that a signal to all of them has caused. The sender will soon kill them."""
 _PLACES = 2.0
-"""The first number that says where a rank has failed; less says whether one was told to stop."""
+"""The smallest code of a place at which a rank has failed. Smaller numbers are requests to stop."""
 _WHERE = ("batch", "batch end", "validation", "epoch")
 """The safe points, as `Resume.where` names them."""
-_LONGEST = 1000  # characters of an exception
+# Number of characters of an exception that a manifest keeps.
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
 class SavedFit:
-    """One fit, as its saves see it.
+    """One fit, as a save coordinator sees it.
 
     Args:
-        number: of the last save in the directory.
-        group: the ranks that see this rank's directory, which holds a checkpoint of theirs.
-        resume: knows this rank's place, from its first batch on: it may wait at a sync point before its first boundary.
-        call: has all ranks come together at their next batch boundary, see `CollectiveActions`.
+        trainer: The Trainer.
+        saver: Writes the files.
+        settings: The user's settings.
+        number: Number of the last save in the directory.
+        group: Ranks that see this rank's directory. One checkpoint in it has a part of each of them.
+        resume: Knows this rank's position from its first batch on. The rank may wait at a sync point before its first
+            boundary.
+        state: Captures the Trainer's state.
+        call: Brings all ranks to a sync point at their next batch boundary; see `CollectiveActions`.
     """
 
     trainer: Any
@@ -61,10 +67,10 @@ class SavedFit:
 
 
 class SaveCoordinator(ABC):
-    """The saves of one rank in training.
+    """The base of the classes that decide when one rank saves.
 
-    One of three: `LockstepSaves`, where ranks take every step together; `AsyncSaves`, where replicas go at their own
-    pace between sync points; `ServerSaves`, where weights are on servers.
+    `LockstepSaves` is for ranks that take every step together, `AsyncSaves` for replicas that are asynchronous between
+    sync points, and `ServerSaves` for weights on parameter servers.
     """
 
     def __init__(self, fit: SavedFit) -> None:
@@ -75,44 +81,48 @@ class SaveCoordinator(ABC):
 
     @property
     def known(self) -> int:
-        """The last save that all ranks know of."""
+        """The number of the last save that all ranks know of."""
         return self._known
 
     @property
     def group(self) -> Sequence[int]:
-        """The ranks whose directory is this one."""
+        """The ranks that save into this rank's directory."""
         return self._group
 
     @abstractmethod
     def expect(self) -> None:
-        """Have memory for saves of the state that optimizers have, now that they have stepped."""
+        """Reserve memory for saves, now that the optimizers have stepped and their state has its final size."""
 
     @abstractmethod
     def boundary(self, preempted: Preemption) -> None:
-        """Do what is due at this safe point."""
+        """Save at this safe point if a save is due."""
 
     @abstractmethod
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
-        """Save alone when training ends by an exception; return whether that was done."""
+        """Save alone when an exception ends the training; return whether a save was made."""
 
     @abstractmethod
     def end(self, reason: str = "the end") -> None:
-        """Make the last save, or wait for it; all ranks call this."""
+        """Make the last save, or wait for it. All ranks call this."""
 
     def give_up(self) -> None:  # noqa: B027
-        """Tell the ranks that wait for a part of this one that it does not come: training is over."""
+        """Tell the ranks that wait for this rank's part of a save that it does not come, because training is over."""
 
     def close(self) -> None:  # noqa: B027
-        """Release what is held."""
+        """Release resources."""
 
     def _capture(self, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is equal on all ranks, and what is this rank's own, at this safe point."""
+        """Return the state that is equal on all ranks, and this rank's own state, at this safe point."""
         shared, checkpoint = self._fit.state.capture(alike)
         return shared, {"checkpoint": checkpoint, "resume": self._fit.resume.capture()}
 
     def _manifest(self, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
-        """Return what a save's manifest tells; after an ``exception`` compute no metric, which may wait for others."""
+        """Return the entries of a save's manifest.
+
+        After an ``exception`` no metric is computed, because that may wait for other ranks.
+        """
         trainer = self._fit.trainer
+        # The property computes metrics, which is collective.
         known = trainer.callback_metrics if exception is None else trainer._logger_connector._callback_metrics
         tensors = {name: value for name, value in known.items() if isinstance(value, torch.Tensor)}
         notes: dict[str, Any] = {"stopped": self._fit.resume.points.limits.now()} if trainer.should_stop else {}
@@ -126,25 +136,27 @@ class SaveCoordinator(ABC):
         }
 
     def _trained(self) -> int:
-        """Return how many batches were trained on, the one included whose hooks may still run."""
+        """Return the number of batches that were trained on, including one whose hooks may still run."""
         return self._fit.trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     def _finish(self) -> None:
-        """Wait until the last rank has written: a launcher may end the live ranks when one has gone."""
+        """Wait until the last rank has written, because a launcher may end the live ranks when one has left."""
         self._fit.saver.wait(PATIENCE_S, settled=True)
+        # No rank leaves before all have written.
         self._fit.trainer.strategy.barrier("the checkpoint is written")
 
     def _refuse(self) -> bool:
+        """Log why this moment cannot be saved; return False."""
         phase = self._fit.resume.points.step_position.within.value
-        log.warning("Rank %d: this moment is in no checkpoint: %s.", self._fit.trainer.global_rank, phase)
+        log.warning("Rank %d: there is no checkpoint of this moment: %s.", self._fit.trainer.global_rank, phase)
         return False
 
 
 class LockstepSaves(SaveCoordinator):
-    """Saves of ranks that take every step together, and of a single one.
+    """Saves of ranks that take every step together, and of a single rank.
 
-    What is due on one rank's clock is known to all a step later, so that all save after the same batch. What is due by
-    the number of steps, as every rank knows it, is saved at once.
+    A save that is due on one rank's clock is known to all ranks a step later, so that all save after the same batch. A
+    save that is due by the number of steps is known to every rank, and begins at once.
     """
 
     def __init__(self, fit: SavedFit) -> None:
@@ -152,18 +164,19 @@ class LockstepSaves(SaveCoordinator):
         self._clock = SaveClock(fit.settings.save, fit.saver.costs, fit.trainer.global_step)
         self._lagged = lagged_of("FaultTolerantCheckpoint", fit.trainer)
         self._failed = False
-        """A rank was told to stop, and has failed."""
+        """Whether any rank has failed; `_asked` has learned so from its row."""
         self._stale = False
-        """The next answers were asked for before the last save."""
+        """Whether the next rows were sent before the last save, and may ask for that save again."""
 
     def expect(self) -> None:
         shared, own = self._capture(ALIKE)
         self._fit.saver.expect(self._fit.trainer.global_step, self._group, shared, own)
 
     def boundary(self, preempted: Preemption) -> None:
-        """Save at this safe point if that is due: on all ranks, within a validation on a rank alone."""
+        """Save at this safe point if a save is due: on all ranks, or within a validation on a single rank."""
         trainer = self._fit.trainer
         clock = self._clock
+        # Ranks validate unequal numbers of batches, so several ranks cannot save together here.
         if self._fit.resume.where == "validation":
             if trainer.world_size == 1 and preempted.told:
                 self._save("preemption")
@@ -177,6 +190,7 @@ class LockstepSaves(SaveCoordinator):
             self._stop(preempted)
         last = epoch_end and self._fit.resume.points.limits.are_reached
         by_steps = clock.due_by_steps(step, epoch_end)
+        # All ranks know this without an exchange, so they can agree at once whether one of them is busy.
         if last or by_steps:
             due = True
             busy = trainer.strategy.reduce_boolean_decision(self._fit.saver.busy, all=False)
@@ -194,24 +208,27 @@ class LockstepSaves(SaveCoordinator):
         self._save("the end" if last else "due")
 
     def _asked(self, mine: list[bool]) -> list[bool]:
-        """Return what any rank asked for a step ago; for one rank alone, what it asks for now."""
+        """Return what any rank requested a step ago, or what a single rank requests now."""
         if self._lagged is None:
             return mine
         rows = self._lagged.receive() or [[0.0] * len(mine)]
         self._failed = _failed(rows)
-        if not self._failed:  # else nobody answers any more
+        # After a failure, nobody answers any more.
+        if not self._failed:
             self._lagged.send([float(x) for x in mine])
         return [max(column) > 0.0 for column in zip(*rows, strict=True)]
 
     def _stop(self, preempted: Preemption) -> NoReturn:
-        """Save with all other ranks, and end; alone, where one of them has failed on its way to this safe point.
+        """Save and end this process, with all ranks, or alone if one of them has failed before this safe point.
 
-        It may fail while ranks exchange nothing, as within an accumulation of gradients, and does not come.
+        A rank may fail while ranks exchange nothing, as within an accumulation of gradients, and does not come.
         """
         if self._lagged is not None and not self._failed:
+            # These rows were sent at this safe point. A rank that has failed has sent its place of failure instead.
             try:
-                self._failed = _failed(self._lagged.receive())  # what was said here: who has failed has said so instead
+                self._failed = _failed(self._lagged.receive())
             except CollectiveError:
+                # The exchange itself has failed, so another rank is not here.
                 self._failed = True
         self._save("preemption", alone=self._failed)
         if not self._failed:
@@ -220,6 +237,7 @@ class LockstepSaves(SaveCoordinator):
             "Rank %d: ranks were told to stop, and one has failed before it came to this batch. This one saves alone.",
             self._fit.trainer.global_rank,
         )
+        # Without a barrier, because the failed rank would not come.
         preempted.leave(lambda: self._fit.saver.wait(FAILED_S))
 
     def _save(self, reason: str, alone: bool = False) -> None:
@@ -237,12 +255,13 @@ class LockstepSaves(SaveCoordinator):
         self._batches = self._trained()
 
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
-        """Save alone, and return whether that was done: what all have equal is whole here.
+        """Save alone after an exception; return whether a save was made. Shared state is complete on this rank.
 
-        A rank that finds another one's checkpoint of the same step leaves it at that. Where a signal has told all ranks
-        to go, they save together.
+        A rank that finds another rank's checkpoint of the same step does not save. If a signal has told all ranks to
+        stop, they save together.
         """
         trainer = self._fit.trainer
+        # Nothing was trained since the last save, and that save was written.
         if self._trained() == self._batches and not self._fit.saver.costs.failed_in_a_row:
             return False
         with self._fit.resume.points.as_it_was(ending=True) as state:
@@ -259,9 +278,10 @@ class LockstepSaves(SaveCoordinator):
             return self._fit.saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def _all_are_here(self, resume: Any) -> bool:
-        """Return whether all ranks fail at this safe point, and each knows so.
+        """Return whether all ranks have failed at this same safe point, and each knows so.
 
-        It is said in the place in which others say whether they were told: these are not here.
+        Each rank sends the number of its safe point in the column that otherwise says whether it was told to stop, so a
+        rank that is not here is recognised.
         """
         if self._lagged is None:
             return False
@@ -270,7 +290,7 @@ class LockstepSaves(SaveCoordinator):
         return bool(rows) and all(row[-1] == place for row in rows)
 
     def end(self, reason: str = "the end") -> None:
-        """Wait until the last save, made at the end of the last epoch, is written: who looks for it next finds it."""
+        """Wait until the save of the last epoch's end is written, so that a later program finds it."""
         self._finish()
 
     def close(self) -> None:
@@ -283,10 +303,10 @@ def _failed(rows: Sequence[Sequence[float]]) -> bool:
 
 
 class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
-    """Saves of replicas that are asynchronous between sync points.
+    """The base of the saves of replicas that are asynchronous between sync points.
 
-    A signal is a vote, by which all leave. All ranks must see one directory, unless every step is synchronous and no
-    weights are on servers: then each directory has all that is needed.
+    A signal to stop is a vote, after which all ranks leave together. All ranks must see one directory, unless every
+    step is synchronous and no weights are on servers: then each directory holds a complete checkpoint.
     """
 
     def __init__(self, fit: SavedFit) -> None:
@@ -313,7 +333,8 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     def group(self) -> Sequence[int]:
         if not set(self._left) <= set(self._group):
             return self._group
-        return sorted({*self._group, *names_of(self._fit.trainer).left})  # whoever has come has found it, too
+        # Ranks that have joined have found the directory, too.
+        return sorted({*self._group, *names_of(self._fit.trainer).left})
 
     @property
     def _step(self) -> int:
@@ -322,19 +343,20 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     @property
     @abstractmethod
     def _in_step(self) -> bool:
-        """Whether all ranks save behind the next step, where a save is asked for."""
+        """Whether all ranks save after the next step when one of them asks for a save."""
 
     @abstractmethod
     def _ask(self) -> None:
-        """Have all ranks save soon."""
+        """Ask all ranks to save soon."""
 
     def _attach(self) -> None:
-        """Follow the strategy's averager, which is another one where training has begun anew, or with others."""
+        """Follow the strategy's averager, which changes when training begins again or other ranks have joined."""
         before = self._averager
         self._averager = self._fit.trainer.strategy.averager
         if before is self._averager:
             return
-        if before is not None:  # steps count from 0 again
+        # The new averager counts steps from 0 again.
+        if before is not None:
             self._known = max(self._known, before.marks.saved)
             self._clock.saved(self._step)
         self._averager.marks.begin(self._known)
@@ -354,7 +376,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._ask()
 
     def _follow(self) -> None:
-        """Notice lost ranks: what these had asked for, and saves under way, may be lost with them."""
+        """Notice lost ranks, with which their requests and the saves under way may be lost."""
         left = names_of(self._fit.trainer).left
         if left != self._left:
             self._left = left
@@ -364,6 +386,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._clock.put_off()
 
     def _agreed(self, averager: Any, state: LastSafeState) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the agreed state, and this rank's own, for a save at ``state``."""
         strategy = self._fit.trainer.strategy
         alike = strategy.alike if strategy.served else REPLICAS
         shared, checkpoint = self._fit.state.capture(alike, state.callbacks)
@@ -371,7 +394,10 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return shared, {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
 
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
-        """Save this replica alone, with what the servers have, and return whether that was done; all go on from it."""
+        """Save this replica alone, with the servers' state, after an exception; return whether a save was made.
+
+        All ranks can resume from this save.
+        """
         trainer = self._fit.trainer
         if self._trained() == self._batches:
             return False
@@ -387,24 +413,27 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     def _save_together(
         self, reason: str, wanted: bool = True, queue: bool = False
     ) -> tuple[int, int, list[int]] | None:
-        """Save where any rank has ``wanted`` it, and return the save's number, step and ranks; all call this together.
+        """Save if any rank has ``wanted`` a save; return its number, step and ranks. All ranks call this together.
 
-        With ``queue`` this rank leaves its part out where the saves before it are not written yet, rather than wait.
+        With ``queue``, this rank leaves its part out if earlier saves are not written yet, instead of waiting.
         """
         strategy = self._fit.trainer.strategy
         averager = strategy.averager
         names = names_of(self._fit.trainer)
         mine = [wanted, averager.marks.saved, int(averager.global_step()), names.mine]
+        # All ranks must use one number and step, and each knows only its own.
         wishes, known, steps, ranks = zip(*strategy.world.gather_objects(mine), strict=True)
         if not any(wishes):
             return None
-        alone = len(ranks) < names.started  # a lost rank may have saved alone, as the next number, at this very step
+        # A lost rank may have saved alone at this very step, with the next number, so that number is skipped.
+        alone = len(ranks) < names.started
         number = max(known) + 1 + alone
         step = max(steps)
         averager.marks.begin(number)
         ranks = [rank for rank in sorted(ranks) if rank in self._group]
         before = strategy.world.asynchronous
-        strategy.world.asynchronous = True  # metrics are this rank's: no other computes them
+        # While replicas count as asynchronous, metrics are computed of this rank alone, without a collective.
+        strategy.world.asynchronous = True
         try:
             states = strategy.states_here() if strategy.served else nullcontext()
             with self._fit.resume.as_it_was() as state, states:
@@ -417,26 +446,28 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return number, step, ranks
 
     def end(self, reason: str = "the end") -> None:
-        """Make the last save; all ranks are here, with one model, and repeat a save of whose ranks some were lost."""
+        """Make the last save. All ranks are at a sync point, and repeat a save during which a rank was lost."""
         while not self._is_whole(reason):
             rank = names_of(self._fit.trainer).mine
             log.warning("Rank %d: ranks were lost during the last save: the live ranks save once more.", rank)
 
     def _is_whole(self, reason: str) -> bool:
-        """Save, and return whether nobody was lost on the way, or the save is whole all the same; the same on all."""
+        """Save; return whether the save is complete or no rank was lost during it, equally on all ranks."""
         saved = self._save_together(reason)
         assert saved is not None
         number, _, ranks = saved
         self._finish()
         whole = self._fit.saver.is_committed(number) or not names_of(self._fit.trainer).lost.intersection(ranks)
+        # Ranks may differ in what they know of lost ones, but all must repeat the save or none.
         return all(self._fit.trainer.strategy.world.gather_objects(whole))
 
 
 class AsyncSaves(_SyncPointSaves):
     """Saves of asynchronous replicas.
 
-    A save belongs to a round. The rank on which one is due has the next round marked; of what that makes, each rank
-    that takes part keeps a share, and with it, at its own next batch boundary, its own state. Nobody waits.
+    A save belongs to a round. The rank on which a save is due marks the next round. Each rank that takes part in that
+    round keeps a share of its result, and writes it at its own next batch boundary together with its own state. Nobody
+    waits.
     """
 
     @property
@@ -449,10 +480,12 @@ class AsyncSaves(_SyncPointSaves):
         if before is self._averager:
             return
         if before is not None:
+            # Marks of the old averager's rounds can no longer be completed.
             self._give_up(before.marks.lost(all=True))
         self._averager.marks.settle = self._take
         self._live_ranks = self._fit.trainer.strategy.live_ranks
 
+    # The share of the agreed state has a fixed size, so it is reserved before the first round.
     def expect(self) -> None:
         _, own = self._capture(frozenset())
         own["replica"] = self._averager.marks.replica()
@@ -464,6 +497,7 @@ class AsyncSaves(_SyncPointSaves):
     def _ask(self) -> None:
         self._averager.marks.ask()
 
+    # Take the mark before lost ranks are looked for, which resets requests.
     def _follow(self) -> None:
         self._take()
         saved = self._averager.marks.saved
@@ -479,19 +513,21 @@ class AsyncSaves(_SyncPointSaves):
         self._clock.saved(self._step)
 
     def give_up(self) -> None:
-        """Tell that this rank's part of a round that was marked meanwhile does not come: training is over."""
+        """Tell the other ranks that this rank's part of marked rounds does not come, because training is over."""
         self._give_up(self._averager.marks.lost(all=True), "its training ended before its next batch boundary")
 
     def _give_up(
         self, marks: list[Mark], why: str = "another round had come before this replica's next batch boundary"
     ) -> None:
-        """Tell that this rank's part of these does not come, so that nobody waits for it."""
+        """Tell the other ranks that this rank's part of the marked saves does not come, so that nobody waits for it."""
         for number, step, members in marks:
             log.warning("Rank %d comes too late for its part of save %d.", names_of(self._fit.trainer).mine, number)
             self._fit.saver.give_up(number, step, why, self._ranks(members))
 
     def _take(self) -> None:
+        """Write this rank's part of a marked round, if there is one."""
         self._give_up(self._averager.marks.lost())
+        # A round that this rank has marked or taken part in, and whose share it still has to write.
         marked = self._averager.marks.take()
         if marked is None:
             return
@@ -516,28 +552,30 @@ class AsyncSaves(_SyncPointSaves):
                 log.warning("Rank %d leaves out its part of save %d: %s", mine, number, error)
 
     def _ranks(self, members: Sequence[str]) -> list[int]:
-        """Return the stable ids of the ranks that save, of those that take part in a mark."""
+        """Return the stable ids of the members of a mark that save into this directory."""
         names = members if self._live_ranks is None else tuple(map(self._live_ranks.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
     def at_sync_point(self) -> None:
-        """Save this rank's part of the rounds of others, in which it takes part while it waits at a sync point."""
+        """Write this rank's part of rounds in which it takes part while it waits at a sync point."""
         self._take()
 
 
 class ServerSaves(_SyncPointSaves):
-    """Saves of workers of a parameter server.
+    """Saves of the workers of parameter servers.
 
-    The rank on which a save is due has all come together at their next batch boundary (`SavedFit.call`). Where they
-    meet no push is under way, and all have the servers' weights of one version: each writes its part of these and of
-    the optimizer's state, and what is its own. In synchronous mode the call goes with a step, and all meet behind it.
+    The rank on which a save is due calls all ranks to a sync point at their next batch boundary (`SavedFit.call`). No
+    push is under way there, and all have one version of the servers' weights. Each rank writes its part of the weights
+    and of the optimizer's state, and its own state. In synchronous mode the call travels with a step, and all meet
+    after that step.
     """
 
+    # Duration of the sync point that was called for the save, which counts as its cost.
     _waited_s = 0.0
 
     @property
     def _step(self) -> int:
-        """The step; in synchronous mode equal on all ranks with data, so that what is due by steps is due on all."""
+        """The step number; in synchronous mode equal on all ranks with data, which saves by steps rely on."""
         return self._averager.step if self._in_step else self._averager.global_step()
 
     @property
@@ -554,7 +592,7 @@ class ServerSaves(_SyncPointSaves):
         self._fit.call()
 
     def save(self) -> None:
-        """Save, if that is due on any rank; all are at a sync point, with one model."""
+        """Save if a save is due on any rank. All ranks are at a sync point, with one model."""
         self._attach()
         if self._save_together("due", self._asked, queue=self._fit.settings.busy != "wait") is None:
             return
@@ -568,6 +606,6 @@ class ServerSaves(_SyncPointSaves):
         super().end(reason)
 
     def after_sync_point(self, waited_s: float) -> None:
-        """Note what a save costs, where the sync point was for it."""
+        """Note the time that a sync point took if it was called for a save."""
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self._waited_s = waited_s

@@ -1,7 +1,8 @@
-"""Batches of unequal size, so that ranks of unequal speed take equally long for one; those of a step add up.
+"""Batches of unequal size, so that ranks of unequal speed take equally long for each batch.
 
-All ranks decide together, of the same numbers: at the start of an epoch, or within it at a sync point. What is left of
-the epoch is then dealt out by steps, so that each sample is trained on once, and a step has as many as ever.
+The batches of one step keep their total size. All ranks decide together, from the same numbers, at the start of an
+epoch or at a sync point within it. The rest of the epoch is then divided by steps: each sample is trained on once, and
+each step has as many samples as before.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from lightning_async.trainer.strategy_view import view_of
 log = logging.getLogger(__name__)
 
 _GAIN = 0.05
-"""Share of a step's time that is worth the sync point."""
+"""Share of a step's time that other sizes must save to be worth the sync point."""
+# Number of batches before a rank's speed counts as known, because the first ones are slow.
 _MEASURED = 5
 
 
 class Bounds(NamedTuple):
-    """Bounds of the samples in a batch of one rank; without a maximum, all of a step."""
+    """The bounds of the number of samples in one rank's batch; without a maximum, a step's total."""
 
     minimum: int = 1
     maximum: int | None = None
@@ -35,8 +37,8 @@ class Bounds(NamedTuple):
     def sizes(self, total: int, speeds: Iterable[float], rooms: Iterable[int]) -> list[int]:
         """Return `batch_sizes` within the bounds.
 
-        A rank without memory for its part has the smaller one for which it has ``rooms``, as long as the others can
-        take the rest of a step; else it trains on its part in pieces.
+        A rank whose part does not fit into memory (``rooms``) gets the smaller part that fits, as long as the others
+        can take the rest of the step. Otherwise it trains on its part in pieces.
         """
         v = list(speeds)
         rooms = list(rooms)
@@ -46,15 +48,17 @@ class Bounds(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """The numbers that a rank gives where all decide: ``name`` is its stable id.
+    """The numbers that one rank contributes to a decision.
 
     Args:
-        speed: samples per second; 0.0 while it is not known.
-        room: samples for which it has memory at once, at most; 0: it does not know.
-        wants: it has called the others together.
-        ready: the number of its next batch; -1: it is not between two batches of an epoch that can be dealt out.
-        base: samples in a batch of its loader.
-        total: samples of a step, as it knows; 0: one that has come does not.
+        name: Stable id of the rank.
+        speed: Samples per second; 0.0 while unknown.
+        room: Largest number of samples that fit into the rank's memory at once; 0 if unknown.
+        wants: Whether the rank has called the others to this sync point.
+        ready: Number of the rank's next batch; -1 if it is not between two batches of an epoch that can be divided.
+        base: Number of samples in a batch of the rank's loader.
+        total: Number of samples in a step, over all ranks; 0 if unknown, as on a rank that has just joined.
+        places: Position of each rank in the epoch, as far as the rank knows.
     """
 
     name: str
@@ -71,9 +75,10 @@ class Balancing:
     """The batch sizes of all ranks of one fit, whose replicas weight what they exchange by samples.
 
     Args:
-        bounds: of each rank's batches.
-        total: samples of a step, over all ranks; 0: as many as all ranks' loaders have when training begins.
-        room: for how many samples at once this rank has memory; None: it does not know.
+        trainer: The Trainer.
+        bounds: Bounds of each rank's batches.
+        total: Number of samples in a step, over all ranks; 0: the sum of the loaders' batch sizes when training begins.
+        room: Returns the number of samples that fit into this rank's memory at once, or None if unknown.
     """
 
     def __init__(self, trainer: Any, bounds: Bounds, total: int, room: Callable[[], int | None]) -> None:
@@ -82,16 +87,16 @@ class Balancing:
         self.total = total
         self._room = room
         self.base = 0
-        """Samples in a batch of this rank's loader, of which ``total`` was made."""
+        """The batch size of this rank's loader when ``total`` was summed."""
         self.sizes: dict[str, int] = {}
         self.wants = False
         self._shares: Mapping[str, DataShard] = {}
         self._phase = 0
-        """Phase of the epoch, as this has seen it last, see `EpochAssignment`."""
+        """The phase of the epoch (see `EpochAssignment`) when the data was last divided by sizes."""
         self._alone = EpochAssignment(trainer)
 
     def install(self) -> list[Undo]:
-        """Patch, on top of all else that begins an epoch; return what takes it back."""
+        """Patch the epoch loop, after all other patches of an epoch's start; return functions that undo it."""
         loop = self._trainer.fit_loop.epoch_loop
         return [override(loop, "on_run_start", self._begin), override(loop, "run", self._alone.run)]
 
@@ -101,11 +106,11 @@ class Balancing:
 
     @property
     def is_off(self) -> bool:
-        """A rank has joined, and what is left of the epoch was dealt out in other sizes."""
+        """Whether the rest of the epoch was divided in other sizes since, because a rank has joined."""
         return self._epoch.known and self._epoch.phase != self._phase
 
     def would_gain(self) -> bool:
-        """Return whether other sizes would shorten a step, by what headers say of all ranks' speeds."""
+        """Return whether other sizes would shorten a step, given the speeds of all ranks in headers."""
         paces = self._trainer.strategy.sync_points.paces
         speeds = {self._epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
         sizes = self._bounds.sizes(self.total, speeds.values(), [0] * len(speeds))
@@ -114,7 +119,8 @@ class Balancing:
     def _begin(self, original: Any, data_fetcher: Any) -> None:
         epoch = self._epoch
         share = epoch.mine()
-        comes = epoch.has_part  # within the epoch of others
+        # True on a rank that joins within the epoch, which was given its part already.
+        comes = epoch.has_part
         original(data_fetcher)
         world = self._trainer.strategy.world
         if comes or world is None or world.asynchronous or self._trainer.strategy.sync_points is None:
@@ -123,6 +129,7 @@ class Balancing:
 
     def _begin_epoch(self, world: LightningCollectives, share: DataShard) -> None:
         mine: list[Any] = [*self._say(share.first), list(share)]
+        # All ranks compute the same division from the same numbers, so no rank has to decide.
         told = world.gather_objects(mine)
         said = [_Said(*each[:-1]) for each in told]
         self._phase = self._epoch.phase
@@ -130,7 +137,8 @@ class Balancing:
         self._agree(said)
         given = {name: each.loaders[0][0] for name, each in shares.items()}
         sizes = {name: one["batch_size"] for name, one in given.items() if one is not None and one["kind"] == "given"}
-        if sizes.keys() == given.keys() and sum(sizes.values()) == self.total:  # it goes on from a checkpoint
+        # A resume from a checkpoint has restored shares that are divided by sizes. They stay.
+        if sizes.keys() == given.keys() and sum(sizes.values()) == self.total:
             self.sizes = sizes
             self._shares = shares
             self._end_at(share)
@@ -142,7 +150,7 @@ class Balancing:
             self.sizes = {}
             self._shares = {}
             log.warning(
-                "Rank %d: there is not one sample of epoch %d for each rank, so that nothing is balanced in it.",
+                "Rank %d: there is not one sample of epoch %d for each rank, so its batches are not balanced.",
                 self._trainer.global_rank, self._trainer.current_epoch,
             )  # fmt: skip
 
@@ -157,9 +165,10 @@ class Balancing:
         fetcher.length = fetcher.fetched + end - share.first
 
     def decide(self, world: LightningCollectives) -> bool | None:
-        """Deal out the rest of the epoch, if a rank has asked for it; all are at a sync point. Return whether it pays.
+        """Divide the rest of the epoch, if a rank has asked for it; return whether that pays. All are at a sync point.
 
-        None: nobody has asked, or a speed is not known, or what is left, as one rank is not between two batches.
+        The result is None if no rank has asked, if a speed is unknown, or if a rank is not between two batches, as the
+        rest of the epoch is unknown then.
         """
         epoch = self._epoch
         if (sync_points := self._trainer.strategy.sync_points) is None:
@@ -176,7 +185,7 @@ class Balancing:
         self._phase = epoch.phase
         if any(each.ready < 0 for each in said) or not shares:
             return None
-        # Of the batches that were dealt out, whoever has done so.
+        # Read the sizes from the present division, which a joining rank may have changed.
         self.sizes = {
             name: told["batch_size"] for name, each in shares.items() for told, _ in each.loaders if told is not None
         }
@@ -196,7 +205,7 @@ class Balancing:
 
     @property
     def _epoch(self) -> EpochAssignment:
-        """Parts of the epoch, as all know who can lose one another, or as this rank has been told."""
+        """The assignment that all ranks share if ranks can be lost, else this rank's own."""
         lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         return self._alone if lost_rank_data is None else lost_rank_data.epoch
 
@@ -205,11 +214,12 @@ class Balancing:
         speed = _speed(pacing.pace) if pacing.batches >= _MEASURED else 0.0
         base = self._trainer.fit_loop._combined_loader.flattened[0].batch_size
         places = {} if self._epoch is self._alone else self._epoch.places
-        total = 0 if self.base and self.base != base else self.total  # of a loader that is another one since
+        # A reloaded loader may have another batch size, so the old total does not apply.
+        total = 0 if self.base and self.base != base else self.total
         return _Said(self.name, speed, self._room() or 0, self.wants, ready, base, total, places)
 
     def _sizes(self, said: list[_Said]) -> dict[str, int]:
-        """Return sizes by speed; where these would gain little, the sizes of now."""
+        """Return sizes in proportion to speeds; the present sizes if the new ones would gain little."""
         sizes = self._bounds.sizes(self.total, [each.speed for each in said], [each.room for each in said])
         found = {each.name: size for each, size in zip(said, sizes, strict=True)}
         speeds = {each.name: each.speed for each in said}
@@ -228,11 +238,13 @@ class Balancing:
         return then_s < (1.0 - _GAIN) * now_s
 
     def _deal(self, left: list[tuple[DataShard, int]], said: list[_Said], sizes: dict[str, int]) -> bool:
+        """Divide ``left`` by ``sizes`` and begin this rank's part; return False if there are too few samples."""
         epoch = self._epoch
         loader = self._trainer.fit_loop._combined_loader.flattened[0]
         dealt = by_steps(left, {each.name: each.ready for each in said}, sizes, loader.drop_last)
         if not dealt:
             return False
+        # If ranks can be lost, the division must be known to those that take over their parts.
         if epoch.known:
             epoch.deal(dealt)
             epoch.take_part(self.name)

@@ -1,8 +1,8 @@
-"""The batches of the epoch under way that each rank has, and who trains on those of lost ranks.
+"""The assignment of the epoch's batches to ranks, and the redistribution of lost ranks' batches.
 
-`EpochAssignment` holds what each rank has of the epoch, and how far it is. With it `LostRankData` has the live ranks
-train, at the end of the epoch, on what lost ranks had left of it, and `JoinerData` deals out the rest of the epoch when
-a rank joins. `EmptyShards` keeps a rank without data in every epoch.
+`EpochAssignment` holds each rank's part of the epoch and its position in it. At the end of an epoch, `LostRankData` has
+the live ranks train on the batches that lost ranks did not share. `JoinerData` divides the rest of the epoch again when
+a rank joins. `EmptyShards` lets a rank without data pass through every epoch.
 """
 
 from __future__ import annotations
@@ -45,26 +45,24 @@ log = logging.getLogger(__name__)
 
 _PHASES = 2**9
 _BATCHES = 2**28
-"""Bounds of a place's parts: how often an epoch is dealt out anew, and its batches; with its number, 53 bits."""
+"""Bounds of the parts of a place: how often an epoch is divided, and its batches. With the epoch's number, 53 bits."""
 
 
 class EpochAssignment:
-    """The part that each rank has of the epoch under way, and how far it is, as this rank knows; by stable ids."""
+    """The part of the epoch that each rank has, by stable id, and its position, as far as this rank knows."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.phase = 0
         self.first: DataShard | None = None
-        """Part that this rank begins with, if it joins within an epoch."""
+        # The part with which this rank begins if it joins within an epoch.
         self.begins = False
-        """This rank comes within an epoch of streams, and begins its own."""
         self.follows = False
-        """This rank has joined within an epoch of streams, and ends it with the others."""
         self.at_end = False
         self.called: Callable[[str], str] = str
-        """Returns the stable id of a rank, by the name that headers have for it."""
+        """Returns the stable id of a rank, given its name in headers."""
         self.logged: dict[str, Any] | None = None
-        """Values that the others had logged when this rank joined within the epoch, as long as it has not begun."""
+        """The values that the others had logged when this rank joined within the epoch, until its own epoch begins."""
         self._until_end: list[Undo] = []
         self._without_part: list[Undo] = []
         self.forget()
@@ -74,25 +72,27 @@ class EpochAssignment:
         return self.trainer.strategy
 
     def forget(self) -> None:
+        """Reset all that is known of the epoch, as the next one begins."""
         self.known = False
-        """This rank was there when the epoch began, or was told since; else the rest says nothing."""
+        """Whether this rank knows the epoch's division, which the attributes below describe."""
         self.shares: Mapping[str, DataShard] = {}
         self.places: dict[str, float] = {}
         self.dealt: list[int] = []
-        """Number of this rank's part since one joined within the epoch, and of all parts."""
+        """This rank's part and the number of parts, since a rank joined within the epoch."""
         self.came = False
         self.has_none = False
-        """This rank has joined within the epoch, and has no part of it."""
+        """Whether this rank has joined within the epoch, and has no part of it."""
         self._gone: set[str] = set()
         self._sync_points: SyncPoints | None = None
 
     def deal(self, shares: Mapping[str, DataShard]) -> None:
+        """Take over a new division of the epoch, by stable id, and begin its next phase."""
         self.shares = shares
         self.phase += 1
         self._gone = set()
 
     def take_part(self, name: str) -> None:
-        """Note this rank's part of what was dealt, as checkpoints say; or none, where that was short."""
+        """Note this rank's part of the last division for checkpoints, or that it has none."""
         names = list(self.shares)
         self.has_none = not self.known or name not in names
         self.dealt = [] if self.has_none else [names.index(name), len(names)]
@@ -101,16 +101,16 @@ class EpochAssignment:
         return {name: list(share) for name, share in self.shares.items()}
 
     def gone(self) -> list[str]:
-        """Return those that were lost since it was dealt out, whoever has come back by their names."""
+        """Return the ranks that were lost since the last division, including those that have come back since."""
         self._gone |= self.shares.keys() - set(self.strategy.live_ranks.names)
         return sorted(self._gone & self.shares.keys())
 
     def place(self, batch: int) -> float:
-        """Return the place of a rank at this batch, which grows over phases and epochs."""
+        """Return the place of a rank at this batch: one number that grows over batches, phases and epochs."""
         return self._now() * _BATCHES + batch
 
     def number(self, name: str) -> int:
-        """Return the number of the first batch that a rank has not committed, of what it has now."""
+        """Return the number of the first batch of the present division that a rank has not committed."""
         now, number = divmod(int(self.places.get(name, 0.0)), _BATCHES)
         return number if now == self._now() else 0
 
@@ -118,33 +118,38 @@ class EpochAssignment:
         return self.trainer.current_epoch * _PHASES + min(self.phase, _PHASES - 1)
 
     def learn_from(self, sync_points: SyncPoints) -> None:
-        """Learn the places that headers tell; where averaging goes on with joining ranks, other sync points do."""
+        """Learn the places of ranks from headers; another ``sync_points`` object follows when a rank joins."""
         if self._sync_points is not None:
             self.learn({self.called(name): place for name, place in self._sync_points.places.items()})
+        # Read the old object once more before it is replaced, or its last places would be lost.
         if sync_points is not self._sync_points:
             self._sync_points = sync_points
             self.called = self.strategy.live_ranks.called
             self.learn({self.called(name): place for name, place in sync_points.places.items()})
 
+    # Places only grow, so messages may arrive in any order.
     def learn(self, places: Mapping[str, float]) -> None:
         for name, place in places.items():
             self.places[name] = max(place, self.places.get(name, 0.0))
 
     @property
     def streams(self) -> bool:
-        """Whether this rank's loaders have streams, of which nobody can tell what is left."""
+        """Whether this rank's loaders read streams, whose rest cannot be determined."""
         loaders = self.trainer.fit_loop._combined_loader.flattened
         return all(isinstance(getattr(each, "dataset", None), IterableDataset) for each in loaders)
 
     def whole(self) -> DataShard:
+        """Return this rank's part of a whole epoch."""
         loaders = self.trainer.fit_loop._combined_loader.flattened
         return DataShard(0, 0, 0, False, [told_of(loader) for loader in loaders])
 
     def mine(self) -> DataShard:
+        """Return this rank's part of the epoch, from its next batch on."""
         trainer = self.trainer
         fit = trainer.fit_loop
         first = fit.epoch_loop.batch_progress.current.ready
-        anew = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting  # as in Lightning
+        # The same condition as in Lightning: loaders then begin from their start.
+        anew = trainer.current_epoch > 0 and not fit.is_resuming and not fit.epoch_loop.restarting
         skipped = 0
         loaders = []
         own = 0
@@ -158,27 +163,29 @@ class EpochAssignment:
                 if told is not None and told["kind"] == "given":
                     own = count = -(-len(told["indices"]) // told["batch_size"])
             elif told is None and math.isinf(fit.max_batches) and (told := stream_of(loader)) is not None:
+                # The fetcher holds one batch ahead that was not trained on.
                 found = None if anew else follower(loader)
-                position = {} if found is None else found.position(before=True, ended=False)  # one is held
+                position = {} if found is None else found.position(before=True, ended=False)
                 told = position.get("share") or told
                 skipped = position.get("taken", 0)
             loaders.append((told, count))
-        # How much there is, nobody knows; or there is none.
+        # Of a stream, or of an unknown source, the length is unknown. The end is then no more than the next batch.
         unsized = first + any(told is None or told["kind"] == "stream" for told, _ in loaders)
         end = unsized if math.isinf(fit.max_batches) else fit.max_batches
-        if own and trainer.limit_train_batches == 1.0:  # smaller batches may be more than a loader's own
+        # Smaller batches after a division may be more than the loader has of its own.
+        if own and trainer.limit_train_batches == 1.0:
             end = max(end, first + own - skipped)
         return DataShard(first, max(first, end), skipped, fit._combined_loader._mode == "max_size_cycle", loaders)
 
     @property
     def accumulates(self) -> bool:
-        """Whether there are gradients of batches that are in no step, and not on their way to one."""
+        """Whether batches have gradients that are in no optimizer step, and not on their way to one."""
         told = self.strategy.step_runner.accumulates
         return self.trainer.fit_loop.epoch_loop._should_accumulate() if told is None else told
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a batch is under way, or gradients of batches before are in no step yet."""
+        """Whether a batch is under way, or gradients of earlier batches are in no step yet."""
         count = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return count.ready != count.completed or (count.ready > 0 and self.accumulates)
 
@@ -195,7 +202,7 @@ class EpochAssignment:
         take_back(self._without_part)
 
     def begin_joined(self) -> None:
-        """Begin with the part that this rank has joined with, if it has joined within this epoch."""
+        """Begin the part with which this rank has joined, if it has joined within this epoch."""
         if self.first is not None:
             self.go_on_with(self.first)
             self.first = None
@@ -203,16 +210,16 @@ class EpochAssignment:
         self.begins = False
 
     def run(self, original: Any, data_fetcher: Any) -> None:
-        """Run the loop of the epoch; at its end the loop is again as it was.
+        """Run the epoch loop, and restore the loop's settings at its end.
 
-        A rank that has joined within it, and has no part of its rest, goes to its end: its data is the others'.
+        A rank that has joined within the epoch, and has no part of the rest, goes directly to the epoch's end.
         """
         logged = self.logged
         self.logged = None
         if logged is not None:
             LoggedValues(self.trainer).put_blank(logged)
             if not self.has_part:
-                # So that the end of the epoch is one to the schedulers of learning rates.
+                # With no batches left, the schedulers of learning rates see an end of the epoch.
                 self._without_part.append(set_for_now(self.trainer.fit_loop, "max_batches", 0))
                 return
         try:
@@ -221,10 +228,10 @@ class EpochAssignment:
             take_back(self._until_end)
 
     def go_on_with(self, share: DataShard, steps: int | None = None) -> None:
-        """Give Lightning's loop these batches from here on, until the end of the epoch.
+        """Make Lightning's loop train on ``share`` until the end of the epoch.
 
-        ``steps`` is the number behind the last batch of all ranks, which have begun the epoch together; None where this
-        one has joined within it.
+        ``steps`` is the number of batches in the epoch, over all ranks, which have begun the epoch together; None if
+        this rank has joined within it.
         """
         fit = self.trainer.fit_loop
         fetcher = fit._data_fetcher
@@ -232,9 +239,8 @@ class EpochAssignment:
         self.end_at(share.end)
         interval = validation_interval(self.trainer)
         is_sized = not math.isinf(share.end)
-        if is_sized and isinstance(
-            interval, float
-        ):  # of an epoch; who comes within it leaves those on the way to others
+        # The interval is a part of an epoch. A rank that joins within one leaves validations on the way to the others.
+        if is_sized and isinstance(interval, float):
             at_end = interval == 1.0 if steps is not None else share.first == 0
             every = share.end if at_end else max(1, int((steps or share.end) * interval))
             undo.append(set_for_now(self.trainer, "val_check_batch", every))
@@ -242,8 +248,9 @@ class EpochAssignment:
             if (source := follower(loader)) is None:
                 source = sources_of([loader])[0]
                 undo += [source.detach, lambda loader=loader: setattr(loader, "_iterator", None)]
-            loader._iterator = None  # of workers that persist
-            if not is_sized:  # they have a copy of a stream, as it is for now
+            # Workers that persist would go on with the old part, or with the copy of a stream that they have now.
+            loader._iterator = None
+            if not is_sized:
                 undo.append(lambda loader=loader: setattr(loader, "_iterator", None))
             source.begin_at({"taken": 0, "made": 0, "drawn": {}, "share": told})
         iter(fetcher)
@@ -252,7 +259,7 @@ class EpochAssignment:
         fit.epoch_loop.batch_progress.is_last_batch = False
 
     def end_at(self, end: float) -> None:
-        """Have the epoch end after this number of batches."""
+        """Have the epoch end after this number of batches, also in progress bars."""
         total = None if math.isinf(end) else end
         for bar in callbacks_of(self.trainer, "TQDMProgressBar"):
             bar.train_progress_bar.total = total
@@ -262,9 +269,10 @@ class EpochAssignment:
         self._until_end.append(set_for_now(self.trainer.fit_loop, "max_batches", end))
 
     def train_on(self, share: DataShard) -> None:
-        """Train on a part of the epoch, of which this rank has ended its own."""
+        """Train on another part of the epoch, after this rank has finished its own."""
         epoch = self.trainer.fit_loop.epoch_loop
         fetcher = self.trainer.fit_loop._data_fetcher
+        # Validations and ranks that join must see the epoch as at its end.
         self.at_end = True
         self._until_end.append(override(epoch, "update_lr_schedulers", _within_epoch))
         try:
@@ -274,6 +282,7 @@ class EpochAssignment:
                     epoch.advance(fetcher)
                     epoch.on_advance_end(fetcher)
                 except StopIteration:
+                    # A stream has ended before its announced length, which ends the part.
                     break
                 finally:
                     epoch.on_iteration_done()
@@ -284,22 +293,25 @@ class EpochAssignment:
 
 
 def _within_epoch(original: Any, interval: str, update_plateau_schedulers: bool) -> None:
-    """Leave out schedulers of epochs, which have stepped with the last batch of this rank's own."""
+    """Skip the schedulers of epochs, which have stepped with the last batch of this rank's own part."""
     if interval != "epoch" or update_plateau_schedulers:
         original(interval, update_plateau_schedulers)
 
 
 def follower(loader: Any) -> Source | None:
+    """Return the source that has replaced a loader's iterator, if any."""
     owner = getattr(vars(loader).get("_get_iterator"), "source", None)
     return owner if isinstance(owner, Source) else None
 
 
 class LostRankData:
-    """Trains on each sample of an epoch once, in work that a round has merged, whoever is lost meanwhile.
+    """The redistribution of lost ranks' samples at the end of an epoch.
 
-    At the start of an epoch all ranks tell each other what they have of it, and with each message how far they are. At
-    its end, at the sync point, those that are there deal out what the lost had not shared, and go on with the epoch;
-    joining ranks that have had nothing of it, too.
+    With it, every sample of an epoch is trained on once, in work that a round has merged, whichever ranks are lost.
+
+    At the start of an epoch all ranks tell each other their parts, and with each message their position. At the sync
+    point that ends the epoch, the live ranks divide what lost ranks had not shared, and continue the epoch with it.
+    Joining ranks without a part of the epoch take part.
     """
 
     def __init__(self, epoch: EpochAssignment, rates: LearningRates) -> None:
@@ -308,7 +320,7 @@ class LostRankData:
         self._trainer = epoch.trainer
         self._rates = rates
         self.taken_up: list[Any] = []
-        """The value of `left` for the epoch that begins next, where this fit goes on from a checkpoint."""
+        """Lost ranks' shares, as `left` returned them, of the epoch that begins next; from a checkpoint."""
 
     def install(self) -> list[Undo]:
         if not self._strategy.shrinks:
@@ -324,11 +336,12 @@ class LostRankData:
         self.epoch.forget()
 
     def left(self) -> list[Any]:
+        """Return for each lost rank its name, its share, and the number of its first uncommitted batch."""
         epoch = self.epoch
         return [[name, list(epoch.shares[name]), epoch.number(name)] for name in epoch.gone()] if epoch.known else []
 
     def rest(self) -> bool:
-        """Train on what the lost have left of the epoch, at the sync point that ends it; return whether any was."""
+        """Train on lost ranks' remaining batches, at the epoch's last sync point; return whether there were any."""
         world = self._strategy.world
         sync_points = self._strategy.sync_points
         epoch = self._trainer.fit_loop.epoch_loop
@@ -342,11 +355,13 @@ class LostRankData:
         came = self.epoch.came
         mine: list[Any] = [name, self.epoch.known, goes_on, ready, came, self.epoch.places]
         told = world.gather_objects(mine)
+        # Logged values are collectives at the end of the epoch, so all ranks must have the same ones.
         self._log_alike(world, [came for *_, came, _ in told])
         there = [each for each, knows, *_ in told if knows]
         if not there:
             return False
         takers = {each: ready for each, knows, goes_on, ready, *_ in told if goes_on}
+        # A rank that has just joined may take a share only if somebody can tell it about the epoch.
         if len(there) < len(told) and not self._introduce(world, is_first=name == there[0] and self.epoch.known):
             takers = {each: ready for each, ready in takers.items() if each in there}
         for *_, places in told:
@@ -360,7 +375,7 @@ class LostRankData:
             return False
         self.epoch.take_part(name)
         log.info(
-            "Epoch %d goes on with what %s had not shared of it: %s batches.",
+            "Epoch %d continues with what %s had not shared of it: %s batches.",
             self._trainer.current_epoch, ", ".join(f"rank {each}" for each in lost),
             " and ".join(
                 "a stream's" if math.isinf(share.end) else str(share.end - share.first)
@@ -372,16 +387,17 @@ class LostRankData:
         return True
 
     def _log_alike(self, world: LightningCollectives, came: list[bool]) -> None:
-        """Tell those that joined within the epoch what their part of it was too short to log."""
+        """Give ranks that joined within the epoch the values to log that their own part was too short to log."""
         if any(came) and not all(came):
             first = came.index(False)
             values = LoggedValues(self._trainer)
+            # The keys of one rank that has logged all of them, in its order.
             logged = world.broadcast(values.take() if world.rank == first else None, first)
             if self.epoch.came and logged is not None:
                 values.put_missing(logged)
 
     def _introduce(self, world: LightningCollectives, is_first: bool) -> bool:
-        """Tell ranks that do not know it what each has of this epoch; return whether any rank could."""
+        """Tell ranks without knowledge of this epoch about all ranks' parts; return whether any rank could."""
         mine: list[Any] = [self.epoch.phase, self.epoch.plain()] if is_first else []
         everyones = world.gather_objects(mine)
         told = next((each for each in everyones if each), None)
@@ -398,7 +414,7 @@ class LostRankData:
         return True
 
     def _how_it_ended(self) -> dict[str, Any]:
-        """Return what a joining rank lacks at an epoch's end, having had no such part: steps, learning rates."""
+        """Return the state at an epoch's end that a joining rank without a part lacks: steps and learning rates."""
         trainer = self._trainer
         return {
             "steps": [(count.ready, count.completed) for count in self._steps()],
@@ -413,6 +429,7 @@ class LostRankData:
         }
 
     def _end_as_others(self, ended: dict[str, Any]) -> None:
+        """Take over another rank's `_how_it_ended`."""
         trainer = self._trainer
         LoggedValues(trainer).put_blank(ended["metrics"])
         for count, (ready, completed) in zip(self._steps(), ended["steps"], strict=True):
@@ -434,7 +451,8 @@ class LostRankData:
     def _begin(self, original: Any, data_fetcher: Any) -> None:
         world = self._strategy.world
         sync_points = self._strategy.sync_points
-        if not self.epoch.has_part:  # else it is under way, and this rank has been told
+        # Otherwise the epoch is under way, and this rank was told about it when it joined.
+        if not self.epoch.has_part:
             self.epoch.forget()
             if world is not None and sync_points is not None and not world.asynchronous:
                 self._tell_all(world, sync_points)
@@ -458,20 +476,22 @@ class LostRankData:
             left_at[lost] = begin
         epoch.known = True
         epoch.phase = 0
-        epoch.shares = shares  # whole at once: other threads read it
+        # Assign the complete dict at once, because other threads read this attribute.
+        epoch.shares = shares
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
     def tell_place(self, sync_points: SyncPoints) -> None:
-        """Tell that what is sent next holds all that this rank has done, the batch under way included."""
+        """Note that the next message holds all that this rank has done, including the batch under way."""
         self.epoch.learn_from(sync_points)
         self.epoch.gone()
         sync_points.tell_place(self.epoch.place(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready))
 
     def _tell(self, lost: dict[str, DataShard]) -> None:
+        """Warn of lost ranks whose remaining samples are unknown."""
         for name, each in lost.items():
             if not each.is_known and not each.is_of_stream and each.first < each.end:
                 log.warning(
-                    "What rank %s had of epoch %d and did not train on is missing in it, from its batch %d on: with a "
+                    "Batches of rank %s are missing in epoch %d, from its batch %d on: with a "
                     "DataLoader of a map-style dataset and a DistributedSampler, Lightning's or torch's, or of a "
                     "PartitionedStream itself without a limit of batches, others could tell which samples these are.",
                     name, self._trainer.current_epoch, self.epoch.number(name),
@@ -479,14 +499,18 @@ class LostRankData:
 
 
 class _Place(NamedTuple):
-    """The place of a rank, by stable id, as another one joins; ``comes`` says that it is the joining one.
+    """The situation of one rank when another one joins, exchanged by all ranks.
 
     Args:
-        is_within: it can go on with another part of the epoch.
-        ready: the number of its next batch.
-        lengths: of the datasets of the joining rank's loaders.
-        streams: these are streams, see `EpochAssignment`.
-        stepped: of each scheduler that follows all ranks' steps, those that it has taken.
+        name: Stable id of the rank.
+        comes: Whether this is the joining rank.
+        is_within: Whether the rank can continue with another part of the epoch.
+        epoch: Number of the epoch.
+        ready: Number of the rank's next batch.
+        lengths: Lengths of the datasets of the joining rank's loaders.
+        streams: Whether the loaders read streams; see `EpochAssignment`.
+        places: Places of all ranks, as far as the rank knows.
+        stepped: Number of steps of each scheduler that follows all ranks' steps.
     """
 
     name: str
@@ -501,7 +525,7 @@ class _Place(NamedTuple):
 
 
 class JoinerData:
-    """Deals out the rest of an epoch among all ranks when one joins within it."""
+    """The division of the rest of an epoch among all ranks when a rank joins within it."""
 
     def __init__(self, epoch: EpochAssignment, rates: LearningRates) -> None:
         self._epoch = epoch
@@ -515,9 +539,10 @@ class JoinerData:
         return [override(self._epoch.trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
 
     def begin_within_epoch(self, logged: dict[str, Any]) -> None:
-        """Begin as a joining rank: within the epoch of others, of which they had ``logged`` this."""
+        """Begin as a joining rank within the others' epoch, in which they had ``logged`` these values."""
         self._epoch.logged = logged
 
+    # Computed while training goes on, because all ranks wait during the division itself.
     def prepare_for(self) -> None:
         self._joined = joined(list(self._epoch.shares.values()))
 
@@ -525,17 +550,17 @@ class JoinerData:
         return [self._epoch.phase, self._epoch.plain()]
 
     def place(self, name: str, comes: bool) -> list[Any]:
-        """Return where this rank is, which may be joining: all stand at a sync point, and it holds until that opens."""
+        """Return this rank's situation, for the division. All ranks wait at a sync point, so it stays true."""
         if (sync_points := self._strategy.sync_points) is not None:
             self._epoch.learn_from(sync_points)
         return list(self._place(name, comes))
 
     def deal(self, name: str, places: list[list[Any]], told: list[Any] | None) -> None:
-        """Deal out what each has left, which is known to the batch, now that one has joined.
+        """Divide the rest of the epoch among all ranks, including the joining one.
 
-        Where a rank is not between two steps of the epoch, or it cannot be told what is left, the joining rank has its
-        part from the next epoch on; of streams it begins its own, until the others' end. It is ``told`` what a live
-        rank knows.
+        If a rank is not between two steps of the epoch, or the rest is unknown, the joining rank has a part from the
+        next epoch on. If all read streams, it begins its own stream, until the others' end. ``told`` is what a live
+        rank knows of the epoch; None on live ranks.
         """
         sync_points = self._strategy.sync_points
         epoch = self._epoch
@@ -567,12 +592,13 @@ class JoinerData:
         left = [(share, at.get(of, epoch.number(of))) for of, share in shares.items()]
         dealt = inherited(left, {each.name: each.ready for each in all_}, self._joined)
         self._joined = {}
-        if len(dealt) < len(all_):  # there is not one batch for each
+        # The rest has not one batch for each rank.
+        if len(dealt) < len(all_):
             return
         epoch.deal(dealt)
         epoch.known = True
         epoch.take_part(name)
-        log.info("The rest of epoch %d is dealt out among %d ranks.", *epochs, len(all_))
+        log.info("The rest of epoch %d is divided among %d ranks.", *epochs, len(all_))
         if told is not None:
             epoch.first = epoch.shares[name]
             epoch.came = True
@@ -596,7 +622,7 @@ class JoinerData:
         original(data_fetcher)
         sync_points = self._strategy.sync_points
         ended = self._epoch.follows and sync_points is not None and Vote.EPOCH in sync_points.agreed
-        # Its stream goes on, and the others' have come to an end.
+        # This rank's stream could go on, but the other ranks have come to the end of theirs.
         if ended and not self._epoch.accumulates:
             self._epoch.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
 
@@ -606,7 +632,10 @@ def _shares(plain: dict[str, list[Any]]) -> dict[str, DataShard]:
 
 
 class EmptyShards:
-    """Patches that have a rank without data go through every epoch, and its callbacks take part in sync points."""
+    """Patches that let a rank without data go through every epoch.
+
+    Its callbacks then take part in the sync points of the others.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -628,6 +657,7 @@ class EmptyShards:
             return
         self._seen_loader = loader
         lengths = world.gather_objects(fit.max_batches)
+        # Lightning skips a fit without batches. With an unknown number of batches the loop begins and finds none.
         if fit.max_batches == 0 and any(lengths):
             fit.max_batches = float("inf")
             trainer.val_check_batch = float("inf")

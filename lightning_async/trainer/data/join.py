@@ -1,4 +1,4 @@
-"""The state of Lightning that a joining rank takes over."""
+"""The part of Lightning's state that a joining rank takes over."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _NOT_SENT = ("hparams_name", "hyper_parameters", "datamodule_hparams_name", "dat
 
 
 class JoinState:
-    """The state of Lightning that a joining rank takes over of one that trains.
+    """The part of Lightning's state that a joining rank takes over from a live rank.
 
-    It is copied, while all stand, into memory that was there: new memory is slower.
+    The state is copied while all ranks wait, into memory that was reserved before, because copies into new memory are
+    slower.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -27,20 +28,22 @@ class JoinState:
         self._buffer = Buffer("joining")
 
     def prepare_for(self, more: int) -> None:
-        """Get memory for the state and ``more`` bytes, while training goes on; from any thread."""
+        """Reserve memory for the state and ``more`` bytes while training goes on; any thread may call this."""
         trainer = self._trainer
         modules = [trainer.lightning_module, *averages_of(trainer)]
         tensors: list[Any] = [tensor for module in modules for tensor in _tensors(module).values()]
         for optimizer in trainer.optimizers:
-            for state in list(optimizer.state.values()):  # at once: a step may add to it meanwhile
+            # Copy the values at once, because a step of the training thread may add to the dict.
+            for state in list(optimizer.state.values()):
                 tensors += list(state.values()) if isinstance(state, dict) else [state]
         self._buffer.reserve(more + sum(each.nbytes for each in tensors if isinstance(each, Tensor)))
 
     def packed(self, more: dict[str, Any]) -> Packed:
-        """Return what a joining rank takes over of this one, and ``more``: a checkpoint, tensors that it lacks, ..."""
+        """Return the state for a joining rank, with the entries of ``more``, in packed form."""
         trainer = self._trainer
         module = trainer.lightning_module
         checkpoint = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        # Hyper-parameters are the joining rank's own, and may be objects that cannot be sent.
         own = {
             "checkpoint": {key: value for key, value in checkpoint.items() if key not in _NOT_SENT},
             "tensors": {name: t for name, t in _tensors(module).items() if name not in checkpoint["state_dict"]},
@@ -59,13 +62,14 @@ class JoinState:
         self._buffer.release()
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Be as the rank that captured ``state``; the fit's loop is about to begin an epoch."""
+        """Take over the ``state`` that a live rank captured, before the fit's loop begins an epoch."""
         trainer = self._trainer
         connector = trainer._checkpoint_connector
         module = trainer.lightning_module
         fit = trainer.fit_loop
         for callback, directory in zip(trainer.callbacks, state["directories"], strict=False):
-            if directory and hasattr(callback, "dirpath"):  # else it would not believe its state
+            # A callback ignores a state that was saved with another directory.
+            if directory and hasattr(callback, "dirpath"):
                 callback.dirpath = directory
         connector._loaded_checkpoint = state["checkpoint"]
         connector.restore_datamodule()
@@ -87,7 +91,8 @@ class JoinState:
             count.ready = count.started = count.completed = count.processed
         fit.epoch_loop.batch_progress.reset_on_run()
         fit.epoch_loop.val_loop.batch_progress.reset_on_run()
-        fit._restarting = fit.epoch_loop.restarting = False  # its setter says yes wherever there is a `max_steps`
+        # The property's setter would set True if there is a `max_steps`.
+        fit._restarting = fit.epoch_loop.restarting = False
         fit._loaded_from_state_dict = fit.epoch_loop._loaded_from_state_dict = False
         fit.reset_restart_stage()
 

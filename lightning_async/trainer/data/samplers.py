@@ -1,8 +1,8 @@
-"""Samplers, validations and metrics where the number of ranks changes.
+"""Samplers, validations and metrics when the number of ranks changes.
 
-`SamplerResize` gives the live ranks all samples from the next epoch on, `ValidationTakeover` the part of a validation
-that a lost rank had, and `ConsistentMetrics` has each metric computed by the same ranks. `resized` is for a resume with
-another number of ranks: it divides anew what is left of the epoch.
+`SamplerResize` divides all samples among the live ranks from the next epoch on. `ValidationTakeover` gives the live
+ranks a lost rank's part of a validation. `ConsistentMetrics` computes each metric over the same ranks. `resized`
+divides the rest of an epoch again for a resume with another number of ranks.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ log = logging.getLogger(__name__)
 
 
 class SamplerResize:
-    """Loaders that are made again where they are asked for and the number of ranks is another one.
+    """Loaders that are made again when the number of ranks has changed and a loop asks for them.
 
-    Lightning then gives each its part as at the start. A `DistributedSampler` of the user's is numbered anew.
+    Lightning then gives each rank its part, as at the start. A `DistributedSampler` of the user's gets new numbers.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -61,6 +61,7 @@ class SamplerResize:
 
         def setup_data() -> None:
             nonlocal dealt_in
+            # Ranks may be lost while the loaders are made. Then the numbers may be of either world, so all is repeated.
             while True:
                 now = self._division(dealt_in)
                 if now != dealt_in:
@@ -74,13 +75,13 @@ class SamplerResize:
                     loop._combined_loader = None
                     self._load(original, loop)
                 if self._division(now) == now:
-                    break  # else ranks were lost meanwhile, and it is not known which numbers were read
+                    break
             self._warn_of_others(loop)
 
         return setup_data
 
     def _number_new(self, original: Any, loop: Any) -> Any:
-        """Number only samplers that were not told which part is theirs, where no rank can be lost."""
+        """Give numbers only to samplers without one, for a strategy that cannot lose ranks."""
 
         def setup_data() -> None:
             with yet_to_be_numbered():
@@ -92,11 +93,12 @@ class SamplerResize:
         return setup_data
 
     def _load(self, original: Any, loop: Any) -> None:
-        """Load, also where more ranks have fewer batches each than a validation by numbers of batches asks for."""
+        """Load the data; shorten ``val_check_interval`` if joined ranks leave each rank fewer batches than that."""
         try:
             with yet_to_be_numbered():
                 original()
         except ValueError:
+            # Lightning refuses an interval that is longer than the epoch. Only joined ranks justify a shorter one.
             trainer = self._trainer
             live_ranks = self._strategy.live_ranks
             interval = validation_interval(trainer)
@@ -113,7 +115,8 @@ class SamplerResize:
             original()
 
     def _division(self, before: tuple[str, int]) -> tuple[str, int]:
-        """Return what tells these ranks from those ``before``. One that has just joined deals with all, next time."""
+        """Return a key that changes whenever the ranks do; a rank that has just joined keeps ``before``."""
+        # While replicas are asynchronous, a rank alone must not load anew, because the others would not.
         world = self._strategy.world
         if world is None or world.asynchronous:
             return before
@@ -122,7 +125,7 @@ class SamplerResize:
         return "" if live_ranks is None else live_ranks.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
-        """Number samplers for all ranks that this job began with, of whom some were lost in an earlier run."""
+        """Renumber samplers that the user made for all ranks that this job had before an earlier run lost some."""
         strategy = self._trainer.strategy
         live_ranks = strategy.live_ranks
         began = 0 if live_ranks is None or not live_ranks.lost else live_ranks.started
@@ -138,28 +141,29 @@ class SamplerResize:
         return found
 
     def _number_partitions(self, loop: Any) -> None:
-        """Number partitions by stable ids, so that keys stay where they are."""
+        """Set the numbers of partitions by stable ids, so that each key stays with its rank."""
         kwargs = self._trainer.strategy.distributed_sampler_kwargs
         live_ranks = self._strategy.live_ranks
         names = tuple(map(str, range(kwargs["num_replicas"]))) if live_ranks is None else live_ranks.names
         for loader, each in _partitions(loop):
             each.number(names, kwargs["rank"])
-            loader._iterator = None  # of workers that stay: they have a copy of a stream as it was
+            # Persistent workers hold a copy of the stream with its old number.
+            loader._iterator = None
 
     def _warn_of_others(self, loop: Any) -> None:
-        """Warn of samplers that were made for more ranks than these: nobody takes their other parts."""
+        """Warn of samplers that were made for more ranks than there are, because nobody reads the other parts."""
         world_size = self._trainer.strategy.world_size
         for sampler in _distributed_samplers(loop):
             if sampler.num_replicas > world_size:
                 log.warning(
-                    "A DistributedSampler is for %d replicas, and %d are left: nobody takes the other parts. Make it "
+                    "A DistributedSampler is for %d replicas, and %d are left: nobody reads the other parts. Make it "
                     "with `num_replicas=trainer.world_size, rank=trainer.global_rank`, or leave it to Lightning.",
                     sampler.num_replicas, world_size,
                 )  # fmt: skip
 
 
 def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
-    """Return the user's own, each once, of a loop's loaders: of samples, or within one of batches."""
+    """Return the `DistributedSampler` objects of a loop's loaders, each once, also those within batch samplers."""
     loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
     of_loaders = [getattr(loader, name, None) for loader in loaders for name in ("sampler", "batch_sampler")]
     found = {id(sampler): sampler for sampler in (getattr(each, "sampler", each) for each in of_loaders)}
@@ -167,7 +171,7 @@ def _distributed_samplers(loop: Any) -> list[DistributedSampler[Any]]:
 
 
 def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedStream]]:
-    """Return those of a loop's loaders, each with its loader; also within a sampler of batches, or a dataset."""
+    """Return the partitions of a loop's loaders, each with its loader, also within batch samplers and datasets."""
     loaders = () if loop._combined_loader is None else loop._combined_loader.flattened
     names = ("sampler", "batch_sampler", "dataset")
     of_loaders = [(loader, getattr(loader, name, None)) for loader in loaders for name in names]
@@ -177,6 +181,7 @@ def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedSt
 
 
 def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> None:
+    """Set number and size of a sampler's part as `DistributedSampler.__init__` does."""
     if sampler.num_replicas == num_replicas:
         return
     whole: Any = sampler.dataset
@@ -188,9 +193,10 @@ def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> N
 
 
 class ConsistentMetrics:
-    """Metrics of the same ranks, not a sum of three ranks and a count of two.
+    """Patches that compute each metric over one set of ranks, not the sum of three ranks and the count of two.
 
-    What `self.log` and torchmetrics compute by several collectives is computed again where not all answer all.
+    `self.log` and torchmetrics use several collectives for one metric. If a rank is lost between them, the metric is
+    computed again.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -215,12 +221,14 @@ class ConsistentMetrics:
 
 
 def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric: Any) -> Any:
+    """Return ``compute()`` of ``metric``, repeated until all its collectives have had the same ranks."""
     if world is None or world.asynchronous:
         return compute()
     again = False
 
     def operation() -> Any:
         nonlocal again
+        # The metric keeps the result of the broken attempt, and would return that.
         if again:
             metric._computed = None
         again = True
@@ -230,10 +238,10 @@ def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric
 
 
 class ValidationTakeover:
-    """A validation in which the live ranks validate what lost ranks had of it, before metrics are computed.
+    """A validation in which the live ranks also validate the parts of lost ranks, before metrics are computed.
 
-    What a lost rank had seen is gone with it: all of its part is dealt out among the live ranks. Not where a step
-    of the validation calls all ranks together, as these take unequal numbers of steps then.
+    A lost rank's results are lost with it, so all of its part is divided. This is impossible if a validation step
+    contains a collective, because ranks then take unequal numbers of steps.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -267,6 +275,7 @@ class ValidationTakeover:
         original()
 
     def _mine(self) -> Iterator[DataShard]:
+        """Return this rank's part of each validation loader."""
         for loader, batches in zip(self._loop._combined_loader.flattened, self._loop.max_batches, strict=True):
             told, count = told_of(loader)
             known = count > 0 and batches != float("inf")
@@ -276,12 +285,15 @@ class ValidationTakeover:
         world = self._strategy.world
         sync_points = self._strategy.sync_points
         if world is not None and sync_points is not None:
+            # Repeat, because more ranks may be lost while the parts of others are validated.
             while self._shares and self._take_over(world, sync_points.name):
-                pass  # more may have been lost meanwhile
+                pass
         self._loader += 1
         original()
 
     def _take_over(self, world: LightningCollectives, name: str) -> bool:
+        # A value that is synchronised at each step is a collective, so unequal numbers of steps would hang.
+        """Validate lost ranks' parts of the loaders so far; return whether there were any."""
         together = any(each.meta.on_step and each.meta.sync.should for each in self._loop._results.values())
         mine: list[Any] = [name, together]
         told = world.gather_objects(mine)
@@ -305,7 +317,7 @@ class ValidationTakeover:
 
     def _tell(self, lost: list[str]) -> None:
         log.warning(
-            "What rank(s) %s had of a validation in epoch %d is missing in it: others can take it over where it is a "
+            "The part of rank(s) %s is missing in a validation of epoch %d: others can take it over if it is a "
             "DataLoader's of a map-style dataset with a DistributedSampler, Lightning's or torch's, and where nothing "
             "is logged with both `on_step=True` and `sync_dist=True`.", ", ".join(lost), self._trainer.current_epoch,
         )  # fmt: skip
@@ -318,6 +330,7 @@ class ValidationTakeover:
             for batch_idx, batch in enumerate(loader, done):
                 self._loop._evaluation_step(batch, batch_idx, number, None)
         finally:
+            # The loader serves later validations, of which this rank has its usual part.
             source.detach()
             loader._iterator = None
 
@@ -329,18 +342,21 @@ def resized(
     own: dict[str, Any] | None = None,
     division: Division = divide,
 ) -> dict[str, Any]:
-    """Return the state from which ``rank`` of ``world_size`` goes on, made of those of all ranks at the save.
+    """Return the state from which ``rank`` of ``world_size`` resumes, made of the states of all ranks at the save.
 
-    Each sample of the epoch is still seen once. Gradients in accumulation are left out, and so is the rest of an epoch
-    of which nobody knows what the ranks took: its data begins again, with a warning.
+    Each sample of the epoch is still seen once. Gradients in accumulation are left out. If the ranks' positions are
+    unknown, the epoch's data begins again, with a warning.
 
     Args:
-        states: by the rank that they were captured on.
-        rank, world_size: of those that go on.
-        own: the state of this one at the save. Default: that of another rank, each of one as far as there are enough.
-        division: how what is left is divided. Default: evenly, with some samples once more.
+        states: States of all ranks at the save, by rank.
+        rank: This rank.
+        world_size: Number of ranks that resume.
+        own: State of this rank at the save. Default: another rank's, a different one for each rank as far as there are
+            enough.
+        division: Function that divides the rest of the epoch. Default: evenly, with some samples repeated.
     """
     base = own or states[rank % len(states)]
+    # Ranks that were lost before the save have no state, but their committed positions are known.
     lost, left = _lost(base["unsaved"].get("left", []), len(states))
     loaders = [[lost[place]] if place in lost else state["loaders"] for place, state in enumerate(states)]
     positions = [
@@ -353,7 +369,7 @@ def resized(
 
 
 def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[Any]]:
-    """Return where lost ranks stood with what all had committed, by their place; and those of which it is unknown."""
+    """Return the committed positions of lost ranks, by rank, and the entries whose position is unknown."""
     known = {}
     others = []
     for entry in left:
@@ -369,7 +385,7 @@ def _lost(left: list[Any], ranks: int) -> tuple[dict[int, dict[str, Any]], list[
 
 
 def batches_left(state: dict[str, Any]) -> int | None:
-    """Return how many batches follow in the epoch, where its data was divided anew, or taken over from lost ranks."""
+    """Return the number of batches left in an epoch whose data was divided again; None for any other epoch."""
     told = state["loaders"][0].get("share") if state["loaders"] else None
     if not told or told["kind"] != "given":
         return None
@@ -377,7 +393,7 @@ def batches_left(state: dict[str, Any]) -> int | None:
 
 
 def weight_of_the_last(state: dict[str, Any], rank: int, world_size: int) -> float:
-    """Return what a rank's last batch counts, divided by `deal_steps`: so the mean over ranks is that over samples."""
+    """Return the weight of a rank's last batch after `deal_steps`: its samples, relative to the ranks' mean."""
     told = state["loaders"][0].get("share") if state["loaders"] else None
     if not told or not told.get("left"):
         return 1.0
@@ -389,22 +405,25 @@ def _divided(
     positions: list[dict[str, Any]], rank: int, world_size: int, loaders: int, division: Division
 ) -> dict[str, Any]:
     positions = [each for each in positions if "taken" in each] or positions[:1]
-    if "taken" not in positions[0]:  # the epoch's data is at its end, or not begun, on all
+    # On all ranks the epoch's data is at its end, or has not begun.
+    if "taken" not in positions[0]:
         return positions[0]
     kinds = {(position.get("share") or {}).get("kind") for position in positions}
     if loaders > 1 or kinds & {None, "stream"}:
         log.warning(
-            "The checkpoint is of %d ranks, and %d go on, but it cannot be told which samples of this epoch were seen: "
+            "The checkpoint is of %d ranks, and %d go on, but it is unknown which samples of this epoch were seen: "
             "its data begins again. One DataLoader of a map-style dataset with torch's samplers can go on.",
             len(positions), world_size,
         )  # fmt: skip
         return {"ended": False, "dataset": None}
     told = positions[0]["share"]
     left = rest(positions)
-    sizes = [position["share"]["batch_size"] for position in positions]  # unequal ones, by `BalancedBatchSizes`
+    # Batch sizes may be unequal, by `BalancedBatchSizes`; the mean keeps the number of steps.
+    sizes = [position["share"]["batch_size"] for position in positions]
     size = -(-sum(sizes) // len(sizes))
     full = told.get("full_batches", False)
-    if full:  # `DataLoader(drop_last=True)`
+    # `DataLoader(drop_last=True)` keeps full batches only.
+    if full:
         left = left[: len(left) - len(left) % (size * world_size)]
     indices = torch.tensor(division(left, rank, world_size, size), dtype=torch.int64)
     given = {

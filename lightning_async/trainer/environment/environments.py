@@ -1,4 +1,4 @@
-"""Cluster environments for ranks of ``mpirun`` and ``horovodrun`` and for changed ranks; stable ids of ranks."""
+"""Cluster environments for ``mpirun``, ``horovodrun`` and changed ranks, and the stable ids of ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ _LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "hydra_pmi_proxy")
 
 
 class MPIRunEnvironment(ClusterEnvironment):
-    """Ranks of ``mpirun`` (Open MPI, MPICH, Intel MPI), or of ``horovodrun`` with another transport; needs no mpi4py.
+    """The environment of ranks that ``mpirun`` (Open MPI, MPICH, Intel MPI) or ``horovodrun`` has started.
 
-    The address of rank 0 is ``MASTER_ADDR``, or this host if all ranks run on it. The port is ``MASTER_PORT``, or
-    derived from the job's id, so that jobs on one host do not meet. If mpirun has no id, as MPICH's, its own process on
-    this host identifies the job.
+    It needs no mpi4py, and serves ``horovodrun`` with another transport than Horovod's. The address of rank 0 is
+    ``MASTER_ADDR``, or this host if all ranks run on it. The port is ``MASTER_PORT``, or derived from the job's id, so
+    that jobs on one host use different ports. If mpirun sets no id, as MPICH's does not, its process on this host
+    identifies the job.
 
     Raises:
-        RuntimeError: ranks on several hosts without ``MASTER_ADDR``; neither a port, nor an id to derive it from.
+        RuntimeError: The ranks are on several hosts without ``MASTER_ADDR``, or there is neither a port nor an id from
+            which to derive it.
     """
 
     def __init__(self) -> None:
@@ -48,7 +50,7 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        """Return whether mpirun started this process, and no other launcher (torchrun, srun)."""
+        """Return whether mpirun started this process, and no other launcher such as torchrun or srun."""
         return any(n[0] in os.environ for n in _VARIABLES) and not os.environ.keys() & {"RANK", "SLURM_PROCID"}
 
     @property
@@ -79,7 +81,7 @@ class MPIRunEnvironment(ClusterEnvironment):
 
     @property
     def job(self) -> str:
-        """An id of this job; "" where there is none."""
+        """The id of this job; "" if mpirun sets none and its process is not found."""
         if "HOROVOD_GLOO_RENDEZVOUS_PORT" in os.environ:
             return "horovodrun {HOROVOD_GLOO_RENDEZVOUS_ADDR} {HOROVOD_GLOO_RENDEZVOUS_PORT}".format_map(os.environ)
         found = (os.environ.get(name) for name in ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID"))
@@ -89,13 +91,13 @@ class MPIRunEnvironment(ClusterEnvironment):
         return self._size
 
     def set_world_size(self, size: int) -> None:
-        """Do nothing: mpirun has decided."""
+        """Do nothing, because mpirun has set the number."""
 
     def global_rank(self) -> int:
         return self._rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing: mpirun has decided."""
+        """Do nothing, because mpirun has set the number."""
 
     def local_rank(self) -> int:
         return self._local_rank
@@ -104,7 +106,7 @@ class MPIRunEnvironment(ClusterEnvironment):
         return self._rank // max(1, self._local_size)
 
     def validate_settings(self, num_devices: int, num_nodes: int) -> None:
-        """Raise ValueError if the Trainer's numbers are not mpirun's."""
+        """Raise ValueError if the Trainer's numbers of devices and nodes do not match mpirun's."""
         if num_devices * num_nodes != self._size:
             raise ValueError(
                 f"`Trainer(devices={num_devices}, num_nodes={num_nodes})` asks for {num_devices * num_nodes} ranks; "
@@ -114,36 +116,38 @@ class MPIRunEnvironment(ClusterEnvironment):
 
 
 def _launcher_above() -> str:
-    """Name the parent process that started all ranks of this host; "" where none is known as a launcher."""
+    """Return an id of the process that started all ranks of this host; "" if no known launcher is found."""
     pid = os.getpid()
     found = ""
     while pid > 1:
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
+            # The process is in another namespace, or has ended.
             break
         name, _, rest = text.partition("(")[2].rpartition(")")
         fields = rest.split()
         if name in _LAUNCHERS:
-            found = f"{name} {pid} since {fields[19]}"  # numbers of processes come again
+            # The start time makes the id unique, because process ids are reused.
+            found = f"{name} {pid} since {fields[19]}"
         pid = int(fields[1])
     return found
 
 
 def started_by_horovodrun() -> bool:
-    """Return whether horovodrun has started this process."""
+    """Return whether horovodrun started this process."""
     return "HOROVOD_RANK" in os.environ and "HOROVOD_SIZE" in os.environ
 
 
 class _Renumbered:
-    """A cluster ``environment`` in which this rank's number is another one; all else is as it was."""
+    """A cluster ``environment`` with another rank for this process; everything else is passed through."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
     @property
     def launchers(self) -> Any:
-        """The environment in which the ranks were started."""
+        """The environment that the launcher has set up."""
         return getattr(self._environment, "launchers", self._environment)
 
     def __getattr__(self, name: str) -> Any:
@@ -151,7 +155,7 @@ class _Renumbered:
 
 
 class RenumberedEnvironment(_Renumbered):
-    """The environment of live ranks, which meet in another ``room`` of the store after a reconfiguration."""
+    """The environment of live ranks after a reconfiguration, which meet in another ``room`` of the store."""
 
     def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
         super().__init__(environment)
@@ -167,7 +171,10 @@ class RenumberedEnvironment(_Renumbered):
 
 
 class JoiningEnvironment(_Renumbered):
-    """The environment of a joining rank: the others train already, and one of them is rank 0, so it is the last."""
+    """The environment of a joining rank.
+
+    The joining rank counts as the last one until the others have admitted it, because one of them is rank 0.
+    """
 
     @property
     def started_as(self) -> int:
@@ -182,13 +189,13 @@ class JoiningEnvironment(_Renumbered):
 
 
 class StableIds(NamedTuple):
-    """The ids of ranks in checkpoints: the ranks with which they were started, which stay when others are lost.
+    """The stable ids of ranks in checkpoints: the ranks at their start, which do not change when others are lost.
 
     Args:
-        mine: of this rank.
-        left: of all live ranks, in order.
-        started: how many there were at first, or a larger number if ranks have joined since: all ids are below it.
-        lost: of the lost ranks.
+        mine: Id of this rank.
+        left: Ids of all live ranks, in order.
+        started: Number of ranks at first, or more if ranks have joined since; all ids are smaller.
+        lost: Ids of the lost ranks.
     """
 
     mine: int
@@ -198,11 +205,11 @@ class StableIds(NamedTuple):
 
 
 NOBODY = StableIds(-1, (0,), 1)
-"""A reader that takes no part in training."""
+"""The ids for a reader that takes no part in training."""
 
 
 def names_of(trainer: Any) -> StableIds:
-    """Return the stable ids of the Trainer's ranks; their current ranks, if none can be lost."""
+    """Return the stable ids of the Trainer's ranks; the current ranks if no rank can be lost."""
     strategy = view_of(trainer.strategy)
     live_ranks = strategy.live_ranks
     if strategy.joining:

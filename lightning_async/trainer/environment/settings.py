@@ -1,8 +1,9 @@
-"""Comparisons of the settings that ranks were started with, before the first round, by name and with the values.
+"""Comparisons of all ranks' settings before the first round, which name each difference.
 
-Settings decide what a message means and how large it is. If they differ, the model is silently wrong, or the transport
-aborts the process because of unequal sizes. So they are compared as texts, ahead of all that depends on them. Every
-comparison raises `SettingsMismatch`, on every rank, with each setting that differs and its values.
+Settings decide what a message means and how large it is. If they differ, the model would be silently wrong, or the
+transport would abort the process because of unequal sizes. They are therefore compared as texts, before anything that
+depends on them. Every comparison raises `SettingsMismatch` on every rank, with each setting that differs and its
+values.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _LIMITS = (
 )  # fmt: skip
 
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-"""Arguments of optimizers that decide by which kernels the same numbers are made: devices may differ."""
+"""Arguments of optimizers that select kernels for the same numbers, and may differ between devices."""
 _COLLECTIVE = ("Checkpoint", "EarlyStopping", "LearningRateFinder", "StochasticWeightAveraging", "WeightAveraging")
 _WHOSE = ("params", "param_names")
 
@@ -46,10 +47,11 @@ class TrainerSettings:
         self._trainer = trainer
 
     def check(self, world: LightningCollectives) -> None:
-        """Compare the settings of all ranks, which call this together, ahead of anything else."""
+        """Compare the settings of all ranks. All ranks call this together, before any other exchange."""
         stage = self._trainer.state.fn.value
         same = self.of_fit() if stage == "fit" else self._everywhere()
         usual = self._usual() if stage == "fit" else {}
+        # One exchange for everything, so that ranks with other settings cannot wait in a different one.
         told = world.gather_objects({"stage": stage, "same": same, "usual": usual})
         others = [
             rank for rank, settings in enumerate(told) if not isinstance(settings, dict) or "same" not in settings
@@ -73,11 +75,12 @@ class TrainerSettings:
         if callbacks_of(trainer, "GradientAccumulationScheduler") or any(
             hasattr(each, "accumulation_steps") for each in trainer.callbacks
         ):
-            same.pop("accumulate_grad_batches")  # which such callbacks change while others train
+            # Such callbacks change the value during training, so a rank that comes back may see another one.
+            same.pop("accumulate_grad_batches")
         return same
 
     def _everywhere(self) -> Settings:
-        """Return what must be equal in evaluation, too: callbacks of all ranks would wait for one another."""
+        """Return the settings that must be equal in evaluation, too, where collective callbacks would hang."""
         kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
         together = sorted(
             getattr(callback, "compared", type(callback).__name__)
@@ -93,7 +96,7 @@ class TrainerSettings:
         return self._texts(values, ())
 
     def _usual(self) -> Settings:
-        """Return what need not be equal, but usually is."""
+        """Return the settings that usually are equal, but need not be."""
         trainer = self._trainer
         values: dict[str, object] = {
             "version of Lightning": ".".join(pl.__version__.split(".")[:2]),
@@ -123,13 +126,13 @@ def check_equal(world: LightningCollectives, settings: Settings) -> None:
 
 
 _NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decoupled_weight_decay"}
-"""Newer arguments of torch's optimizers, which add them to the groups of older checkpoints."""
+"""Arguments that torch's optimizers have gained. Torch adds them to the groups of older checkpoints."""
 
 
 def check_optimizers(
     world: LightningCollectives, module: Any, optimizers: Sequence[Optimizer], usual: bool = False
 ) -> None:
-    """Compare the optimizers of replicas, which would else diverge silently; only warn if they are but ``usual``."""
+    """Compare the replicas' optimizers, with which models would diverge silently; only warn if ``usual``."""
     kinds = []
     for each in optimizers:
         defaults = _plain(each.defaults)
@@ -137,7 +140,8 @@ def check_optimizers(
         kinds.append(f"{type(each).__name__}({_arguments(defaults)}) of {sizes}")
         groups = [_plain(group) for group in each.param_groups]
         others = [_arguments({n: v for n, v in group.items() if v != defaults.get(n)}) for group in groups]
-        if any(others):  # a rate of its own, say, and that which a scheduler begins with
+        # A group may have a learning rate of its own, or the one with which a scheduler begins.
+        if any(others):
             kinds[-1] += f" with {others}"
     schedulers = [
         f"{type(each.scheduler).__name__} by {each.frequency} {each.interval}"
@@ -153,7 +157,7 @@ def check_optimizers(
 
 
 def check_saved(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError for a checkpoint of other optimizers than training has, before torch fails on what they lack."""
+    """Raise ValueError for a checkpoint of other optimizers, before torch fails on entries that it lacks."""
     for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         for saved in state["param_groups"]:
             if lacks := sorted(set(optimizer.defaults) - set(saved) - _NEWER):
@@ -181,7 +185,7 @@ def _refuse(world: LightningCollectives, told: list[Settings]) -> None:
 
 
 def _text(value: object) -> str:
-    """Return the value as text, without the address in memory of an object that has no text of its own."""
+    """Return the value as text, without memory addresses, which differ between ranks."""
     return re.sub(r" at 0x[0-9a-fA-F]+", "", value if isinstance(value, str) else repr(value))
 
 
@@ -195,7 +199,7 @@ def _arguments(values: Mapping[str, str]) -> str:
 
 
 def _differences(told: list[Settings]) -> str:
-    """Name each setting that differs, with the ranks that have each value; "" if none does."""
+    """Return the name of each setting that differs, with its values and their ranks; "" if none differs."""
     found = []
     for name in dict.fromkeys(name for settings in told for name in settings):
         ranks: dict[str, list[int]] = {}

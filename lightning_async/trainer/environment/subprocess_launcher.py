@@ -1,4 +1,4 @@
-"""Launchers of the other ranks where no external one did, with the job's secret; exit codes and ends of ranks."""
+"""Launchers of the other ranks if no external launcher started them, and the exit codes of ranks."""
 
 from __future__ import annotations
 
@@ -26,23 +26,30 @@ log = logging.getLogger(__name__)
 
 
 STORE_LOST = 69
-"""The exit code of a script that ends with `StoreLost`: EX_UNAVAILABLE of sysexits.h, as of our launcher."""
+"""The exit code of a script that ends with `StoreLost`: EX_UNAVAILABLE of sysexits.h, like our launcher's."""
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_ends: list[str] = []  # of runs of this process, by an exception
+# Names of the exceptions with which runs of this process have ended.
+_ends: list[str] = []
 
 
 def note_end(exception: BaseException) -> None:
-    """Record the exception with which the Trainer ends, in the file of torch.distributed.elastic and by the exit code;
-    of `PeerLost` show the message alone. torch's ``@record`` around a main function overwrites the file."""
-    if type(exception) is not SystemExit or exception.code:  # servers end by that; a signal is a class below it
+    """Record the exception with which the Trainer ends, for launchers.
+
+    It is written into the file of torch.distributed.elastic, and sets the exit code. torch's ``@record`` around a main
+    function overwrites the file. Of a `PeerLost` only the message is shown.
+    """
+    # Servers end by SystemExit without a code. A signal raises a subclass of it.
+    if type(exception) is not SystemExit or exception.code:
         _ends.append(type(exception).__name__)
     if isinstance(exception, Exception) and _VARIABLE in os.environ:
-        with contextlib.suppress(Exception):  # it cannot be written, has no words, or no file can be opened any more
+        # The record is optional: the file may be read-only, or no file can be opened any more.
+        with contextlib.suppress(Exception):
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(exception)
-    if isinstance(exception, PeerLost):  # this rank is not to blame, and its place in the code says nothing
+    # This rank is not the cause, so its traceback would mislead.
+    if isinstance(exception, PeerLost):
         shorten(exception)
     if isinstance(exception, StoreLost) and not isinstance(sys.excepthook, _Codes):
         sys.excepthook = _Codes(sys.excepthook)
@@ -54,14 +61,14 @@ def ended_in_order() -> bool:
 
 
 class _Codes:
-    """An exception hook with exit codes: the hook ``before`` shows the exception."""
+    """An exception hook that sets exit codes, after the hook ``before`` has shown the exception."""
 
     def __init__(self, before: Callable[[type[BaseException], BaseException, TracebackType | None], object]) -> None:
         self._before = before
 
     def __call__(self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
         self._before(kind, value, traceback)
-        # A hook that came later, and calls this one, may have more to show; and a prompt is no script.
+        # Leave the exit to a later hook that calls this one. An interactive prompt must not exit at all.
         if isinstance(value, StoreLost) and sys.excepthook is self and not hasattr(sys, "ps1"):
             raise SystemExit(STORE_LOST)
 
@@ -69,12 +76,13 @@ class _Codes:
 _ChildProcessObserver: Any = fabric("strategies.launchers.subprocess_script")._ChildProcessObserver
 _MultiProcessingLauncher: Any = pytorch("strategies.launchers.multiprocessing")._MultiProcessingLauncher
 _SubprocessScriptLauncher: Any = pytorch("strategies.launchers.subprocess_script")._SubprocessScriptLauncher
+# Seconds before a rank that was not the cause ends, so that the launcher sees the cause first.
 _AFTER_THE_CAUSE_S = 2.0
 _PORT = "MASTER_PORT"
 
 
 def check_launcher() -> None:
-    """Raise AsyncTrainingError if one of the launchers here has started this rank, and has died."""
+    """Raise AsyncTrainingError if a launcher of this module has started this rank, and has died."""
     parent = multiprocessing.parent_process()
     pid = os.environ.get(STARTER)
     if (parent is not None and not parent.is_alive()) or (pid is not None and not _lives(int(pid))):
@@ -86,16 +94,18 @@ def check_launcher() -> None:
 def _lives(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-        with open(f"/proc/{pid}/stat") as stat:  # a process that has ended may be a zombie
+        # A process that has ended may still be a zombie, to which signals can be sent.
+        with open(f"/proc/{pid}/stat") as stat:
             return stat.read().rpartition(")")[2].split()[0] not in ("Z", "X")
     except ProcessLookupError:
         return False
-    except OSError:  # another user's, or no /proc
+    # The process is another user's, or there is no /proc.
+    except OSError:
         return True
 
 
 def _introduce(num_nodes: int) -> None:
-    """Set the environment of the processes to be started: the starter's pid, and the secret of a job on one host."""
+    """Set the environment for the processes to be started: this process's id, and a secret for one host."""
     os.environ[STARTER] = str(os.getpid())
     if num_nodes == 1:
         os.environ.setdefault(SECRET, new_secret())
@@ -108,6 +118,7 @@ def _given_back(*names: str) -> Iterator[None]:
     try:
         yield
     finally:
+        # Variables of this launch must not reach processes that the user starts later.
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -116,17 +127,18 @@ def _given_back(*names: str) -> Iterator[None]:
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher for "spawn", "fork" and "forkserver", with exceptions and the summary of the processes.
+    """Lightning's launcher for "spawn", "fork" and "forkserver", with errors and the summary of its processes.
 
-    Lightning calls `on_exception` around the launcher only, so never in a process that was started here: the others
-    would wait for its rank until they are killed. And the strategy's state stays in the processes.
+    Lightning calls `on_exception` only around the launcher, and so never in a process that was started here. The other
+    ranks would wait for that process's rank until they are killed. And the strategy's state would stay in the
+    processes.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run the function in new processes.
 
-        The store of ranks that failed serves for a moment longer. So each launch has a port of its own; if the user has
-        set one, a launch that failed waits until that is free.
+        The store of ranks that failed serves for a moment longer, so each launch has a port of its own. If the user has
+        set the port, a launch that failed waits until that port is free.
         """
         environment: Any = self._strategy.cluster_environment
         is_users_port = _PORT in os.environ
@@ -135,30 +147,33 @@ class ProcessLauncher(_MultiProcessingLauncher):
             try:
                 return super().launch(function, *args, trainer=trainer, **kwargs)
             except BaseException:
+                # The next launch uses the same port, which the old store may still hold.
                 if is_users_port:
                     with contextlib.suppress(AsyncTrainingError):
                         listen(environment.main_address, environment.main_port).close()
                 raise
             finally:
                 if hasattr(environment, "_main_port") and not is_users_port:
-                    environment._main_port = -1  # as Lightning's constructor leaves it: none is chosen
+                    # The value of Lightning's constructor, with which the next launch chooses a port.
+                    environment._main_port = -1
 
     def _wrapping_function(self, *args: Any, **kwargs: Any) -> None:
         try:
             super()._wrapping_function(*args, **kwargs)
         except BaseException as error:
+            # Nothing else tells the other ranks, because Lightning's handler runs in the launcher.
             try:
                 self._strategy.on_exception(error)
                 self._strategy.teardown()
             except Exception:
                 log.exception("Ending this rank after an error failed.")
             if isinstance(error, PeerLost):
-                # The launcher shows the error of the process that ends first: that must be the rank that failed.
+                # The launcher shows the error of the process that ends first, which must be the rank that failed.
                 time.sleep(_AFTER_THE_CAUSE_S)
             raise
 
     def get_extra_results(self, trainer: Any) -> dict[str, Any]:
-        """With the summary of the run, as rank 0 saw it."""
+        """Return Lightning's results, and the run's summary on rank 0."""
         return {**super().get_extra_results(trainer), "summary": view_of(self._strategy).summary}
 
     def update_main_process_results(self, trainer: Any, extra: dict[str, Any]) -> None:
@@ -169,13 +184,13 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of scripts, with time for the other ranks to end by themselves when one dies.
+    """Lightning's launcher of scripts, which gives the other ranks time to end by themselves when one dies.
 
-    Lightning kills all others within seconds, and does not say what went wrong in training. Here the others learn of it
-    first, so that each ends with an error that names the rank; one that has not ended in time is killed.
+    Lightning kills all others within seconds, and does not say what went wrong in training. Here the others learn of
+    the death first, so each ends with an error that names the dead rank. One that has not ended in time is killed.
 
-    ``on_death`` is called with the local rank and the exit status of a process that died; it returns how long the
-    others may take to end, None if they go on without it.
+    ``on_death`` is called with the local rank and the exit status of a process that died. It returns how long the
+    others may take to end, or None if they continue.
     """
 
     def __init__(
@@ -189,7 +204,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._on_death = on_death
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Do as Lightning's, with `_Watch` in place of its observer."""
+        """Do as Lightning's launcher does, with `_Watch` in place of its observer."""
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:
@@ -201,7 +216,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
 
 
 class _Watch(_ChildProcessObserver):
-    """A thread that acts as soon as a process ends; within a second on systems without pidfds."""
+    """A thread that reacts as soon as a process ends; within a second on systems without pidfds."""
 
     def __init__(
         self, children: Sequence[subprocess.Popen[Any]], on_death: Callable[[int, int], timedelta | None]
@@ -219,12 +234,13 @@ class _Watch(_ChildProcessObserver):
                 time.sleep(self._sleep_period)
 
     def _run(self) -> bool:
-        """Act on processes that have ended; return whether there is no more to watch."""
+        """React to processes that have ended; return whether there is nothing left to watch."""
         dead = [rank for rank, child in enumerate(self._child_processes, start=1) if child.poll()]
         news = [self._tell(rank) for rank in dead if rank not in self._known]
         self._known.update(dead)
         if patience := [left for left in news if left is not None]:
-            time.sleep(max(patience).total_seconds())  # a daemon: it ends with the process
+            # Sleeping is harmless: this is a daemon thread, which ends with the process.
+            time.sleep(max(patience).total_seconds())
             self._terminate_all()
         return bool(patience) or all(child.returncode is not None for child in self._child_processes)
 
@@ -234,16 +250,18 @@ class _Watch(_ChildProcessObserver):
         try:
             return self._on_death(local_rank, status)
         except Exception:
-            log.exception("The other ranks could not be told; they are ended.")
+            # The others cannot end by themselves if they do not know, so they are killed at once.
+            log.exception("The other ranks could not be informed, and are killed.")
             return timedelta(0)
 
 
 def _held(children: Sequence[subprocess.Popen[Any]]) -> dict[int, subprocess.Popen[Any]]:
-    """Return the living processes by their pidfds; none where the system has none."""
+    """Return the living processes by their pidfds; nothing on systems without pidfds."""
     held: dict[int, subprocess.Popen[Any]] = {}
     try:
         for child in children:
-            if child.poll() is None:  # until this thread polls again, its pid is not reused
+            # The pid cannot be reused before this thread polls again, so the descriptor is of the same process.
+            if child.poll() is None:
                 held[os.pidfd_open(child.pid)] = child
     except (AttributeError, OSError):
         while held:

@@ -1,8 +1,8 @@
-"""Gradients accumulate in windows of any length, each weighted by samples.
+"""Accumulation of gradients in windows of any length, weighted by samples.
 
-Lightning accumulates over multiples of a number of batches, counted from the start of an epoch: where that number
-changes in between, gradients are stepped with too late, or twice. And it divides the loss by it, in an epoch's last
-window, too, which may be shorter. Here a window begins when the last one has ended, and ends when it is full.
+Lightning accumulates over multiples of a number of batches, counted from the start of an epoch. If that number changes
+within the epoch, gradients are stepped with too late, or twice. Lightning also divides the loss by that number in an
+epoch's last window, which may be shorter. Here a window begins when the last one has ended, and ends when it is full.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 class OomMicrobatches:
-    """Batches that are trained on in pieces, within the same window, from the first time that memory is too small."""
+    """Batches in pieces, within the same window, from the first time that memory is too small for a whole batch."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.most: int | None = None
-        """Rows in a piece; None: all."""
+        """Largest number of rows in a piece; None for whole batches."""
 
     def run(
         self,
@@ -37,18 +37,19 @@ class OomMicrobatches:
         spoilt: Callable[[], bool],
         begin_again: Callable[[], None],
     ) -> list[tuple[int, Any]]:
-        """Return, of each piece, its number of rows and the result of ``train``.
+        """Train on a batch, in pieces if necessary; return for each piece its number of rows and its result.
 
         Args:
-            batch: on its device.
-            train: runs forward and backward of a piece.
-            spoilt: returns whether a backward pass was broken off, which may have added a part of a gradient.
-            begin_again: resets the gradients, before all pieces of the batch come again.
+            batch: The batch, on its device.
+            train: Runs forward and backward of a piece.
+            spoilt: Returns whether a backward pass was interrupted, which may have added a part of a gradient.
+            begin_again: Resets the gradients, before all pieces of the batch are repeated.
 
         Raises:
-            torch.OutOfMemoryError: there is no memory for a single row, or the batch is of a kind that cannot be cut.
+            torch.OutOfMemoryError: There is no memory for a single row, or the batch is of a kind that cannot be cut.
         """
         rows = rows_of(batch)
+        # The batch cannot be cut, so an error of memory goes to the user.
         if rows is None:
             return [(1, train(batch))]
         ends = self._cuts(0, rows)
@@ -60,6 +61,7 @@ class OomMicrobatches:
                 done.append((end - begin, result))
                 ends = ends[1:]
                 continue
+            # A single row does not fit, and there are no smaller pieces.
             if end - begin == 1:
                 raise error
             self.most = (end - begin + 1) // 2
@@ -67,6 +69,7 @@ class OomMicrobatches:
                 "Rank %d: there was not enough memory for %d of the %d samples of a batch: it is trained on in pieces "
                 "of at most %d from here on.", self._rank, end - begin, rows, self.most,
             )  # fmt: skip
+            # The interrupted pass may have added a part of its gradient, so all gradients of the window are invalid.
             if spoilt():
                 begin_again()
                 begin = 0
@@ -79,10 +82,11 @@ class OomMicrobatches:
         return [(first, min(first + most, rows)) for first in range(begin, rows, most)]
 
     def _try(self, batch: Any, train: Callable[[Any], Any]) -> tuple[Any, Exception | None]:
-        """Return the result, or the error without its traceback, which keeps tensors in memory."""
+        """Return the result, or the error without its traceback, because the traceback keeps tensors in memory."""
         try:
             return train(batch), None
         except torch.OutOfMemoryError as error:
+            # The traceback refers to the tensors of the failed attempt, whose memory is needed now.
             found = error.with_traceback(None)
             found.__context__ = None
         if torch.cuda.is_available():
@@ -91,7 +95,7 @@ class OomMicrobatches:
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the common length of all tensors of a batch along their first dimension; None where there is none.
+    """Return the length that all tensors of a batch have in their first dimension; None if they differ.
 
     >>> rows_of({"x": torch.zeros(3, 2), "y": [torch.zeros(3)], "name": "a"}), rows_of([torch.zeros(3), torch.zeros(2)])
     (3, None)
@@ -101,7 +105,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def cut(batch: Any, rows: int, begin: int, end: int) -> Any:
-    """Return these rows of a batch; a value that is no tensor and no sequence of ``rows`` values stays whole.
+    """Return rows ``begin`` to ``end`` of a batch; values that are no tensor or sequence of ``rows`` stay whole.
 
     >>> cut({"x": torch.arange(3), "names": ["a", "b", "c"], "mode": "train"}, 3, 1, 3)
     {'x': tensor([1, 2]), 'names': ['b', 'c'], 'mode': 'train'}
@@ -126,28 +130,28 @@ def _tensors(batch: Any) -> Sequence[Tensor]:
 
 
 class WindowPlan(NamedTuple):
-    """A window as it is meant to be."""
+    """The planned size of a window."""
 
     batches: int
     samples: float
-    """Number of samples in all batches; the same on ranks that step together."""
+    """Number of samples in all batches; equal on ranks that step together."""
     by_samples: bool = False
-    """The window is full when it has so many samples, in however many batches."""
+    """Whether the window is full by its number of samples, in any number of batches."""
 
 
 class AccumulationWindows:
-    r"""The windows of one fit, of automatic optimization.
+    r"""The windows of one fit, for automatic optimization.
 
     .. math:: g = \frac{\sum_j n_j g_j}{\sum_j n_j}
 
-    :math:`g_j` is the gradient of a batch of :math:`n_j` samples. Where ranks step together, the sums are over those of
-    all. Bit-equal with Lightning's where all batches of a window are equal and the window is full.
+    :math:`g_j` is the gradient of a batch of :math:`n_j` samples. If ranks step together, the sums are over the batches
+    of all ranks. The result is bit-equal with Lightning's if all batches of a window are equal and the window is full.
 
     Args:
-        trainer: its loops are patched.
-        plan: returns the plan of a window that begins, given the samples in its first batch.
-        mean: returns the mean of a number over the ranks that step together.
-        count: returns the number of samples in a batch.
+        trainer: The Trainer, whose loops are patched.
+        plan: Returns the plan of a window that begins, given the number of samples in its first batch.
+        mean: Returns the mean of a number over the ranks that step together.
+        count: Returns the number of samples in a batch.
     """
 
     def __init__(
@@ -162,25 +166,25 @@ class AccumulationWindows:
         self._mean = mean
         self._given = count
         self.pieces: OomMicrobatches | None = None
-        """Trains on batches in pieces where there is not enough memory; None: they are whole."""
+        """Trains on batches in pieces if memory is too small; None to train on whole batches only."""
         self.whole = True
-        """All batches of this window were trained on whole."""
+        """Whether all batches of this window were trained on whole."""
         self.before_backward: Callable[[float], None] = lambda scale: None
-        """Called with the factor of the gradient of this batch's mean loss."""
+        """Function that is called with the factor of the gradient of this batch's mean loss."""
         self.after_backward: Callable[[bool], None] = lambda ends: None
-        """Called when gradients are there, with whether they are stepped with now."""
+        """Function that is called after a backward pass, with whether the optimizer steps now."""
         self.planned = WindowPlan(1, 1.0)
         self.is_open = False
-        """Gradients are in accumulation."""
+        """Whether gradients are in accumulation."""
         self.batches = 0
-        """Number of batches in this window, with the one under way."""
+        """Number of batches in this window, including the one under way."""
         self.samples = 0.0
-        """Number of samples in this window's gradients; in a full one the mean over the ranks that step together."""
+        """Number of samples in this window's gradients; for a full one, the mean over the ranks that step together."""
         self._seen = self._now = self._before = 0.0
         self._spoilt = False
-        """A backward pass has begun, and has not come to its end."""
+        """Whether a backward pass has begun and not ended."""
         self._ends_at = -1
-        """The batch, by its number in training, that completes this window; -1 for a later one."""
+        """The number of the batch that completes this window, counted over training; -1 for a later batch."""
 
     def install(self) -> list[Undo]:
         epoch = self._trainer.fit_loop.epoch_loop
@@ -192,14 +196,15 @@ class AccumulationWindows:
 
     @property
     def away(self) -> bool:
-        """No training of the user's runs: a search, or an epoch without steps for BatchNorm's statistics."""
+        """Whether no real training runs, but a search, or an epoch without steps for BatchNorm's statistics."""
         trainer = self._trainer
-        sizes = not trainer.callbacks  # as a search for a batch size leaves it
+        # A search for a batch size removes all callbacks.
+        sizes = not trainer.callbacks
         return trainer.fit_loop._skip_backward or sizes or searches_lr(trainer)
 
     @property
     def ends(self) -> bool:
-        """The batch under way, or the last one if none is, completes a window."""
+        """Whether the batch under way, or the last one if none is, completes a window."""
         return not self._trainer.fit_loop._should_accumulate()
 
     def _count(self, batch: Any) -> float:
@@ -211,7 +216,7 @@ class AccumulationWindows:
         return counted
 
     def show(self) -> None:
-        """Set the Trainer's number of batches, by which Lightning divides losses."""
+        """Set the Trainer's number of accumulated batches, by which Lightning divides losses."""
         self._trainer.accumulate_grad_batches = self.planned.batches
 
     def begin_batch(self, batch: Any) -> None:
@@ -219,7 +224,7 @@ class AccumulationWindows:
         if self.away:
             return
         samples = self._count(batch)
-        # Gradients may be lost on the way: to a checkpoint that does not hold them, or to a remedy that drops them.
+        # The window's gradients may have been dropped: by a resume without them, or by a remedy for divergence.
         if not self.is_open or next(gradients_of(self._trainer.optimizers), None) is None:
             self.planned = self._plan(samples)
             self.batches = 0
@@ -279,6 +284,7 @@ class AccumulationWindows:
             automatic._on_before_zero_grad(optimizer)
             automatic._optimizer_zero_grad(batch_idx, optimizer)
 
+        # Lightning zeroes by its own count of batches, which starts with the epoch and not with the window.
         closure._zero_grad_fn = zero_grad if self.batches == 1 else None
         closure._backward_fn = partial(self._backward, closure._backward_fn)
         whole = closure.closure
@@ -290,10 +296,12 @@ class AccumulationWindows:
     def _backward(self, backward: Any, loss: Any) -> None:
         strategy = self._trainer.strategy
         given = view_of(strategy).weight
-        if given != 1.0:  # by this rank's share of the step's samples, see `HorovodStrategy`: they count here anyway
+        # `HorovodStrategy` weights by this rank's share of the step's samples, which are counted here anyway.
+        if given != 1.0:
             self._now = self._now if given else 0.0
             strategy.weight = 1.0
         weight = self._now * self.planned.batches / self.planned.samples
+        # Lightning has divided the loss by the number of batches.
         self.before_backward(weight / self.planned.batches)
         self._spoilt = True
         backward(loss if weight == 1.0 else loss * weight)
@@ -315,6 +323,7 @@ class AccumulationWindows:
             inputs["batch"] = piece
             result = whole(*args, **kwargs)
             self._before = self.samples
+            # Only the first piece may zero gradients, or it would drop those of the pieces before.
             closure._zero_grad_fn = None
             return result
 
@@ -339,6 +348,7 @@ class AccumulationWindows:
             result.loss = sum(rows * each.loss for rows, each in done) / sum(rows for rows, _ in done)
         return result
 
+    # With ranks that step together, the mean of the samples is a collective, once for each window.
     def _complete(self, closure: Any, *args: Any, **kwargs: Any) -> Any:
         result = closure(*args, **kwargs)
         if self.ends:
@@ -353,6 +363,6 @@ class AccumulationWindows:
 
 
 def gradients_of(optimizers: Any) -> Iterator[torch.Tensor]:
-    """Return the gradients that are not None."""
+    """Yield the gradients of all optimizers that are not None."""
     params = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     return (p.grad for p in params if p.grad is not None)

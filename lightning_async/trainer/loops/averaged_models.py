@@ -1,4 +1,4 @@
-r"""Lightning's averages of the model over time, which become those of the agreed model at every sync point.
+r"""Lightning's averages of the model over time, made equal on all ranks at every sync point.
 
 Each rank averages its own replica between sync points. These averages are linear in the parameters, so the mean over
 ranks of the replicas' averages is the average of the replicas' mean:
@@ -19,7 +19,7 @@ from lightning_async.trainer.namespace import callbacks_of
 
 
 def averaged_models_of(trainer: Any) -> AveragedModels | None:
-    """Return those of this training; None where replicas are synchronous, and averages equal by themselves."""
+    """Return this training's averages; None for synchronous replicas, whose averages are equal by themselves."""
     return vars(trainer.strategy).get("averaged_models")
 
 
@@ -29,7 +29,7 @@ def averages_of(trainer: Any) -> list[Any]:
 
 
 class AveragedModels:
-    """The averages of `WeightAveraging` (EMA and others) and `StochasticWeightAveraging`, on all ranks together."""
+    """The averages of `WeightAveraging` (EMA and others) and `StochasticWeightAveraging`, over all ranks."""
 
     def __init__(self, trainer: Any, world: LightningCollectives) -> None:
         self._trainer = trainer
@@ -39,7 +39,7 @@ class AveragedModels:
         self._agreed = [int(average.n_averaged) for average in self._averages]
 
     def make_equal(self, restored: bool) -> None:
-        """Begin all ranks' averages with rank 0's: the callbacks copied the model before the ranks compared theirs.
+        """Begin all ranks' averages with rank 0's, because callbacks copied the models before these were made equal.
 
         If a rank has ``restored`` averages from a checkpoint, all have, and keep them until the next sync point.
         """
@@ -49,16 +49,17 @@ class AveragedModels:
             self._world.make_equal_([*average.parameters(), *average.buffers()])
 
     def updates(self) -> list[int]:
-        """Return the number of updates of each average since the last sync point: its weight at the next one."""
+        """Return the number of updates of each average since the last sync point, its weight at the next one."""
         return [int(average.n_averaged) - agreed for average, agreed in zip(self._averages, self._agreed, strict=True)]
 
     def go_on(self, updates: list[int]) -> None:
-        """Go on with restored averages that had so many updates since the last sync point."""
+        """Continue with restored averages that had these numbers of ``updates`` since the last sync point."""
         known = updates if len(updates) == len(self._averages) else [0] * len(self._averages)
         self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
 
     def before_sync_point(self) -> Callable[[], None]:
-        """Prepare for a sync point; return a function that all ranks call when it is open."""
+        """Prepare for a sync point; return a function that all ranks call when all have arrived."""
+        # Copy the statistics now: the sync point's averaging of buffers may change them.
         own = [_batch_norms(callback) for callback in self._swa if self._updates_batch_norm(callback)]
 
         def at_sync_point() -> None:
@@ -77,11 +78,11 @@ class AveragedModels:
         self._agreed[index] = int(average.n_averaged)
 
     def _updates_batch_norm(self, callback: Any) -> bool:
-        """Return whether this epoch, after the last, takes no steps and recomputes BatchNorm's statistics."""
+        """Return whether this epoch takes no steps, and recomputes BatchNorm's statistics after the last one."""
         return bool(callback.momenta) and self._trainer.current_epoch == callback.swa_end + 1
 
     def _share_statistics(self, layers: list[tuple[Any, Tensor, Tensor, Tensor]]) -> None:
-        """Turn the means over each replica's batches into those over the batches of all."""
+        """Replace the means over each replica's batches by the means over all replicas' batches."""
         for layer, mean, var, batches in layers:
             self._mean_([mean, var], float(batches))
             self._largest_([batches])
@@ -91,7 +92,7 @@ class AveragedModels:
 
     @torch.no_grad()
     def _mean_(self, tensors: list[Tensor], weight: float) -> bool:
-        """Take the weighted mean of the floating-point tensors over all ranks; return False if all weights are zero."""
+        """Take the weighted mean of floating-point tensors over all ranks; return False if all weights are zero."""
         total = float(self._world.reduce(torch.tensor(weight, dtype=torch.float64), "sum"))
         if total == 0.0:
             return False
@@ -111,13 +112,13 @@ class AveragedModels:
 
 
 def _batch_norms(callback: Any) -> list[tuple[Any, Tensor, Tensor, Tensor]]:
-    """Return the layers whose statistics are recomputed, with copies of this rank's."""
+    """Return the layers whose statistics are recomputed, with copies of this rank's statistics."""
     statistics = ("running_mean", "running_var", "num_batches_tracked")
     return [(layer, *(getattr(layer, name).clone() for name in statistics)) for layer in callback.momenta]
 
 
 def _by_dtype(tensors: list[Tensor]) -> Iterator[tuple[torch.dtype, list[Tensor]]]:
-    """Group tensors by the precision of their sum: at least fp32."""
+    """Group tensors by the precision of their sum, which is at least fp32."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(torch.promote_types(tensor.dtype, torch.float32), []).append(tensor)

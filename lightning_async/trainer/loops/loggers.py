@@ -1,8 +1,8 @@
-"""Loggers when rank 0 is lost: those of the next rank 0 write to the same place, and keep what is there.
+"""Failover of loggers: the next rank 0 writes to the same place as the lost one, and keeps what is there.
 
-Lightning's loggers do nothing on other ranks. The next rank 0 opens them with the first row that it logs: a
-TensorBoardLogger begins another file of events beside the others; a CSVLogger would delete what it finds, and gets a
-writer that does not.
+Lightning's loggers do nothing on other ranks. The next rank 0 opens them with the first row that it logs. A
+TensorBoardLogger begins another file of events beside the existing ones. A CSVLogger would delete what it finds, so it
+gets a writer that does not.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ ExperimentWriter: Any = pytorch("loggers.csv_logs").ExperimentWriter
 
 
 class ContinuedLogger(ExperimentWriter):
-    """A writer that appends to the files of a `CSVLogger`, which it opens and reads when it is first used."""
+    """A writer that appends to the files of a `CSVLogger`, which it opens and reads at its first use."""
 
     def __init__(self, log_dir: str) -> None:
         self._place = log_dir
         self.is_open = False
 
     def __getattr__(self, name: str) -> Any:
+        # The first access opens the files. A rank that never becomes rank 0 must not touch them.
         if name.startswith("__") or self.__dict__.get("is_open", True):
             raise AttributeError(name)
         self.is_open = True
@@ -42,12 +43,13 @@ class ContinuedLogger(ExperimentWriter):
             super().__init__(log_dir=self._place)
             self._go_on()
         except BaseException:
+            # Try again at the next use, because the file system may only have failed for a moment.
             self.is_open = False
             raise
         return getattr(self, name)
 
     def _check_log_dir_exists(self) -> None:
-        """Do nothing: what is there stays."""
+        """Do nothing, because existing files are kept."""
 
     def save(self) -> None:
         _save(self, super().save)
@@ -58,7 +60,8 @@ class ContinuedLogger(ExperimentWriter):
     def _go_on(self) -> None:
         hparams = os.path.join(self.log_dir, self.NAME_HPARAMS_FILE)
         if self._fs.isfile(hparams):
-            with contextlib.suppress(Exception):  # not whole, or of the user's classes: the next save replaces it
+            # The file may be incomplete, or need the user's classes. The next save replaces it.
+            with contextlib.suppress(Exception):
                 self.hparams.update(pytorch("core.saving").load_hparams_from_yaml(hparams, use_omegaconf=False))
         if not self._fs.isfile(self.metrics_file_path):
             return
@@ -67,16 +70,18 @@ class ContinuedLogger(ExperimentWriter):
         whole, end, torn = text.rpartition("\n")
         if not whole:
             self._fs.rm_file(self.metrics_file_path)
-        elif torn:  # its writer was killed in the midst of a row
+        # Its writer was killed within a row, which is dropped.
+        elif torn:
             _write(self, whole + end)
 
 
 def _save(writer: Any, save: Callable[[], None]) -> None:
-    """Save in the columns that the file has: others have changed them if they went on without this process."""
+    """Save in the columns of the file, which another process may have changed meanwhile."""
     if not writer.metrics:
         return
     files = writer._fs
     path = writer.metrics_file_path
+    # The size shows whether another process has written since. Then its columns are read again.
     if files.isfile(path) and files.size(path) != vars(writer).get("_left_size"):
         with files.open(path, "r", newline="") as file:
             writer.metrics_keys = next(csv.reader(file), [])
@@ -87,13 +92,13 @@ def _save(writer: Any, save: Callable[[], None]) -> None:
 
 
 def _rewrite(writer: Any) -> None:
-    """Add columns; the file is the old one or the new one, whenever this process is killed."""
+    """Add columns in a new file that replaces the old one, so that a killed process leaves one of the two complete."""
     with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
         _write(writer, file.read())
 
 
 def _write(writer: Any, text: str) -> None:
-    """Write these rows, in their columns and the writer's."""
+    """Rewrite the file with the rows of ``text``, in the columns of these rows and of the writer."""
     rows = csv.DictReader(io.StringIO(text, newline=""))
     beside = f"{writer.metrics_file_path}.new"
     writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})
@@ -109,18 +114,19 @@ def _is_known(logger: Any) -> bool:
 
 
 def places(loggers: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return where this rank's loggers write, for `take_places`: plain values, none of a logger of another class."""
+    """Return the places where this rank's loggers write, for `take_places`; empty for unknown logger classes."""
     return [_place(each) if _is_known(each) else {} for each in loggers]
 
 
 def _place(logger: Any) -> dict[str, Any]:
-    _ = logger.log_dir  # a version is chosen as it is asked for
+    # Reading the property chooses a version, which all ranks must know.
+    _ = logger.log_dir
     found = {name: getattr(logger, name) for name in _PLACE if hasattr(logger, name)}
     return {name: value for name, value in found.items() if isinstance(value, str | int | None)}
 
 
 def take_places(loggers: Sequence[Any], told: list[dict[str, Any]]) -> None:
-    """Prepare to write there, should this rank become rank 0."""
+    """Prepare the loggers to write to these places, if this rank becomes rank 0."""
     for logger, place in zip(loggers, told, strict=False):
         if not place or not _is_known(logger):
             continue
@@ -131,13 +137,16 @@ def take_places(loggers: Sequence[Any], told: list[dict[str, Any]]) -> None:
             writer = logger._experiment
             if writer is None or (isinstance(writer, ContinuedLogger) and not writer.is_open):
                 logger._experiment = ContinuedLogger(logger.log_dir)
-        else:  # tensorboardX names files by the second
+        else:
+            # tensorboardX names files by the second, so two processes might choose one name.
             logger._kwargs.setdefault("filename_suffix", f".{os.getpid()}")
 
 
 def keep_whole(loggers: Sequence[Any]) -> list[Undo]:
-    """Have the writers of rank 0 keep all that was written, in its columns, if it is killed, or stopped and overtaken.
-    Returns what takes that back."""
+    """Make rank 0's CSV writers keep all rows if this process is killed, or stopped and replaced.
+
+    Returns functions that undo this.
+    """
     writers = [each._experiment for each in loggers if isinstance(each, _loggers.CSVLogger)]
     undo: list[Undo] = []
     for writer in writers:
@@ -149,10 +158,10 @@ def keep_whole(loggers: Sequence[Any]) -> list[Undo]:
 
 
 class LoggingFailover:
-    """The change to rank 0 in one fit: the next one logs where the lost one did, and shows the progress bar.
+    """The failover of logging to the next rank 0, which logs to the same place and shows the progress bar.
 
-    Loggers know in advance where to write: the training thread may log as soon as the rank is another one. All else
-    waits for the next batch.
+    Loggers are told in advance where to write, because the training thread may log as soon as the rank has changed.
+    Everything else waits for the next batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -165,7 +174,7 @@ class LoggingFailover:
         return [partial(take_back, self._undo)]
 
     def begin(self, world: LightningCollectives) -> None:
-        """Begin to train, or begin anew; all ranks call this together."""
+        """Tell all ranks where rank 0 logs, as training begins or begins again. All ranks call this together."""
         told = world.broadcast(self.describe())
         if not self._leads:
             self.take(told)
@@ -173,7 +182,7 @@ class LoggingFailover:
             self._undo += keep_whole(self._trainer.loggers)
 
     def describe(self) -> dict[str, Any]:
-        """Return, on rank 0, what the others must know: plain values."""
+        """Return, on rank 0, the plain values that the others need for `take`."""
         bar = self._trainer.progress_bar_callback
         return {
             "loggers": places(self._trainer.loggers),
@@ -191,7 +200,7 @@ class LoggingFailover:
         return [type(each).__name__ for each in self._trainer.loggers]
 
     def begin_batch(self, batch_idx: int) -> None:
-        """Log, and show the progress bar, if this rank has become rank 0 since the batch before."""
+        """Warn about loggers and show the progress bar, if this rank has become rank 0 since the last batch."""
         if not self._leads and self._trainer.is_global_zero:
             self._leads = True
             self._warn_of_loggers()
@@ -203,14 +212,14 @@ class LoggingFailover:
         unknown = [each for each in self._trainer.loggers if not _is_known(each) and not isinstance(each, dummy)]
         if unknown:
             log.warning(
-                "This rank is rank 0 from here, and logs with %s. How that goes on with what the lost one logged is "
-                "not known: it may begin a run of its own. Where it can go on with one, give it that one's id or name, "
+                "This rank is rank 0 from here, and logs with %s. Whether that continues what the lost rank logged "
+                "is not known: it may begin a run of its own. If it can continue a run, pass the run's id or name, "
                 "on every rank.", " and ".join(type(each).__name__ for each in unknown),
             )  # fmt: skip
         if self._told["kinds"] != self._kinds:
             log.warning(
-                "This rank is rank 0 from here. The lost one had the loggers %s, and this one has %s: give every rank "
-                "the same, they write on rank 0 only.", self._told["kinds"], self._kinds,
+                "This rank is rank 0 from here. The lost one had the loggers %s, and this one has %s. Give every rank "
+                "the same loggers, which write on rank 0 only.", self._told["kinds"], self._kinds,
             )  # fmt: skip
 
     def _show_bar(self, batches: int) -> None:
@@ -222,23 +231,26 @@ class LoggingFailover:
         try:
             if callable(bar.enable):
                 bar.enable()
-            else:  # as in the example of Lightning's own documentation
+            else:
+                # A progress bar after the example in Lightning's documentation has an attribute here.
                 bar.enable = True
             bar.on_train_start(trainer, trainer.lightning_module)
             bar.on_train_epoch_start(trainer, trainer.lightning_module)
             _advance(bar, batches)
-        except Exception as error:  # the user's class, perhaps: that is no reason to end training
-            log.warning("Rank 0 goes on without its progress bar: %s: %s", type(error).__name__, error)
+        # The bar may be of the user's class, and must not end the training.
+        except Exception as error:
+            log.warning("Rank 0 continues without its progress bar: %s: %s", type(error).__name__, error)
             with contextlib.suppress(Exception):
                 bar.disable()
 
 
 def _advance(bar: Any, batches: int) -> None:
-    """Advance a bar of Lightning's, or of a class that inherits from it; others follow at the end of the batch."""
+    """Advance one of Lightning's progress bars; bars of other classes follow at the end of the batch."""
     callbacks = pytorch("callbacks")
     if isinstance(bar, callbacks.TQDMProgressBar):
         shown = bar.train_progress_bar
-        shown.n = shown.initial = batches  # its rate is that of what follows
+        # With this `initial`, the shown rate is that of the batches to come.
+        shown.n = shown.initial = batches
         if not shown.disable:
             shown.refresh()
     elif isinstance(bar, callbacks.RichProgressBar):

@@ -1,6 +1,6 @@
-"""Parts of the loops' state that Lightning's checkpoint lacks: modes of modules, logged values, metrics' counts.
+"""Parts of the loops' state that Lightning's checkpoint lacks: modes of modules, logged values, and metrics.
 
-Also the states of ranks of which a checkpoint holds none: they go on beside a rank of which it does.
+It also makes up states for ranks that a checkpoint does not hold, from the state of another rank.
 """
 
 from __future__ import annotations
@@ -21,24 +21,25 @@ log = logging.getLogger(__name__)
 
 
 def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[str, Any] | None:
-    """Return a state for a rank that has none in a checkpoint; None where no rank has one, and the data begins again.
+    """Return a state for a rank that has none in a checkpoint; None if no rank has one.
 
-    The rank skips as many batches of its own data as the first saved rank has read. If its sampler draws an order by
-    chance, that order is another one now. ``states`` are those of `Resume`, by the stable id of the rank.
+    The rank skips as many batches of its own data as the first saved rank has read. If its sampler shuffles, the order
+    is another one now. Without any state, the epoch's data begins again. ``states`` are those of `Resume`, by stable
+    id.
     """
     if not states:
-        log.warning("Rank %d: %s does not hold where any rank stood in its data: the epoch's begins again.", rank, path)
+        log.warning("Rank %d: %s holds no rank's position in its data: the epoch's data begins again.", rank, path)
         return None
     there = min(states)
     log.warning(
-        "Rank %d has no state of its own in %s: it goes on from the model that all agreed on, at the place of rank %d "
+        "Rank %d has no state of its own in %s: it continues from the agreed model, at the position of rank %d "
         "in its data, with other random numbers.", rank, path, there,
     )  # fmt: skip
     return _moved(states[there], rank, _free(states, rank))
 
 
 def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
-    """Return the part of the epoch that no saved rank has: one for each rank without a state, in order."""
+    """Return the part of the epoch for ``rank``: parts that no saved rank has go to ranks without a state, in order."""
     parts = range(among(states[min(states)], 0))
     free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
     absent = [name for name in parts if name not in states]
@@ -46,7 +47,7 @@ def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
 
 
 def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return another rank's clocks for a rank that replaces it, or goes on beside it."""
+    """Return another rank's clocks for a rank that replaces it, or continues beside it."""
     return {**clocks, "rule_state": {}, "local": None, "gathered": None}
 
 
@@ -56,24 +57,25 @@ def has_none(state: Mapping[str, Any] | None) -> bool:
 
 
 def among(state: dict[str, Any], world_size: int) -> int:
-    """Return among how many ranks the epoch's data was divided; ``world_size`` if the state is too old to know."""
+    """Return the number of parts of the epoch's data; ``world_size`` for an old state that lacks the number."""
     return state.get("dealt", (0, world_size))[1]
 
 
 def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """Return the states of all ranks among which the epoch's data was divided, made up for ranks without one."""
+    """Return the states of all parts of the epoch's data, made up for parts without a saved state."""
     first = states[min(states)]
     places = {state.get("dealt", (name,))[0]: state for name, state in sorted(states.items())}
     return [places.get(place) or _moved(first, place, place) for place in range(among(first, world_size))]
 
 
 def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
+    """Return another rank's state for part ``part``, with random states of its own."""
     random = of_another(state["random"], rank)
     return {**state, "random": random, "loaders": [_place(position, part) for position in state["loaders"]]}
 
 
 def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
-    """Return the same number of batches, without the states of the other rank's dataset, loader and workers."""
+    """Return the position after equally many batches, without the states of the other rank's data."""
     if "taken" not in position:
         return {**position, "dataset": None, "state": None}
     share = position.get("share")
@@ -84,9 +86,9 @@ def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
 
 
 class Modes:
-    """Changes, since training began, of `requires_grad` of parameters and of the modes of submodules.
+    """The changes of parameters' `requires_grad` and of submodules' modes since training began.
 
-    The rest is as the program says, which may be another one when it is started again.
+    Everything that has not changed is left as the program sets it, which may differ after a restart.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -95,19 +97,20 @@ class Modes:
         self._changed: set[str] = set()
 
     def begin(self) -> None:
+        """Note the modes at the start of training."""
         self._first = _modes(self._trainer.lightning_module)
 
     def take(self) -> dict[str, bool]:
-        """Return what has changed, as it is now."""
+        """Return the present values of everything that has changed."""
         now = _modes(self._trainer.lightning_module)
         return {name: on for name, on in now.items() if name in self._changed or on is not self._first.get(name, on)}
 
     def put_trained(self, state: dict[str, bool]) -> None:
-        """Put `requires_grad`, ahead of the rest: a strategy looks at it before training begins."""
+        """Restore `requires_grad` only, before the rest, because a strategy reads it before training begins."""
         self.put({name: on for name, on in state.items() if name.endswith(".requires_grad")})
 
     def put(self, state: dict[str, bool]) -> None:
-        """Make all as it was when ``state`` was taken."""
+        """Restore the values of ``state``."""
         self._changed = set(state)
         module = self._trainer.lightning_module
         owners: dict[str, Any] = {**dict(module.named_modules()), **dict(module.named_parameters())}
@@ -134,7 +137,7 @@ _STATE = ("value", "cumulated_batch_size", "_forward_cache", "_update_count")
 
 
 class LoggedValues:
-    """The values that this epoch has logged so far, the last of each, and the states of the module's metrics.
+    """The values that this epoch has logged so far, and the states of the module's metrics.
 
     Metrics that were not updated since the last `take` of the same object are not copied again.
     """
@@ -146,14 +149,14 @@ class LoggedValues:
             name: child for name, child in trainer.lightning_module.named_modules() if isinstance(child, Metric)
         }
         self._copies: dict[str, tuple[list[Any], dict[str, Any]]] = {}
-        """The state of each metric, by reference, and a copy."""
+        """For each metric, references to the state that was copied last, and the copies."""
 
     @property
     def _results(self) -> Any:
         return self._trainer.fit_loop.epoch_loop._results
 
     def take(self) -> dict[str, Any]:
-        """Return copies."""
+        """Return copies of the values."""
         connector = self._connector
         names = {id(metric): name for name, metric in self._metrics.items()}
         results = self._results
@@ -177,7 +180,7 @@ class LoggedValues:
         return copies
 
     def put(self, state: dict[str, Any]) -> None:
-        """Make the logged values as they were when ``state`` was taken."""
+        """Restore the logged values of ``state``."""
         connector = self._connector
         device = self._trainer.strategy.root_device
         connector._callback_metrics = _on(device, state["callback"])
@@ -187,6 +190,7 @@ class LoggedValues:
         connector._current_fx = state["fx"]
         for name, saved in state["metrics"].items():
             if name in self._metrics:
+                # A cached result would be of the values before.
                 vars(self._metrics[name]).update(_on(device, saved), _computed=None)
         results = self._results
         for key, saved in state["results"].items():
@@ -195,16 +199,17 @@ class LoggedValues:
                 results[key] = result.to(device)
 
     def put_blank(self, state: dict[str, Any]) -> None:
-        """Log the same in the epoch under way, of no samples: ends of epochs are collectives."""
+        """Log the keys of ``state`` with values of no samples, because logging at the end of an epoch is collective."""
         self.put(state)
         results = self._results
         for key in state["results"].keys() & results.keys():
             _blank(results[key])
 
     def put_missing(self, state: dict[str, Any]) -> None:
-        """Log, of no samples, what another rank has logged in the epoch under way, and in the same order."""
+        """Log missing keys of another rank's ``state`` with values of no samples, in the other rank's order."""
         results = self._results
         own = dict(results)
+        # Collectives go through the keys in order, so all ranks need one order.
         results.clear()
         for key, saved in state["results"].items():
             result = own.pop(key, None)
@@ -215,7 +220,7 @@ class LoggedValues:
         results.update(own)
 
     def _make_result(self, saved: dict[str, Any]) -> Any:
-        """Return the result; None for a group of the user's own, or a metric that is no part of the module."""
+        """Return the logged result; None for a process group of the user's, or a metric outside of the module."""
         made = pytorch("trainer.connectors.logger_connector.result")
         name, builtin = saved["reduce"]
         should, rank_zero_only, whole_world = saved["sync"]
@@ -233,16 +238,16 @@ class LoggedValues:
 
 
 def show(connector: Any, metrics: Mapping[str, float]) -> None:
-    """Put values into the progress bar and the callbacks' metrics of Lightning's logger connector, where they stay
-    until others replace them.
+    """Show values in the progress bar and in the callbacks' metrics until others replace them.
 
-    `LightningModule.log` does so, too, but computes them again at every step until the end of the epoch.
+    `LightningModule.log` does so, too, but reduces the values again at every step until the end of the epoch.
     """
     connector._progress_bar_metrics.update(metrics)
     connector._callback_metrics.update({name: torch.tensor(value) for name, value in metrics.items()})
 
 
 def _blank(result: Any) -> Any:
+    """Return the result as one of no samples that takes part in the epoch's reduction."""
     result.reset()
     result.has_reset = False
     result._update_count = 1
@@ -250,8 +255,8 @@ def _blank(result: Any) -> Any:
 
 
 def _mark(state: Any) -> Any:
-    """Return an object that is another one after each update; the count of updates covers updates in place."""
-    # A list only grows or begins anew.
+    """Return an object whose identity changes with each update; the update count covers updates in place."""
+    # A list state only grows or is replaced, so its last entry identifies it.
     return (state[-1] if state else None) if isinstance(state, list) else state
 
 

@@ -1,4 +1,4 @@
-"""`LearningRates` follow the mean number of steps of all replicas; `StepState` makes optimizers' state equal."""
+"""Learning rates that follow all replicas' steps, and optimizer states that are made equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class LearningRates:
-    """Patches of when the schedulers step, which may follow the mean number of steps over all replicas."""
+    """Patches of the schedulers' steps, which may follow the mean number of steps over all replicas."""
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
@@ -27,7 +27,7 @@ class LearningRates:
         return [override(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update)]
 
     def start_over(self) -> None:
-        """Begin training anew within this fit."""
+        """Forget the steps, because training begins again within this fit."""
         self.stepped.clear()
 
     def _update(self, original: Any, interval: str, update_plateau_schedulers: bool) -> None:
@@ -37,7 +37,7 @@ class LearningRates:
             self.follow()
 
     def follow(self) -> None:
-        """Take the steps that are due by now of schedulers that step per batch."""
+        """Take the steps that are due now of schedulers that step per batch."""
         steps = self._view.shared_steps
         if steps is None:
             return
@@ -50,14 +50,15 @@ class LearningRates:
             due = now // every
             for _ in range(taken, due):
                 self._trainer.lightning_module.lr_scheduler_step(config.scheduler, None)
+            # The mean may fall when ranks change. Steps are not taken back then.
             self.stepped[i] = max(taken, due)
 
 
 class StepState:
-    """The state of optimizers and schedulers, which synchronous steps need to be equal on all replicas.
+    """The state of optimizers and schedulers, made equal on all replicas, as synchronous steps need.
 
-    A rank that is out of data takes no part in the others' steps, and one that has taken steps of its own has momentum
-    of its own. At the next sync point, or as training begins, it takes over the state of one of the others.
+    A rank without data takes no part in the others' steps, and a rank that has taken steps alone has other momentum. At
+    the next sync point, or when training begins, such a rank takes over the state of another one.
     """
 
     def __init__(self, view: StrategyView, trainer: Any, rates: LearningRates) -> None:
@@ -66,17 +67,18 @@ class StepState:
         self._rates = rates
 
     def make_equal(self, world: LightningCollectives) -> None:
-        """Give all that take synchronous steps the state of the rank that has missed the fewest of them. All ranks call
-        this together."""
+        """Give ranks with synchronous steps the state of the one that missed the fewest. All call this together."""
         missed = self._view.step_runner.missed_steps
         mine = 0 if missed is None else self._digest()
+        # Ranks may be lost between the two collectives, and then another rank may be the source.
         if (state := world.in_one_generation(lambda: self._others(world, missed, mine))) is not None:
             self._put(state)
         if missed is not None:
             self._view.step_runner.missed_steps = 0
 
     def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
-        """Return the state of that rank; None where this rank has it, too, or takes no synchronous steps."""
+        """Return the state of the source; None if this rank has it, too, or takes no synchronous steps."""
+        # Digests are small. The state itself travels only if a rank has another one.
         told = world.gather_objects([missed is not None, missed or 0, mine])
         source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))
         held = told[source][2]

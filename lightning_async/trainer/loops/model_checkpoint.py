@@ -1,7 +1,7 @@
-"""Saves of `ModelCheckpoint`, which assumes equal steps and metrics on all ranks; asynchronous replicas differ.
+"""Patches of `ModelCheckpoint`, which assumes equal steps and metrics on all ranks.
 
-A callback that saves by steps or by time saves between two sync points, where there is no model that all agree on: the
-replica that is ahead calls all together for it.
+A callback that saves by steps or by time would save between two sync points, when there is no model on which all agree.
+Instead, the first replica on which a save is due calls all ranks to a sync point.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class Saving(CollectiveCallback):
-    """Patches of every `ModelCheckpoint` of a Trainer."""
+    """The patches of every `ModelCheckpoint` of a Trainer."""
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
         self._trainer = trainer
         self._saves: dict[int, int] = {}
-        """Of each callback, by its `id`: how many times n steps the replica ahead had taken at the last save."""
+        """For each callback's `id`: how many intervals of steps the leading replica had completed at the last save."""
 
     def install(self) -> list[Undo]:
         undo = []
@@ -36,27 +36,28 @@ class Saving(CollectiveCallback):
         return callbacks_of(self._trainer, "ModelCheckpoint")
 
     def model_changed(self) -> None:
-        """Note that no checkpoint holds the model, whatever this rank's step count says.
+        """Note that no checkpoint holds the present model, whatever this rank's step count is.
 
-        `ModelCheckpoint` skips a save at a step count that it has saved before. A rank that waits at a sync point keeps
-        its count, others do not, and then some would save, with collectives, and some would not.
+        `ModelCheckpoint` skips a save at a step count at which it has saved before. A rank that waits at a sync point
+        keeps its count and others do not, so some would save, with collectives, and others would not.
         """
         for callback in self._checkpoints():
             callback._last_global_step_saved = -1
 
     def begin_batch(self) -> None:
-        """Note the steps that are counted before the first batch: they were another training's."""
+        """Note the steps that were counted before the first batch, which belong to an earlier training."""
         for checkpoint in self._checkpoints():
             self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
 
     def _end_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Call all ranks together where a save is due, instead of saving alone."""
+        """Call all ranks together when a save is due, instead of saving alone."""
         if self._view.sync_points is None:
             original(*args, **kwargs)
         elif self._is_due(checkpoint) and self.call_together is not None:
             self.call_together()
 
     def _turns(self, checkpoint: Any) -> int:
+        """Return how many intervals of this callback's steps are complete."""
         n = checkpoint._every_n_train_steps
         return self._trainer.global_step // n if n > 0 else 0
 
@@ -68,10 +69,11 @@ class Saving(CollectiveCallback):
         return by_time or turns > self._saves.get(id(checkpoint), turns)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Save what is due on any rank; all are here and hold one model."""
+        """Save if a save is due on any rank. All ranks are at a sync point with one model."""
         timed = [each for each in self._checkpoints() if each._every_n_train_steps or each._train_time_interval]
         if not timed:
             return False
+        # A save is collective, so all ranks save if one of them is due.
         told = world.gather_objects([[self._is_due(checkpoint), self._turns(checkpoint)] for checkpoint in timed])
         for checkpoint, said in zip(timed, zip(*told, strict=True), strict=True):
             self._saves[id(checkpoint)] = max(turns for _, turns in said)
@@ -80,27 +82,27 @@ class Saving(CollectiveCallback):
         return False
 
     def catch_up(self) -> None:
-        """Save what is due at the end of training, where no batch follows."""
+        """Save what is due at the end of training, after which no batch follows."""
         world = self._view.world
         if world is not None and self._view.sync_points is not None and not self._view.failed:
             self.decide(world)
 
     def _save(self, checkpoint: Any) -> None:
-        """Save by the step of rank 0, whose loops are in the file, although another replica may be ahead."""
+        """Save at the step of rank 0, whose loops are in the file, although another replica may be ahead."""
         trainer = self._trainer
         checkpoint._last_time_checked = time.monotonic()
         checkpoint._last_global_step_saved = -1
         candidates = checkpoint._monitor_candidates(trainer)
         if checkpoint.monitor is None and checkpoint.save_top_k == -1:
-            # Where rank 0 has finished its steps stay the same, and the model does not: Lightning would overwrite the
-            # last file that it knows of, and gives another one a version.
+            # On a rank 0 that has finished, the steps stay while the model changes. Lightning would overwrite its last
+            # file, and give another file a version. Without a known last file it does neither.
             checkpoint.best_model_path = ""
         if checkpoint.monitor is None or checkpoint.monitor in candidates:
             checkpoint._save_topk_checkpoint(trainer, candidates)
             checkpoint._save_last_checkpoint(trainer, candidates)
 
     def _monitor_candidates(self, original: Any, trainer: Any) -> dict[str, Any]:
-        """Return rank 0's values: they name files, names are compared between collectives, and so must be equal."""
+        """Return rank 0's values, because they name files, and ranks compare the names between collectives."""
         candidates = original(trainer)
         world = self._view.world
         if world is None or world.asynchronous:

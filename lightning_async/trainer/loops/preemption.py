@@ -1,8 +1,9 @@
 """Preemption by SIGTERM or SLURM's requeue signal: one checkpoint, then exit code 75.
 
-The handler sets a flag, on which all ranks act at a batch boundary. A second SIGTERM ends the process at once.
-`timeout`, systemd, Slurm and shells signal whole groups, so a rank's workers die of the same signal. That is noticed
-where the rank reads from them, not by an exception wherever the main thread is. The user's own handler runs at the end.
+The handler only sets a flag, on which all ranks act at a batch boundary. A second SIGTERM ends the process at once.
+`timeout`, systemd, Slurm and shells signal whole process groups, so a rank's loader workers die of the same signal. A
+rank notices that when it reads from them, and not by an exception at an arbitrary place in its main thread. The user's
+own handler runs at the end.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ log = logging.getLogger(__name__)
 
 TRY_AGAIN = 75  # EX_TEMPFAIL of sysexits.h
 _SAME_S = 1.0
-"""Launchers send a signal to a process and to its group: what comes so soon after the first is no second one."""
+"""Seconds within which a repeated signal is the same one: launchers signal a process and its group."""
 _REQUEUE_S = 60.0
 _LOOK_S = 0.01
 
 
 def in_this_process(handle: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """Return a handler for this process alone: forks, which inherit it, die of the signal as if there was none."""
+    """Return a handler for this process alone; forks that inherit the handler die of the signal as usual."""
     own = os.getpid()
 
     def handler(number: int, frame: Any) -> None:
@@ -46,7 +47,7 @@ def in_this_process(handle: Callable[[int, Any], None]) -> Callable[[int, Any], 
 
 
 class Preemption:
-    """Patches of Lightning's handlers of these signals, on a Trainer that has not registered them yet."""
+    """Patches of Lightning's signal handlers, on a Trainer that has not registered them yet."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -55,13 +56,14 @@ class Preemption:
         self._told_at = 0.0
         self._requeues = False
         self._users: Callable[[int, Any], Any] | None = None
-        """The handler of SIGTERM that the user had before fit; it is called at the end of the run."""
+        """The user's handler of SIGTERM from before the fit, which is called at the end of the run."""
 
     def install(self) -> list[Undo]:
-        """Patch; return what takes it back, but for `_at_the_end`, which ends by itself."""
+        """Patch; return functions that undo it, except for `_at_the_end`, which undoes itself."""
         signals = self._trainer._signal_connector
         own = os.getpid()
 
+        # Only this process requeues the job, because forks inherit the handler.
         def requeue(number: int, frame: Any) -> None:
             if os.getpid() == own:
                 self._requeues = True
@@ -77,26 +79,31 @@ class Preemption:
         ]
 
     def is_told(self) -> bool:
-        """Return whether this rank has received the signal, or does so within a moment: what the same signal has broken
-        may be noticed before this process's own handler has run."""
+        """Return whether this rank has received the signal, or receives it within a second.
+
+        A failure that the same signal has caused may be noticed before this process's own handler has run.
+        """
         until = time.monotonic() + _SAME_S
         while not self.told and time.monotonic() < until:
-            time.sleep(_LOOK_S)  # signals are handled meanwhile
+            # Python runs signal handlers during the sleep.
+            time.sleep(_LOOK_S)
         return self.told
 
     def _register(self, original: Any) -> None:
         original()
         handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", None)
-        if handlers is None:  # not in the main thread: Lightning registers nothing
+        # Lightning registers handlers in the main thread only.
+        if handlers is None:
             return
         users = self._trainer._signal_connector._original_handlers.get(signal.SIGTERM)
         if users in handlers:
             handlers.remove(users)
             self._users = users if callable(users) else None
+        # First in the list, so that the flag is set before any other handler runs.
         handlers.insert(0, in_this_process(self._note))
 
     def _note(self, number: int, frame: Any) -> None:
-        """Note the signal, ahead of the other handlers; a second one ends the process at once."""
+        """Note the signal, before the other handlers; a second signal ends the process at once."""
         if self.told and time.monotonic() - self._told_at > _SAME_S:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
@@ -105,7 +112,7 @@ class Preemption:
             self.told = True
 
     def _at_the_end(self, signals: Any) -> None:
-        """Call the user's handler when the run has ended and all handlers are as they were."""
+        """Call the user's handler when the run has ended and all handlers are restored."""
 
         def teardown() -> None:
             undo()
@@ -120,8 +127,8 @@ class Preemption:
             except BaseException:
                 if not preempted:
                     raise
-                # It is on its way out, with the code that says that all is saved.
-                log.info("What this program's own handler of SIGTERM raised does not take its place:", exc_info=True)
+                # The process is about to end with the exit code that says that all is saved, which must not change.
+                log.info("The program's own handler of SIGTERM raised an exception, which is ignored:", exc_info=True)
 
         undo = set_for_now(signals, "teardown", teardown)
 
@@ -140,14 +147,16 @@ class Preemption:
         try:
             subprocess.run(["scontrol", "requeue", job], check=True, timeout=_REQUEUE_S, capture_output=True, text=True)
         except (OSError, subprocess.SubprocessError) as error:
+            # The checkpoint is safe, so the exit code still asks for another try.
             log.error("The checkpoint is written, but SLURM did not take job %s into its queue again: %s", job, error)
 
 
 def _error_but_for_sigterm(original: Callable[[], None]) -> None:
-    """Raise for a worker that has died, as torch's handler of SIGCHLD does, but not of SIGTERM.
+    """Raise for a worker that has died, as torch's handler of SIGCHLD does, but not for one that SIGTERM has ended.
 
-    That exception comes wherever the main thread is, amid a step or a save. The loader misses the worker by itself, but
-    not while it reads: the worker may have left half a message, whose end never comes.
+    That exception would come wherever the main thread is, such as within a step or a save. The loader notices the
+    missing worker itself. Only while the loader reads must the exception come: the worker may have left half a message,
+    whose end never comes.
     """
     try:
         original()
@@ -157,7 +166,7 @@ def _error_but_for_sigterm(original: Callable[[], None]) -> None:
 
 
 def _reads(frame: Any) -> bool:
-    """Return whether the main thread reads from a loader's workers, or ends them."""
+    """Return whether the main thread is reading from a loader's workers, or is ending them."""
     while frame is not None:
         if frame.f_code.co_name in ("_try_get_data", "_shutdown_workers"):
             return True
@@ -166,7 +175,7 @@ def _reads(frame: Any) -> bool:
 
 
 def _read_from_workers(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read from workers; fail at once where a signal has ended one: half a message may be left."""
+    """Read from workers; fail at once if a signal has ended one, which may have left half a message."""
     for lives, worker in zip(loader._workers_status, loader._workers, strict=True):
         if lives and worker.exitcode == -signal.SIGTERM:
             raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was ended by a signal: Terminated.")

@@ -1,7 +1,7 @@
-"""The sync points of one fit, and what all ranks do there together: stop, validate, decide, wait for other replicas.
+"""The sync points of one fit, and what all ranks do there together: stop, validate, decide, or wait for replicas.
 
-Lightning 2.6 broadcasts a SIGTERM flag before every batch, which is a hidden lockstep. Here a signal, a time limit or a
-spike of the loss is a vote.
+Lightning 2.6 broadcasts a SIGTERM flag before every batch, which makes all ranks wait for one another. Here a signal, a
+time limit or a spike of the loss is a vote, which travels with the rounds.
 """
 
 from __future__ import annotations
@@ -28,19 +28,20 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class Spikes:
-    """Patches of every `SpikeDetection` of a Trainer.
+    """The patches of every `SpikeDetection` of a Trainer.
 
-    The callback asks all ranks after every batch, which would be a lockstep. Here each looks at its own loss; a spike
-    is a ``vote`` for stopping, and when all have stopped every rank raises what the callback raises.
+    The callback asks all ranks after every batch, for which they would wait. Here each rank looks at its own loss. A
+    spike is a ``vote`` to stop, and when all have stopped, every rank raises the callback's exception.
     """
 
     def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
         self._trainer = trainer
         self._vote = vote
-        self._callbacks = callbacks_of(trainer, "SpikeDetection")  # since Lightning 2.3
+        # Lightning has this callback since version 2.3.
+        self._callbacks = callbacks_of(trainer, "SpikeDetection")
         self._handlers = [callback._handle_spike for callback in self._callbacks]
         self._seen = -1
-        """The first batch in which this rank saw a spike."""
+        """The first batch in which this rank saw a spike; -1 for none."""
 
     def install(self) -> list[Undo]:
         undo = []
@@ -50,7 +51,7 @@ class Spikes:
         return undo
 
     def raise_agreed(self, world: LightningCollectives) -> None:
-        """Write down the batch of a spike that one rank has seen, and raise, on every rank; all have stopped."""
+        """Record the batch of a spike on any rank, and raise the exception on every rank. All have stopped."""
         if not self._callbacks:
             return
         seen = [batch for batch in world.gather_objects(self._seen) if batch >= 0]
@@ -64,7 +65,7 @@ class Spikes:
             self._vote()
 
     def _end_batch(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Call the hook with a Trainer of one rank."""
+        """Call the hook with a Trainer of one rank, so that it asks no other rank."""
         strategy = SimpleNamespace(
             root_device=trainer.strategy.root_device,
             barrier=lambda *_: None,
@@ -74,14 +75,14 @@ class Spikes:
 
 
 class Stopping:
-    """Stops that one rank is told of: patches of the signal handler, `Timer` and `SpikeDetection`."""
+    """Stops that one rank learns of first: patches of the signal handler, `Timer` and `SpikeDetection`."""
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
         self._trainer = trainer
         self._spikes = Spikes(trainer, self._vote)
         self._told = False
-        """A signal has come before there were sync points."""
+        """Whether a signal has come before there were sync points."""
 
     def install(self) -> list[Undo]:
         epoch = self._trainer.fit_loop.epoch_loop
@@ -91,8 +92,9 @@ class Stopping:
             set_for_now(signals, "_sigterm_notifier_fn", in_this_process(self._on_sigterm)),
             *self._spikes.install(),
         ]
+        # On a joining rank, training begins after Lightning has registered its handlers.
         registered = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
-        if before in registered:  # in a joining rank, whose training has begun by then
+        if before in registered:
             registered[registered.index(before)] = signals._sigterm_notifier_fn
         if hasattr(epoch, "_broadcast_sigterm_tensor"):
             undo.append(set_for_now(epoch, "_broadcast_sigterm_tensor", lambda: None))
@@ -101,13 +103,13 @@ class Stopping:
         return undo
 
     def pass_on(self, sync_points: SyncPoints) -> None:
-        """Vote, if a signal has come before there were sync points."""
+        """Vote for a stop if a signal has come before there were sync points."""
         if self._told:
             self._told = False
             sync_points.request_stop()
 
     def leave(self, sync_points: SyncPoints) -> None:
-        """Leave training together with all ranks, with one model, because one was told to stop."""
+        """Leave the training together with all ranks, with one model, because a rank was told to stop."""
         sync_points.rendezvous(SyncPointKind.STOP)
         if self._view.world is not None:
             self._view.world.asynchronous = False
@@ -121,12 +123,14 @@ class Stopping:
 
     def _on_sigterm(self, number: int, frame: Any) -> None:
         sync_points = self._view.sync_points
-        if sync_points is None:  # before training: Lightning's own flag would end this rank alone
+        # Before training there is no vote yet, and Lightning's own flag would end this rank alone.
+        if sync_points is None:
             self._told = True
         else:
             sync_points.request_stop()
 
     def after_batch(self) -> None:
+        """Act on votes, and vote for what only this rank knows."""
         sync_points = self._view.sync_points
         if sync_points is None:
             return
@@ -136,12 +140,13 @@ class Stopping:
             self._view.step_runner.finish_batch()
             self.leave(sync_points)
         if Vote.END in sync_points.agreed:
+            # This rank alone has decided to stop, and asks the others.
             self._trainer.should_stop = True
-        elif self._trainer.should_stop:  # on this rank alone: it asks the others
+        elif self._trainer.should_stop:
             sync_points.vote(Vote.END)
 
     def _check_time(self, timer: Any, original: Any, trainer: Any) -> None:
-        """Check a time limit on this rank's clock; when it is up, all ranks end."""
+        """Check a time limit on this rank's clock; when the time is up, all ranks end."""
         sync_points = self._view.sync_points
         if sync_points is None:
             original(trainer)
@@ -150,7 +155,7 @@ class Stopping:
 
 
 class FitSyncPoints:
-    """The sync points of one fit: all ranks wait for one another, and listeners learn that the model has changed."""
+    """The sync points of one fit, at which all ranks wait for one another and listeners learn of a changed model."""
 
     _averaged_models: AveragedModels  # from `begin` on
 
@@ -160,19 +165,23 @@ class FitSyncPoints:
         self._stopping = stopping
         self._validation = UnscheduledValidation(trainer)
         self.on_model_changed: list[Callable[[], None]] = []
-        """Called, on all ranks together, when a sync point has given all replicas another model."""
+        """Functions that all ranks call together when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None
-        """The same, but not at the sync points within a batch."""
+        """Function that is called likewise, but not at sync points within a batch."""
         self.on_called: Callable[[], None] = lambda: None
-        """Goes to `SyncPointKind.DECIDE`, because another rank has called all together."""
+        """Function that goes to `SyncPointKind.DECIDE`, because another rank has called all ranks together."""
 
     def begin(self, world: LightningCollectives) -> None:
-        """Begin training, or begin anew, with averages over time that are equal on all ranks."""
+        """Begin training, or begin it again, with running averages that are equal on all ranks."""
         self._averaged_models = AveragedModels(self._trainer, world)
-        vars(self._trainer.strategy)["averaged_models"] = self._averaged_models  # for checkpoints
+        # Checkpoints find the averages there.
+        vars(self._trainer.strategy)["averaged_models"] = self._averaged_models
 
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> None:
-        """Wait until every rank is at this sync point with the same model; join what others ask for meanwhile."""
+        """Wait until every rank is at this sync point with the same model.
+
+        Meanwhile, take part in everything that other ranks ask for.
+        """
         view = self._view
         view.begin_again()
         sync_points = view.sync_points
@@ -180,16 +189,19 @@ class FitSyncPoints:
         if sync_points is None or world is None or view.failed:
             return
         view.step_runner.finish_batch()
-        self._stopping.pass_on(sync_points)  # a joining rank may wait here before its first batch
+        # A joining rank may wait here before its first batch, and has not passed on its signal yet.
+        self._stopping.pass_on(sync_points)
         share_averages = self._averaged_models.before_sync_point()
         while (arrival := sync_points.rendezvous(sync_point, index)) is not Arrival.OPEN:
             if arrival is Arrival.STOP:
                 self._stopping.leave(sync_points)
             if arrival is Arrival.DECIDE:
                 self.on_called()
-                self.rendezvous(sync_point, index)  # averaging may have begun anew
+                # The decision may have begun averaging again, with other sync points, so nothing of these is used.
+                self.rendezvous(sync_point, index)
                 return
             self._validation.run()
+            # Averaging may have begun again during the validation, with other sync points.
             if view.sync_points is not sync_points:
                 self.rendezvous(sync_point, index)
                 return
@@ -198,7 +210,7 @@ class FitSyncPoints:
             self.on_met(world)
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
-        """Wait at a sync point that a step needs; what others ask for instead waits for the end of the batch."""
+        """Wait at a sync point that a step needs; return other ranks' requests, which wait for the end of the batch."""
         sync_points = self._view.sync_points
         world = self._view.world
         assert sync_points is not None
@@ -207,7 +219,8 @@ class FitSyncPoints:
         arrival = sync_points.rendezvous(sync_point)
         if arrival is Arrival.OPEN:
             self._opened(sync_points, world, share_averages)
-            world.asynchronous = True  # the batch goes on
+            # Replicas continue within the batch, where they must not wait for others.
+            world.asynchronous = True
         return arrival
 
     def _opened(self, sync_points: SyncPoints, world: LightningCollectives, share_averages: Callable[[], None]) -> None:
@@ -221,7 +234,7 @@ class FitSyncPoints:
 
 
 class UnscheduledValidation:
-    """Validations to which this rank's own loops do not come now, run as `_TrainingEpochLoop.on_advance_end` does."""
+    """Validations to which this rank's own loop does not come now, run as `_TrainingEpochLoop.on_advance_end` does."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -243,10 +256,14 @@ class UnscheduledValidation:
 
     @contextlib.contextmanager
     def at_last_step(self) -> Iterator[None]:
-        """Log validations with the step before, as Lightning does: it validates before it counts the step, and logs an
-        epoch's metrics so. The count itself stays: it is that of saves within a validation."""
+        """Log validations within the block with the step before the last one.
+
+        Lightning validates before it counts the step, and logs the metrics of an epoch with that number. The count
+        itself stays, because saves within a validation use it.
+        """
         epoch = self._trainer.fit_loop.epoch_loop
 
+        # Lower the number for this call only.
         def log_eval_end_metrics(original: Any, metrics: Any) -> None:
             epoch._batches_that_stepped -= 1
             try:
@@ -262,30 +279,30 @@ class UnscheduledValidation:
 
 
 class CollectiveCallback:
-    """A callback, or a part of the loops, that acts together with those of all other ranks. This base does nothing."""
+    """The base of callbacks and loop parts that act together on all ranks. This base does nothing."""
 
     call_together: Callable[[], None] | None = None
-    """Ask all ranks to come to a sync point at their next batch boundary; None while replicas are synchronous."""
+    """Asks all ranks to a sync point at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide, where all ranks hold one model; return whether all have replaced it by another one."""
+        """Decide, when all ranks hold one model; return whether all have replaced it by another one."""
         return False
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save, after all have decided; all ranks are here and hold one model, which stays as it is."""
+        """Save, after all have decided. All ranks are at a sync point with one model that does not change."""
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return plain values for a joining rank, besides this callback's state; called on rank 0, at a sync point."""
+        """Return plain values for a joining rank, besides this callback's state; called on rank 0 at a sync point."""
         return {}
 
     def come(self, told: dict[str, Any]) -> None:
-        """Take what was ``told``; called on the joining rank, which has this callback's state already."""
+        """Take over another rank's `for_joining_ranks`, on a joining rank, after this callback's state."""
 
 
 class CollectiveActions:
-    """Decisions of the callbacks of all ranks together, at sync points for which one of them has called all ranks.
+    """Decisions of all ranks' callbacks together, at sync points to which a callback has called all ranks.
 
-    ``saving`` decides as these callbacks do. Last, if the model has not been replaced, ``host`` admits joining ranks.
+    ``saving`` decides as these callbacks do. Last, if the model was not replaced, ``host`` admits joining ranks.
     """
 
     def __init__(
@@ -302,7 +319,7 @@ class CollectiveActions:
         self._saving = saving
         self._host = host
         self._called = False
-        """A callback of this rank has called."""
+        """Whether a callback of this rank has called all ranks."""
 
     def install(self) -> list[Undo]:
         callers = [*self._callbacks(), *([self._host] if self._host else [])]
@@ -315,6 +332,7 @@ class CollectiveActions:
         return [self._saving, *(each for each in self._trainer.callbacks if isinstance(each, CollectiveCallback))]
 
     def _call(self) -> None:
+        # A synchronous step carries the call, if it can. Otherwise this rank goes at its next batch boundary.
         if not self._view.step_runner.call_all():
             self._called = True
 
@@ -324,11 +342,11 @@ class CollectiveActions:
             self.hold()
 
     def is_called(self, sync_points: SyncPoints) -> bool:
-        """Return whether a rank has called all ranks together."""
+        """Return whether any rank has called all ranks together."""
         return self._called or self._view.step_runner.called or Vote.DECIDE in sync_points.agreed
 
     def hold(self) -> None:
-        """Meet, and decide; another model than averaging has made begins another training."""
+        """Meet and decide; if callbacks have replaced the model, begin another training with the new one."""
         self._called = False
         self._meeting.rendezvous(SyncPointKind.DECIDE)
         world = self._view.world
@@ -336,10 +354,11 @@ class CollectiveActions:
         if world is None or sync_points is None:
             return
         replaced = [callback.decide(world) for callback in self._callbacks()]
-        # Where the sync points are others, a checkpoint that was loaded has begun another training.
+        # With other sync points, a checkpoint that a callback has loaded has begun another training already.
         if any(replaced) and self._view.sync_points is sync_points:
             module = self._trainer.lightning_module
-            world.make_equal_([*module.parameters(), *module.buffers()])  # each may have gone back to its own
+            # Ranks may have gone back to different models, such as each to its own last good one.
+            world.make_equal_([*module.parameters(), *module.buffers()])
             self._view.start_over()
         elif not any(replaced):
             for callback in self._callbacks():
@@ -349,7 +368,7 @@ class CollectiveActions:
 
 
 class WaitForReplicas:
-    """The wait of too few live ranks, at the end of a batch, until others have joined or the time is up."""
+    """The wait of too few live ranks at the end of a batch, until others join or the time is up."""
 
     def __init__(self, view: StrategyView, collective_actions: CollectiveActions, stopping: Stopping) -> None:
         self._view = view
@@ -374,9 +393,11 @@ class WaitForReplicas:
         left = live_ranks.generation.world_size
         text = f"Rank {rank}: {left} of at least {live_ranks.wanted} replicas are left, and wait {patience} for others."
         tell("short", logging.WARNING, text, rank=rank, world_size=left)
+        # A call or a vote interrupts the wait, and joining ranks come by a call.
         while self._is_short:
             sync_points = self._view.sync_points
             assert sync_points is not None
+            # The wait also ends when the engine's thread raises, such as after the loss of the store.
             sync_points.wait(lambda sync_points=sync_points: self._wakes(sync_points) or time.monotonic() > until)
             if Vote.STOP in sync_points.agreed:
                 self._view.step_runner.finish_batch()

@@ -1,11 +1,12 @@
-"""The time of a replica's batches, divided into data, compute and communication, and a warning of a slow replica.
+"""Measurement of a replica's batch time, divided into data, compute and communication, and a warning of slow replicas.
 
     next(loader)                    data
-    the rest of the batch           compute, but for
+    the rest of the batch           compute, except for
       packing and merging             communication
       waiting at sync points          not counted: a fast replica waits, a slow one is waited for
 
-Headers carry the pace of each rank to all. On a GPU the host's time is measured, which soon waits for the device.
+Headers carry each rank's pace to all others. On a GPU this is the host's time, which soon includes waits for the
+device.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from lightning_async.trainer.namespace import Undo, override, searches_lr
 from lightning_async.trainer.strategy_view import StrategyView
 
 _FIRST = 20
-"""So many batches are measured before a replica's pace is told: the first ones load, compile and allocate."""
+"""Number of batches to measure before the pace is sent, because the first ones load, compile and allocate."""
 _WARM = 3
-"""Batches that are not measured at all."""
+"""Number of first batches that are not measured at all."""
 _DECAY = 0.95
 _EVERY_S = 5.0
 _CAUSES: dict[Reason, str] = {
@@ -34,9 +35,10 @@ _CAUSES: dict[Reason, str] = {
 
 
 class Pacing:
-    """The pace of this replica; warns once of a replica that is slow.
+    """The pace of this replica, which warns once of a slow replica.
 
-    ``communicated_s`` returns how long this replica has packed and merged so far; ``now`` is a monotonic clock.
+    ``communicated_s`` returns the seconds that this replica has spent on packing and merging so far. ``now`` is a
+    monotonic clock.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Pacing:
         """The mean over all batches that were measured."""
         self.batches = 0
         self.samples = 1.0
-        """In the batch under way; the strategy sets it."""
+        """Number of samples in the batch under way, which the strategy sets."""
 
     def install(self) -> list[Undo]:
         loop = self._trainer.fit_loop.epoch_loop
@@ -87,6 +89,7 @@ class Pacing:
         if searches_lr(self._trainer):
             return
         data_s = self._data_s
+        # Packing and waiting happen within the batch, so their shares are subtracted from its time.
         communicated_s = max(0.0, self._communicated_s() - communicated_s)
         rest_s = self.now() - started - data_s - communicated_s - max(0.0, self._waited_s - waited_s)
         self._add(Pace(data_s, max(0.0, rest_s), communicated_s, self.samples))
@@ -110,6 +113,7 @@ class Pacing:
                 self._look({name: Pace(*pace) for name, pace in sync_points.paces.items()})
 
     def _look(self, paces: dict[str, Pace]) -> None:
+        """Warn, on rank 0, of a replica that is slower than the others."""
         found = straggler(paces)
         if found is None or self._trainer.global_rank:
             return

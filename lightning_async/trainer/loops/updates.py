@@ -1,4 +1,4 @@
-"""Optimizer steps that are taken when a gradient has arrived, not with the batch that Lightning has at hand."""
+"""Optimizer steps that are taken when a gradient has arrived, and not with the batch that Lightning trains on."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from lightning_async.trainer.strategy_view import view_of
 
 
 class SharedLearningRates:
-    """Patches of when schedulers step: replicas that take every step together have one learning rate.
+    """Patches of the schedulers' steps for replicas that take every step together, with one learning rate.
 
-    Lightning steps schedulers of epochs with the last batch of this rank, and others by the number of the batch that a
-    step is taken in. Here a step may be taken at a sync point, with others' batches only, and ranks have unequal
-    numbers of them: schedulers follow the steps, and the epochs of all.
+    Lightning steps schedulers of epochs with this rank's last batch, and other schedulers by the number of the batch.
+    Here a step may be taken at a sync point, with other ranks' batches only, and ranks have unequal numbers of batches.
+    So schedulers follow the number of steps, and the epochs of all ranks.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -32,7 +32,7 @@ class SharedLearningRates:
         self.epochs_meet: Callable[[], bool] = lambda: False
         """Returns whether all ranks meet at the end of the epoch under way."""
         self.ends_epoch = False
-        """This rank has come to the end of its part of the epoch, and the sync point there has not opened yet."""
+        """Whether this rank has finished its part of the epoch, and the sync point at its end has not opened yet."""
         self._watched = False
 
     def install(self) -> list[Undo]:
@@ -46,6 +46,7 @@ class SharedLearningRates:
             self._watched = True
             original(interval, True)
         elif self.epochs_meet():
+            # Wait with the step for the sync point: other ranks may still take steps of this epoch.
             self.ends_epoch = True
         else:
             original(interval, False)
@@ -56,6 +57,7 @@ class SharedLearningRates:
         step = self._loop.global_step
         configs = strategy.lr_scheduler_configs
         due = [each for each in configs if each.interval == "step" and step % each.frequency == 0]
+        # Lightning compares frequencies with the number of the batch, so only due schedulers are shown to it.
         strategy.lr_scheduler_configs = [dataclasses.replace(each, frequency=1) for each in due]
         try:
             self._original("step", watching)
@@ -63,10 +65,14 @@ class SharedLearningRates:
             strategy.lr_scheduler_configs = configs
 
     def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
-        """Step the schedulers if a rank has come to its last batch; all have taken all steps of the epoch. Return a
-        function for the end of the epoch, which steps schedulers that watch a metric where there were no batches."""
+        """Step the schedulers of epochs if any rank has reached its last batch, after all steps of the epoch.
+
+        Returns a function for the end of the epoch, which steps schedulers that watch a metric on a rank without
+        batches.
+        """
         mine = self.ends_epoch
         self.ends_epoch = False
+        # Ranks have unequal numbers of batches, and the epoch has ended for all if it has ended for one.
         ended = float(world.reduce(torch.tensor(float(mine)), "max")) > 0.0
         if ended:
             self._original("epoch", False)
@@ -80,13 +86,13 @@ class SharedLearningRates:
 
 
 class ExternalWindowSize(AccumulationWindows):
-    """Windows of `AsyncGradientStrategy`, which weighs batches, averages, and steps with a window when it has arrived.
+    """The windows of `AsyncGradientStrategy`, which itself weights batches, averages, and takes the steps.
 
-    The arguments are those of `AccumulationWindows`; no loop is patched.
+    The arguments are those of `AccumulationWindows`. No loop is patched.
     """
 
     even = True
-    """All batches of this epoch were of equal size: ranks come to each step after as many of them."""
+    """Whether all batches of this epoch had equal size, so that ranks reach each step after equally many batches."""
 
     def install(self) -> list[Undo]:
         trainer: Any = self._trainer
@@ -102,7 +108,7 @@ class ExternalWindowSize(AccumulationWindows):
 
     @property
     def least(self) -> float:
-        """The least number of samples in it."""
+        """The least number of samples in that window."""
         return self.planned.samples if self.planned.by_samples else 0.0
 
     @property
@@ -140,18 +146,19 @@ class ExternalWindowSize(AccumulationWindows):
 
 
 def updates_of(trainer: Any) -> OptimizerUpdates | None:
-    """Return the updates of the fit; None where a step belongs to the batch that Lightning has at hand."""
+    """Return the fit's updates; None if each step belongs to the batch that Lightning trains on."""
     return view_of(trainer.strategy).updates
 
 
 class OptimizerUpdates:
-    """Optimizer steps that `take` makes Lightning's loop take, with all its hooks, clipping, mixed precision and
-    schedulers; with every batch it only gathers gradients. ``global_step`` counts these steps.
+    """Optimizer steps outside of Lightning's batches, with all its hooks, clipping, mixed precision and schedulers.
+
+    `take` makes Lightning's loop take a step. A batch only gathers gradients. ``global_step`` counts the steps.
 
     Args:
-        trainer: its loop is patched.
-        after_backward: called when a batch's gradients are there; it may take steps.
-        batch: returns a context for a batch's forward and backward pass.
+        trainer: The Trainer, whose loop is patched.
+        after_backward: Called when a batch's gradients are computed; it may take steps.
+        batch: Returns a context for a batch's forward and backward pass.
     """
 
     def __init__(
@@ -169,14 +176,14 @@ class OptimizerUpdates:
         self._end_step = manual._on_after_step
         self._within_batch = False
         self._started_at = -1
-        """The loggers' number of the step before which the last batch has started."""
+        """The loggers' step number when the last batch started."""
         self.rates = SharedLearningRates(trainer)
         self.each = 1
         """Number of steps that are taken at once: one for each of several optimizers."""
         self.taken = False
-        """A step was taken in the batch under way, or in the last one, until its end."""
+        """Whether a step was taken in the batch under way or, until its end, in the last one."""
         self.on_gathered: Callable[[], None] = lambda: None
-        """Called when the gradients of a batch are where they accumulate."""
+        """Called when the gradients of a batch have been gathered."""
         self.on_step_between: Callable[[], None] = lambda: None
         """Called when a step was taken outside of a batch."""
 
@@ -193,13 +200,13 @@ class OptimizerUpdates:
 
     @property
     def left(self) -> float:
-        """How many times to step until ``max_steps``."""
+        """The number of steps that are left until ``max_steps``."""
         limit = self._loop.max_steps
         return float("inf") if limit == -1 else math.ceil((limit - self._loop.global_step) / self.each)
 
     @property
     def ends_epoch(self) -> bool:
-        """The batch under way is the last of its epoch."""
+        """Whether the batch under way is the last of its epoch."""
         return self._loop._num_ready_batches_reached()
 
     def _run(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,6 +218,7 @@ class OptimizerUpdates:
         try:
             self._after_backward()
         finally:
+            # A failed step must not make later steps count as steps of this batch.
             self._within_batch = False
         return output
 
@@ -219,17 +227,18 @@ class OptimizerUpdates:
         original()
 
     def take(self, put: Callable[[], None]) -> None:
-        """Step with the gradients that ``put`` gives the parameters; schedulers and the loggers' step follow."""
+        """Step with the gradients that ``put`` gives to the parameters; schedulers and the loggers' step follow."""
 
         def closure() -> Tensor:
             put()
+            # A gradient scaler must have seen a loss before it can unscale gradients.
             scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
             return torch.zeros(())
 
         self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
 
     def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
-        """Step, in manual optimization, with each of several optimizers that has gradients."""
+        """Step, in manual optimization, with each optimizer that has gradients."""
 
         def run() -> None:
             scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
@@ -241,6 +250,7 @@ class OptimizerUpdates:
         self._take(run)
 
     def _take(self, step: Callable[[], object]) -> None:
+        # The loop follows the last step of a batch only. An earlier step of this batch is followed here.
         if self._within_batch and self.taken:
             self._follow()
         before = self.taken
@@ -252,10 +262,10 @@ class OptimizerUpdates:
             self.on_step_between()
 
     def _follow(self) -> None:
-        """Do with a step what the loop, and Lightning's averages over time, do at the end of its batch."""
+        """Do after a step what the loop and Lightning's running averages do at the end of the step's batch."""
         self._log()
         for callback in callbacks_of(self._trainer, "WeightAveraging"):
-            # Lightning's own method: an override of the user's may need a batch.
+            # Call Lightning's own method, because a user's override may need a batch.
             pytorch("callbacks").WeightAveraging.on_train_batch_end(
                 callback, self._trainer, self._trainer.lightning_module, None, None, -1
             )
@@ -263,11 +273,15 @@ class OptimizerUpdates:
         self._loop._batches_that_stepped += 1
 
     def _log(self) -> None:
-        """Log, if loggers are due with this step, what the last batch has logged, as Lightning does at the end of a
-        batch that steps, and the rates, as at the start of one, if none has started since the step before."""
+        """Log the last batch's values and the learning rates, if loggers are due with this step.
+
+        Lightning logs values at the end of a batch that steps, and rates at the start of a batch. Rates are logged here
+        only if no batch has started since the step before.
+        """
         trainer = self._trainer
         n = self._loop._batches_that_stepped
         every = trainer.log_every_n_steps
+        # The same condition as Lightning's loggers have.
         if every == 0 or not ((n + 1) % every == 0 or trainer.should_stop):
             return
         trainer._logger_connector.log_metrics(self._loop._results.metrics(on_step=True)["log"])
