@@ -88,6 +88,7 @@ class AsyncStrategy(ReplicatedStrategy):
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
         self.config = config
         self.num_fits = 0
+        # Ranks can join over torch only: the groups of Horovod cannot be formed anew.
         self.host = JoinCoordinator(self) if isinstance(self.transport, TorchTransport) else None
         if config.timeouts.replicas and not isinstance(self.transport, TorchTransport):
             raise ValueError(
@@ -121,12 +122,14 @@ class AsyncStrategy(ReplicatedStrategy):
         fitting = trainer.state.fn == "fit"
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
+            # Ranks that go on from different checkpoints would average different models.
             check_equal(self.world, {"ckpt_path": self.saved.origin})
             configuration_checks.check_setup(self.module, self._layer_sync, self.buffers)
         self.setup_replica(trainer)
         if fitting:
             self.num_fits = next(_fits)
             self.fit_sessions = FitSessions(self, trainer)
+            # A joining rank patches the loops when it has received the state of the others.
             if not self.joining:
                 self.fit_sessions.install(self.world)
             self.fit_sessions.undo.append(AveragingMonitor().attach(trainer))
@@ -165,6 +168,7 @@ class AsyncStrategy(ReplicatedStrategy):
         note_end(exception)
 
     def teardown(self) -> None:
+        # Before `disconnect`, because a session uses the connection until it ends.
         if self.fit_sessions is not None:
             self.fit_sessions.end()
         self.fit_sessions = self._trainer = None
@@ -176,6 +180,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.patches.begin_batch(batch_idx)
         self.begin_again()
         if self._session is not None and self.world is not None:
+            # From here to the next sync point, collectives of users must not wait for ranks that are at other batches.
             self.world.asynchronous = True
             self.step_runner.start_batch(batch)
         if self.fit_sessions is not None:
@@ -301,6 +306,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        # A checkpoint was restored during training: averaging begins again with it.
         if self.averager is not None:
             self.start_over()
         self.saved.load(checkpoint)

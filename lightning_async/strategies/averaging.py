@@ -153,6 +153,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
+        # The module has its optimizers from here on.
         self._fit_rule()
         if self.world is not None:
             # Replicas step with their own gradients between rounds, unless the schedule is `Synchronous`.

@@ -63,6 +63,7 @@ class SavedState:
         elif self._has_loaded:
             self._last = self._loaded
             self._loaded = None
+        # The kept state belongs to the weights of another module.
         elif module is not self._owner:
             self._last = None
         self._owner = module
@@ -160,12 +161,14 @@ class SavedState:
             own = replicas[rank] if len(replicas) == world_size else without_own(replicas[0])
             if rank == 0 and len(replicas) != world_size:
                 self._warn_of_windows(saved)
+            # The state that a joining rank is given holds the mean of the others' steps.
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
             if rank == 0:
                 self._warn_of_rule(saved, averager.agreed)
             self._replica = saved.get("replica")
+            # Only the clocks of rank 0 hold it, see `clocks_of`.
             self._alike = replicas[0].get("alike")
             self._gathered = own.get("gathered") or self._gathered
 
@@ -224,6 +227,7 @@ def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:
 def _checksum(values: Iterable[Any], start: int) -> int:
     for value in values:
         if isinstance(value, Tensor):
+            # As bytes, because numpy lacks some of the dtypes, such as bfloat16.
             data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             start = zlib.crc32(data, start)
     return start

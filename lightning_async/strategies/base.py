@@ -209,6 +209,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         """Current rank; it changes when other ranks are lost and training goes on without them."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.rank
+        # The environment of a joining rank gives it the last number of all ranks, dedicated servers included.
         return min(super().global_rank, self.world_size - 1) if self.joining else super().global_rank
 
     @property
@@ -242,8 +243,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         """
         rank = self.node_rank * self.num_processes + local_rank
         live_ranks = self.live_ranks
+        # The others may have gone on without this rank already; its end changes nothing then.
         if live_ranks is not None and live_ranks.does_without(rank):
             return None
+        # Without heartbeats the other ranks cannot learn of the death, so they are ended at once.
         if self._connection is None or self._dead_after is None:
             return timedelta(0)
         self._connection.report_death(rank, f"its process ended with status {returncode}")
@@ -254,6 +257,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.set_world_ranks()
         if self._comes_late():
             self._environment = numbered_last(self._environment)
+        # Before the ranks connect, because dedicated servers are in no group of the workers.
         self.roles.take_part(self)
         super().setup_environment()
         self.connect_ranks()
@@ -279,6 +283,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         rank = self.global_rank
         with naming_the_stores_host(rank):
             found = cast(Any, self.transport).assemble(self.cluster_environment)
+        # As a launcher would set it, for `came_back` in this process and its forks.
         os.environ[REJOIN] = f"{found.again}@{found.attempt}"
         if found.again:
             log.warning("Rank %d was started again while others train.", rank)
@@ -431,8 +436,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
         After a run the ranks connect for one operation, such as ``trainer.save_checkpoint`` after ``fit``.
         """
+        # A rank that has failed must not wait for the others.
         if self._connection is not None or self.num_runs == 0 or self.failed or self.roles.is_alone(self.world_size):
             return nullcontext(self.world)
+        # Each operation has a name of its own, so that ranks do not meet in the store entries of an earlier one.
         self._operations += 1
         return self.transport.short_world(self.place, f"{run_name(self.num_runs)}.{self._operations}")
 

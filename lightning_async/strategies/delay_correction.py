@@ -90,6 +90,7 @@ class LateGradientCorrection(Correcting):
         now = torch.empty_like(mean)
         before = self._before
         self._replica.pack_parameters_(now)
+        # If no step was taken since the gradients were computed, they are not late.
         if before is not None and before.shape == now.shape and arrived.since < self._number():
             self._correction.correct_(mean, torch.sub(now, before, out=before))
         self._before = now
@@ -114,6 +115,8 @@ class ParameterLookahead(Correcting):
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
         if opens:
+            # A prediction helps only while a mean is on its way, since the optimizer steps with that before it uses the
+            # gradients of this window.
             self._is_ahead = self._has_stepped and (self._gradients.in_flight or self._gradients.arrived is not None)
             if self._is_ahead:
                 self._has_stepped = False
@@ -127,6 +130,7 @@ class ParameterLookahead(Correcting):
         try:
             yield
         finally:
+            # After an error, too: the parameters must be those that the optimizer has stepped to.
             moved = [name for name, p in self._parameters.items() if p._version != versions[name]]
             self._swap_()
         if moved:

@@ -144,6 +144,7 @@ class AsyncGradientStrategy(AsyncStrategy):
 
     def setup_environment(self) -> None:
         trainer: Any = self.module.trainer
+        # A run that failed early may have ended without `teardown`.
         take_back(self._undo)
         self._check(trainer)
         super().setup_environment()
@@ -173,6 +174,7 @@ class AsyncGradientStrategy(AsyncStrategy):
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
             if self.world is not None or self.joining:
+                # A rank alone needs no patch, because Lightning's own accumulation does the same.
                 self.updates = OptimizerUpdates(
                     trainer, lambda: self.step_runner.after_batch(), lambda: self.step_runner.batch()
                 )
@@ -218,6 +220,7 @@ class AsyncGradientStrategy(AsyncStrategy):
             self.fit_sessions.patches.tell_place()
 
     def teardown(self) -> None:
+        # First the sessions end, which use the patches and `updates`.
         super().teardown()
         take_back(self._undo)
         self.updates = None

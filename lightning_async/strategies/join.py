@@ -207,6 +207,7 @@ class JoinCoordinator(CollectiveCallback):
         if self._join_preparation is not None:
             self._join_preparation.close()
         if self._hands_over is not None:
+            # The joining rank waits for the state, so this rank must not end before the state is sent.
             self._hands_over.join(PATIENCE.total_seconds())
         if self._state is not None:
             self._state.close()
@@ -278,6 +279,7 @@ class JoinCoordinator(CollectiveCallback):
             else:
                 self._take_in(ready, own, [clocks for *_, clocks, _ in told], [place for *_, place in told], world)
         except BaseException as error:
+            # A connection that the strategy uses already is closed by the strategy.
             if strategy.connection is not ready.connection:
                 release(ready.connection, in_words(error))
             raise
@@ -418,6 +420,7 @@ class JoinPreparation:
         """
         with self._lock:
             if self._thread is None and (self._broken() or self._waiting()):
+                # Started under the lock, so that there is one thread only.
                 self._thread = threading.Thread(target=self._run, name="lightning_async reception", daemon=True)
                 self._thread.start()
 
@@ -474,6 +477,7 @@ class JoinPreparation:
         if ready is not None:
             self._send_again(ready.joining_rank)
             release(ready.connection, "training has ended, or begins anew")
+        # Without the lock, which the thread needs to see the end.
         if thread is not None:
             thread.join(_END_S)
 
@@ -568,6 +572,7 @@ class JoinPreparation:
         def check() -> None:
             membership.check()
             self._check_names(place["names"])
+            # A joining rank that has connected ends its visit in order; one that is in neither list is lost.
             if joining_rank not in membership.visitors() and joining_rank not in membership.left():
                 raise CollectiveTimeout(f"{joining_rank} is gone.")
             if self._ends.is_set() or self._door.read_answer(joining_rank):
@@ -590,6 +595,7 @@ class JoinPreparation:
             # `close` sets the event before it takes the lock: either it finds the join here, or this finds the event.
             if not self._ends.is_set():
                 self._ready = ready
+                # Until the join is taken, a rank may be lost, which makes it invalid.
                 ready.connection.membership.on_change = self.look
                 return True
         self._send_again(joining_rank)

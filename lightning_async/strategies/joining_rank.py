@@ -146,6 +146,7 @@ class JoiningRank:
         """
         strategy = self._strategy
         self._attempts += 1
+        # A new name for each attempt, because the notes of earlier attempts stay in the store.
         joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
         dead_after = strategy.config.timeouts.dead_after
         membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
@@ -156,13 +157,16 @@ class JoiningRank:
             )
             ready = self._connect(transport, joining_rank, place, door) if place else None
         finally:
+            # The new connection has heartbeats of its own; those of the visit end in order.
             membership.close()
         state = None if ready is None else self._receive(ready, lambda: door.read_answer(joining_rank))
         if ready is None or state is None:
             return False
+        # This rank has not counted the earlier runs of the others.
         count_run(ready.run)
         config = strategy.config
         size = place["started"]
+        # As if this rank had been there from the start, so that all ranks count the same lost ranks.
         began = RankMap(Generation.first(0, size), ready.run, config.survives(size), wanted=config.fewest(size))
         strategy.live_ranks = began.with_joining_ranks(ready.rank, ready.names, ready.run, place["ever"])
         self._take_part(ready, state, lambda: door.read_answer(joining_rank))
@@ -212,6 +216,7 @@ class JoiningRank:
 
         world = LightningCollectives(ready.pair, check, self.patience)
         try:
+            # Two messages: rank 0 packs the first one before the vote, and knows the second one only after it.
             own = world.hand_over(None)
             of_all = world.hand_over(None)
             return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}

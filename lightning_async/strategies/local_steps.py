@@ -62,6 +62,7 @@ class LocalSteps(StepRunner):
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
+        # The optimizers outlive the session.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -72,6 +73,7 @@ class LocalSteps(StepRunner):
         self._averager.sync_points.resume()
         self._batches.start(batch)
         if not self._strategy.module.automatic_optimization:
+            # Before the batch, because `training_step` itself calls the optimizers.
             self._batch_step = self._averager.plan()
             self._counted = self._seen
 
@@ -138,6 +140,7 @@ class LocalSteps(StepRunner):
         try:
             yield
         except BaseException:
+            # The other replicas must not wait for gradients of a pass that has failed.
             self._gradients.withdraw()
             raise
 
@@ -159,6 +162,7 @@ class LocalSteps(StepRunner):
             try:
                 result = closure()
             except BaseException:
+                # Here, too: the others would wait for this replica.
                 self._gradients.withdraw()
                 raise
             finally:

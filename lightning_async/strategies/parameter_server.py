@@ -241,6 +241,7 @@ class ParameterServerStrategy(AsyncStrategy):
     def start_over(self) -> None:
         super().start_over()
         self.handle.end(in_order=True, first=self.global_rank == 0)
+        # The restored weights must replace those of the servers.
         self.handle.brings = True
 
     def teardown(self) -> None:

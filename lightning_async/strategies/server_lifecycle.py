@@ -217,11 +217,13 @@ class Servers:
                 own[server] = how.begin(server)
             gathered = world.gather_objects([process.address for process in own.values()])
         except BaseException:
+            # Servers outlive this process if they are not ended here.
             for process in own.values():
                 process.close()
             raise
         keeps = how.shelving.folder is not None
         found = cls([at for addresses in gathered for at in addresses], own, of_this_run=True, come_back=keeps)
+        # Without snapshots, a server that replaces a lost one would have no weights.
         if own and keeps:
             found._guard = Guard(how, found._own)
         return found
@@ -328,6 +330,7 @@ class Servers:
                 died would stay longer without that. Default False.
         """
         self._closed = True
+        # First the guard, which would replace servers that end.
         if self._guard is not None:
             self._guard.close()
         own = [process.address for process in self.own]
@@ -440,6 +443,7 @@ class _EndSignals:
 
     def __init__(self) -> None:
         self.descriptor, self._ours = os.pipe()
+        # Neither a handler with a full pipe nor a reader with an empty one may block.
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._ours, False)
         self._count = 0
@@ -456,6 +460,7 @@ class _EndSignals:
         return self._count
 
     def __enter__(self) -> _EndSignals:
+        # Python lets only the main thread set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, lambda *_: os.write(self._ours, b"."))

@@ -214,6 +214,7 @@ class ServerHandle:
             self._run = run
             self.servers = self._call(connection, run, with_warmup)
         else:
+            # If all ranks are on one host, shared memory is enough, and servers need no address for other hosts.
             together = len({*world.gather_objects(machine_name())}) == 1
             start = ServerStart(with_warmup, None if together else _own_address(environment), self._shelving(world))
             self._roles.check_ranks(world.world_size)
@@ -274,6 +275,7 @@ class ServerHandle:
             # The exchange makes the other workers wait until the servers have rank 0's weights.
             version, *_ = world.gather_objects(tables.updates(self.groups))
             self.progress.begin(version)
+        # The others join now that servers have weights, which they pull.
         if not first:
             for group, worker in zip(self.groups, workers, strict=True):
                 worker.start(group.name, group.arguments, staleness=service.staleness)

@@ -337,6 +337,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def rescue(self, optimizers: Sequence[Optimizer], timeout_s: float) -> None:
         """Fetch state and weights after training has failed; raise TimeoutError if a server takes longer."""
+        # A worker has one request at a time.
         self._requests.finish_within(timeout_s)
         self._requests.ask_within(timeout_s, self.tables.meet)
         self.tables.take_()
@@ -475,6 +476,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
         self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
+        # Without overlap, the next batch is computed at the weights that this push brings.
         if not self._strategy.service.overlap or self.tables.in_step:
             self._finish()
 

@@ -109,6 +109,7 @@ class FitSessions:
         A checkpoint was restored during training, or a loop within the fit begins its own training.
         """
         self.stop()
+        # A new connection, so that messages of the ended session cannot reach the next one.
         self._strategy.disconnect(in_order=True)
         self._strategy.connect_ranks()
         self._begins_anew = True
@@ -129,6 +130,7 @@ class FitSessions:
         before = self._strategy.connection
         self._strategy.use(connection, run)
         if before is not None:
+            # Warnings that were given over the old connection are not repeated.
             connection.world.follow(before.world)
             # On another thread: closing in order waits for all ranks, and training need not wait for that.
             name = "lightning_async goodbye"
@@ -148,6 +150,7 @@ class FitSessions:
         """End the sessions, and take back all patches, without waiting for other ranks."""
         take_back(self.undo)
         self.stop()
+        # The threads are daemons: without this wait the process could end before the connections are closed in order.
         while self._goodbyes:
             self._goodbyes.pop().join(_GOODBYE_S)
 
@@ -163,6 +166,7 @@ class FitSessions:
 
     def stop(self) -> None:
         """End the session, if there is one."""
+        # First the joins, whose threads use the session.
         if self._strategy.host is not None:
             self._strategy.host.close()
         if (session := self.session) is not None:
@@ -227,6 +231,7 @@ class Session:
             )
 
         def on_change() -> None:
+            # The engine waits for headers of other ranks, and must see at once that one of them is lost.
             control.wake()
             self._look()
 

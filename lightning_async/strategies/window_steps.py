@@ -83,6 +83,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
+        # The optimizers outlive the session.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -129,6 +130,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
 
     def start_batch(self, batch: Any) -> None:
         self._averager.sync_points.resume()
+        # The checkpoint for which the window was held back was made at the end of the last batch.
         if self._held:
             self._go()
         self._made = False
@@ -177,6 +179,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
                     self._arrive()
                 if not self._hold():
                     self._go()
+        # A window without a size is sent as soon as the one before is reduced.
         elif not self._gradients.in_flight:
             self._take()
             if not self._hold():
@@ -254,6 +257,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             return True
         if not self._gradients.free:
             return False
+        # Read before `leave`, which empties the window.
         samples = window.samples
         self._strategy.tell_place()
         self._totals.leave(window.batches, self._averager.sync_points)
@@ -285,9 +289,11 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         for p in gradients.replica.tensors.trained.values():
             p.grad = None
         self._totals.arrive(arrived, averager.sync_points, gradients.rounds.message_bytes)
+        # Mixed precision may have skipped the step.
         stepped = self._seen > before
         lr = learning_rate(strategy.optimizers)
         averager.tick(Action.GRADIENTS, samples, stepped=stepped, lr=lr)
+        # Last, because a sync point may open for this replica from here on.
         gradients.stepped()
 
     def _step(self) -> None:
