@@ -1,4 +1,17 @@
-"""Asynchronous, fault-tolerant distributed training for PyTorch Lightning."""
+"""Asynchronous, fault-tolerant distributed training for PyTorch Lightning.
+
+A user gives one of the strategies to the Trainer; everything else follows from its arguments.
+
+- `AsyncAveragingStrategy`: replicas take local steps, and their parameters are averaged in the background.
+- `AsyncGradientStrategy`: replicas accumulate gradients while earlier gradients are averaged in the background.
+- `ParameterServerStrategy`: workers push gradients to servers, which hold the weights, and pull weights from them.
+- `HorovodStrategy`: synchronous training over Horovod.
+
+Importing this package starts no thread or process; a strategy starts them as training begins, see `strategies`.
+
+Read strategies first, then engine (averaging rounds and sync points) and membership (which ranks are alive). The
+algorithms are values without any communication, and can be read alone. docs/contributing has the list of all modules.
+"""
 
 from lightning_async.algorithms import (
     EASGD,

@@ -1,4 +1,4 @@
-"""Checks of constructor arguments, with one style of message."""
+"""Checks of constructor arguments, which raise errors with one style of message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from datetime import timedelta
 
 
 def check_choice(owner: str, argument: str, value: object, allowed: tuple[object, ...]) -> None:
-    """Raise ValueError unless the argument is one of ``allowed``, and of its type: 1.0 and True are no ints."""
+    """Raise ValueError unless the argument equals one of ``allowed`` and has its type.
+
+    1.0 and True do not pass for an allowed 1.
+    """
     alike = [each for each in allowed if isinstance(value, type(each)) and not isinstance(value, bool)]
     if value not in alike:
         raise ValueError(f"`{owner}({argument}={value!r})` must be one of {allowed}.")
@@ -20,7 +23,7 @@ def check_bool(owner: str, argument: str, value: object) -> None:
 
 
 def check_protocol(owner: str, argument: str, value: object, protocol: type, what: str) -> None:
-    """Raise TypeError unless the argument is an object with all members of ``protocol``."""
+    """Raise TypeError unless the argument is an object with all public members of ``protocol``."""
     names = [name for name in {**protocol.__annotations__, **vars(protocol)} if not name.startswith("_")]
     lacks = [name for name in names if not hasattr(value, name)]
     shown = f"`{owner}({argument}={value!r})` must be {what}."
@@ -31,12 +34,15 @@ def check_protocol(owner: str, argument: str, value: object, protocol: type, wha
 
 
 def check_int(owner: object, argument: str, at_least: int) -> None:
-    """Raise unless the argument is an ``int`` (and not a ``bool``) of at least ``at_least``."""
+    """Raise unless the attribute of ``owner`` is an ``int`` (and not a ``bool``) of at least ``at_least``."""
     check_number(type(owner).__name__, argument, getattr(owner, argument), at_least)
 
 
 def check_number(owner: str, argument: str, value: object, at_least: int) -> None:
-    """Check as `check_int` a value that its owner does not keep under that name."""
+    """Raise unless ``value`` is an ``int`` (and not a ``bool``) of at least ``at_least``.
+
+    Unlike `check_int`, which reads the attribute of an object, this takes the value itself.
+    """
     shown = f"`{owner}({argument}={value!r})`"
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{shown} must be an int, got {type(value).__name__}.")
@@ -56,7 +62,7 @@ def check_time(owner: str, argument: str, value: object) -> None:
 def check_real(
     owner: object, argument: str, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
 ) -> None:
-    """Raise unless the argument is a finite number within the given bounds."""
+    """Raise unless the attribute of ``owner`` is a finite number within the given bounds."""
     value = getattr(owner, argument)
     shown = f"`{type(owner).__name__}({argument}={value!r})`"
     if not isinstance(value, int | float) or isinstance(value, bool):

@@ -1,8 +1,9 @@
-"""Sockets that a fork of this process, such as a DataLoader's worker, must not hold on to.
+"""Sockets that a fork of this process, such as a DataLoader's worker, must not keep open.
 
-A connection ends when nobody holds it any more: a wait for a dead rank would wait for its forks, too. So forks let go
-of it as they begin. They keep the numbers, as something else under them, because a library may still come to close in
-them what it takes for its sockets. A fork's own sockets are its own.
+A connection ends only when no process holds its socket any more. If the forks of a dead rank kept its sockets open,
+its peers would not notice its death. Therefore each fork releases the sockets of its parent as soon as it begins. It
+puts /dev/null under each of their descriptors, because a library in the fork may later close the descriptor of what it
+takes for its socket, and must not close another file. Sockets that a fork opens itself are not concerned.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ T = TypeVar("T")
 
 
 def snapshot() -> dict[int, int]:
-    """Return the process's open sockets: descriptor to inode."""
+    """Return the process's open sockets, as a mapping from descriptor to inode."""
     found = {}
     for name in os.listdir("/dev/fd") if os.path.isdir("/dev/fd") else []:
         try:
@@ -33,7 +34,7 @@ def snapshot() -> dict[int, int]:
 
 
 def _ask(fd: int, question: Callable[[socket.socket], T]) -> T | None:
-    """Return a socket's answer; None for one that is closed, or of this machine only, or has none."""
+    """Return what ``question`` returns for the socket; None for a closed or Unix socket, or where it raises OSError."""
     try:
         with socket.socket(fileno=os.dup(fd)) as sock:
             return None if sock.family == socket.AF_UNIX else question(sock)
@@ -42,21 +43,23 @@ def _ask(fd: int, question: Callable[[socket.socket], T]) -> T | None:
 
 
 def listening_port(fd: int) -> int | None:
+    """Return the port on which the socket listens; None for a socket that does not listen."""
     listens = (socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     return _ask(fd, lambda sock: sock.getsockname()[1] if sock.getsockopt(*listens) else None)
 
 
 def connects(fd: int, own: set[int], peers: set[int]) -> bool:
+    """Return whether the socket's port is one of ``own``, or its peer's port is one of ``peers``."""
     return bool(_ask(fd, lambda sock: sock.getsockname()[1] in own or sock.getpeername()[1] in peers))
 
 
 def own_address(fd: int) -> str | None:
-    """Return the address of this end, as the peer may reach it."""
+    """Return the local address of the socket, by which its peer may reach this host."""
     return _ask(fd, lambda sock: sock.getsockname()[0].removeprefix("::ffff:"))
 
 
 def is_open(fd: int, inode: int) -> bool:
-    """Return whether the descriptor still is that socket."""
+    """Return whether the descriptor still belongs to the socket with this inode."""
     try:
         return os.fstat(fd).st_ino == inode
     except OSError:
@@ -64,39 +67,49 @@ def is_open(fd: int, inode: int) -> bool:
 
 
 def shut_down(sockets: Mapping[int, int]) -> None:
-    """End sockets, descriptor to inode, and with them the waits in them, here and at the peers."""
+    """Shut the sockets down, which ends all waits in them, here and at their peers.
+
+    Args:
+        sockets: Mapping from descriptor to inode.
+    """
     for fd, inode in sockets.items():
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
-            # The descriptor may have been closed and given to something else.
+            # The descriptor may have been closed meanwhile, and reused for another file.
             if os.fstat(sock.fileno()).st_ino == inode:
                 sock.shutdown(socket.SHUT_RDWR)
 
 
-_LATER_S = 0.5  # than torch's own end, or it would try once more
-_private: dict[int, int] = {}  # descriptor to inode; of those that were closed since, the inode tells
-_served: set[int] = set()
+_LATER_S = 0.5  # Shut down after torch's own timeout has passed: before that, torch would try once more.
+_private: dict[int, int] = {}  # Descriptor to inode. The inode shows whether the descriptor was closed and reused.
+_served: set[int] = set()  # Ports on which this process answers.
 _under_way: list[Opening] = []
 
 
 class Opening:
-    """The sockets that a library opens from now on; ``ours`` chooses, as other threads open some, too."""
+    """The sockets that a library opens from now on.
+
+    Args:
+        ours: Returns whether the socket with this descriptor is one of them, since other threads open sockets, too.
+    """
 
     def __init__(self, ours: Callable[[int], bool]) -> None:
         self._before = snapshot()
         self._ours = ours
 
     def sockets(self) -> dict[int, int]:
-        """Return those that are open by now: descriptor to inode."""
+        """Return the sockets that were opened since and are open now, as a mapping from descriptor to inode."""
         now = snapshot().items()
         return {fd: inode for fd, inode in now if self._before.get(fd) != inode and self._ours(fd)}
 
 
 @contextlib.contextmanager
 def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Iterator[Opening]:
-    """Keep what is opened within from forks, those that begin meanwhile, too; see `Opening`.
+    """Return a context in which sockets that a library opens are kept from forks, also from forks that begin meanwhile.
 
-    It is shut down soon after ``within``: where a server has a connection and is silent, torch waits in it without an
-    end.
+    Args:
+        ours: Returns whether a socket is one of the library's, see `Opening`.
+        within: Sockets are shut down soon after this time if the context has not been left. Without that, torch waits
+            without end for a server that accepts a connection and then stays silent. Default: no limit.
     """
     opened = Opening(ours)
     _under_way.append(opened)
@@ -115,7 +128,11 @@ def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Ite
 
 
 def keep_from_forks(sockets: Mapping[int, int]) -> None:
-    """Keep these sockets, descriptor to inode, to this process: from forks and from programs that it becomes."""
+    """Keep the sockets from forks of this process, and from programs that it executes.
+
+    Args:
+        sockets: Mapping from descriptor to inode.
+    """
     for fd in sockets:
         with contextlib.suppress(OSError):  # closed meanwhile
             os.set_inheritable(fd, False)
@@ -123,22 +140,24 @@ def keep_from_forks(sockets: Mapping[int, int]) -> None:
 
 
 def unshared(sock: socket.socket) -> socket.socket:
-    """Return the socket, which `keep_from_forks` keeps to this process."""
+    """Return the socket after `keep_from_forks` was called for it."""
     keep_from_forks({sock.fileno(): os.fstat(sock.fileno()).st_ino})
     return sock
 
 
 def serves_at(port: int) -> None:
-    """Keep the sockets of this port, which are yet to come, from forks, too: this process answers there."""
+    """Keep from forks all sockets of a port on which this process answers, also those that are accepted later."""
     _served.add(port)
 
 
 def _let_go() -> None:
+    """Release the parent's sockets; called in each fork as it begins."""
     held = [dict(_private), *(each.sockets() for each in _under_way)]
     if _served:
         held.append({fd: inode for fd, inode in snapshot().items() if connects(fd, _served, set())})
     for fd, inode in (each for sockets in held for each in sockets.items()):
         if is_open(fd, inode):
+            # `dup2` closes the socket and takes its descriptor in one step, so that no other file gets the number.
             nothing = os.open(os.devnull, os.O_RDWR)
             os.dup2(nothing, fd, inheritable=False)
             os.close(nothing)

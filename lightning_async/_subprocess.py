@@ -1,4 +1,4 @@
-"""Helper processes of this package's, which import no more than they need."""
+"""Helper processes of this package, which import no more than they need."""
 
 from __future__ import annotations
 
@@ -22,25 +22,42 @@ package = sys.modules["lightning_async"] = types.ModuleType("lightning_async")
 package.__path__ = [folder]
 importlib.import_module(module).main(*arguments)
 """
-"""The package is a bare name there: what its ``__init__`` imports takes seconds, and hundreds of megabytes."""
+"""The helper's program. It puts an empty module in place of the package, because the package's ``__init__`` imports
+torch and Lightning, which takes seconds and hundreds of megabytes."""
 
 
 def bare_command(module: str, arguments: list[Any], title: str) -> list[str]:
-    """Return the command line of a process that calls ``main`` of a module with ``arguments``, in JSON's terms.
+    """Return the command line of a process that calls ``main`` of a module.
 
-    The system's tools show ``title``.
+    Args:
+        module: Full name of the module.
+        arguments: Arguments of ``main``; values that JSON can hold.
+        title: Last word of the command line, by which people recognise the process in ``ps``.
     """
     folder = str(Path(__file__).resolve().parent)
     call = json.dumps([folder, [os.path.abspath(path) for path in sys.path if path], module, arguments])
-    # Isolated (-I): a module beside the user's script cannot take the place of one that it imports.
+    # Isolated (-I), so that a file beside the user's script cannot replace a module that the helper imports.
     return [sys.executable, "-I", "-S", "-c", _BOOT, call, title]
 
 
 class HelperProcess:
-    """A process that calls ``main`` of a module, in a session of its own, and a socket to it: its first argument.
+    """A process that calls ``main`` of a module, in a session of its own, with a socket to it.
 
-    The ``kind`` is the socket's; the process inherits ``descriptors``. Forks of this process do not have the socket, so
-    that the helper hears of this one's end. Raises OSError where the system does not let it start.
+    ``main`` gets the descriptor of its end of the socket as its first argument. Forks of this process do not hold the
+    socket, so that the helper sees its end closed when this process ends.
+
+    Args:
+        module: Full name of the module.
+        arguments: Further arguments of ``main``; values that JSON can hold.
+        title: Name of the process in ``ps``.
+        descriptors: File descriptors that the process inherits. Default: none.
+        kind: Type of the socket. Default: a stream.
+        stdout: Output of the process, as for `subprocess.Popen`. Default: dropped.
+        stderr: Error output of the process, as for `subprocess.Popen`. Default: that of this process.
+        env: Environment variables. Default: those of this process.
+
+    Raises:
+        OSError: the system does not start the process.
     """
 
     _left: ClassVar[list[subprocess.Popen[bytes]]] = []
@@ -51,7 +68,7 @@ class HelperProcess:
         env: Mapping[str, str] | None = None,
     ) -> None:  # fmt: skip
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, kind)
-        unshared(self.channel)  # at once: the start takes milliseconds, in which another thread may fork
+        unshared(self.channel)  # Before the start, which takes milliseconds: another thread may fork meanwhile.
         try:
             with theirs:
                 self.popen = subprocess.Popen(
@@ -64,18 +81,26 @@ class HelperProcess:
             raise
 
     def wait(self, within_s: float | None = None) -> int | None:
-        """Return its exit status, or minus the signal that has killed it; None where it has not ended by then."""
+        """Wait for the end of the process, and return its exit status.
+
+        The status is minus the signal's number where a signal has killed the process, and None where it still runs
+        after ``within_s`` seconds. Default: no limit.
+        """
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.popen.wait(within_s)
         return None
 
     def leave(self) -> None:
-        """Let it end by itself; its status is taken when the next one is left, as without that it stays a zombie."""
+        """Let the process end by itself, without waiting for it.
+
+        Its status is collected when another helper is left later. An ended process whose status nobody collects stays
+        a zombie.
+        """
         self._left[:] = [self.popen, *(each for each in self._left if each.poll() is None)]
 
 
 def in_words(status: int) -> str:
-    """Say how a process has ended.
+    """Return how a process has ended, in words.
 
     >>> in_words(-9), in_words(1)
     ('signal 9', 'exit status 1')

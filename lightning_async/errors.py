@@ -1,17 +1,17 @@
-"""The exceptions of run time, as one tree.
+"""The exceptions that training raises, all derived from `AsyncTrainingError`.
 
-Wrong arguments are ``ValueError`` or ``TypeError`` at construction; everything here happens later and names the rank,
-the round, the peer, the time that passed, and what to do next.
+Wrong arguments raise ``ValueError`` or ``TypeError`` at construction. The exceptions here are raised later; their
+messages name the rank, the round, the peer, the time that has passed, and what to do next.
 """
 
 from __future__ import annotations
 
 START_AGAIN = ", and start again from the last checkpoint"
-"""What is to be done where training ends; nothing of it where it goes on."""
+"""Advice at the end of a message, for errors that end training."""
 
 
 def in_brief(text: str) -> str:
-    r"""Return an error's first line and its last one, for other ranks, without a traceback between them.
+    r"""Return the first and the last line of an error's text, without the traceback between them, for other ranks.
 
     >>> in_brief("KeyError: Caught KeyError in worker process 0.\nOriginal Traceback:\n  ...\nKeyError: 'x'")
     "KeyError: Caught KeyError in worker process 0. KeyError: 'x'"
@@ -37,7 +37,12 @@ class GenerationChanged(CollectiveError):
 
 
 class PeerLost(AsyncTrainingError):
-    """A peer has stopped sending heartbeats, or said that it failed."""
+    """A peer has stopped sending heartbeats, or has reported its failure.
+
+    Args:
+        message: Text of the error.
+        ranks: Ranks of the lost peers. Default: none are named.
+    """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
@@ -45,15 +50,15 @@ class PeerLost(AsyncTrainingError):
 
 
 class ChannelTimeout(PeerLost):
-    """A peer has said nothing, or taken nothing, before the deadline; the channel to it is closed."""
+    """A peer has sent nothing, or received nothing, before the deadline; the channel to it is closed."""
 
 
 class StoreLost(PeerLost):
-    """The store does not answer any more: without it nobody can form a group, and the run ends on every rank."""
+    """The store does not answer any more; without it no group can be formed, and the run ends on every rank."""
 
 
 class Evicted(PeerLost):
-    """The others took this rank for dead and have gone on without it."""
+    """The other ranks took this rank for dead and have gone on without it."""
 
 
 class LayoutMismatch(AsyncTrainingError):
@@ -61,7 +66,7 @@ class LayoutMismatch(AsyncTrainingError):
 
 
 class GateMismatch(AsyncTrainingError):
-    """The ranks came to a sync point for different things, and none of them can give way."""
+    """The ranks wait for different operations or sync points at the same time, and cannot go on together."""
 
 
 class SettingsMismatch(AsyncTrainingError):
@@ -73,8 +78,8 @@ class CheckpointError(AsyncTrainingError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A file of a checkpoint is missing, or does not hold what was written to it."""
+    """A file of a checkpoint is missing, or its content differs from what was written."""
 
 
 class TrainingDiverged(AsyncTrainingError):
-    """Losses, gradients or parameters are out of bounds, and no remedy that was left has helped."""
+    """Losses, gradients or parameters are out of bounds, and all configured remedies are used up."""

@@ -1,8 +1,9 @@
-"""Events of a run, in lines that people read and programs parse: the logger ``lightning_async.events``.
+"""Events of a run, logged by ``lightning_async.events`` in lines that people read and programs parse.
 
     Rank 1 goes on as rank 0 of 2: ... [event=lost rank=0 generation=1 world_size=2 names=1,2]
 
-Each line ends with its event and its facts. A formatter of JSON finds the same in the record's attribute ``event``.
+Each line ends with the event's name and its facts. The log record holds them as a dictionary in its attribute
+``event``, too, for formatters that write JSON.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ _PLAIN = re.compile(r"[^\s\"=\]]+")
 
 
 def tell(event: str, level: int, words: str, **facts: object) -> None:
-    """Log one event: its name, the same for people in whole sentences, and facts.
+    """Log one event.
 
-    Facts are numbers, words, and lists of these.
+    Args:
+        event: Name of the event.
+        level: Level of the logging module.
+        words: The event in whole sentences, for people.
+        facts: The event's values, for programs: numbers, words, and lists of these.
     """
     if _log.isEnabledFor(level):
         shown = " ".join(f"{name}={_value(fact)}" for name, fact in {"event": event, **facts}.items())
@@ -26,7 +31,7 @@ def tell(event: str, level: int, words: str, **facts: object) -> None:
 
 
 def _value(fact: object) -> str:
-    """As JSON, without the quotes of what needs none.
+    """Return a fact as JSON, without quotes where they are not needed.
 
     >>> _value("a b"), _value("ab"), _value(("1", "2")), _value(0.25), _value(None), _value(())
     ('"a b"', 'ab', '1,2', '0.25', 'null', '""')

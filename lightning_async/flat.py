@@ -1,4 +1,4 @@
-"""The layout of a list of tensors in one flat fp32 bucket; the only code that knows it. No arithmetic."""
+"""The layout of a list of tensors in one flat fp32 bucket; no other module knows it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import torch
 from torch import Tensor
 
 ROOM = 16
-"""Elements in front of a bucket, for `with_tag`: 64 bytes, as what lies otherwise is slower to copy."""
+"""Elements in front of a bucket, which `with_tag` uses. They are 64 bytes: other offsets make copies slower."""
 
 
 class FlatLayout:
-    """The places of a list of tensors in one flat bucket: one after the other, in order, without gaps.
+    """The places of a list of tensors in one flat bucket, one after the other, in order, without gaps.
 
-    A tensor belongs to one place however many parts the bucket is cut into for transport; `parts` ignores the tensors'
-    bounds, so a tensor may be larger than a part. Of tensors only shapes and dtypes are kept. There is one of ``names``
-    for each, for messages. Default: ``"0"``, ``"1"``, ...
+    `parts` cuts a bucket for transport without regard to the tensors' bounds, so that a tensor may be larger than a
+    part.
+
+    Args:
+        tensors: The tensors; only their shapes and dtypes are kept.
+        names: One name for each tensor, for messages and `moved`. Default: ``"0"``, ``"1"``, ...
 
     >>> layout = FlatLayout([torch.zeros(2, 3), torch.zeros(())], ["weight", "bias"])
     >>> layout.numel
@@ -45,11 +48,14 @@ class FlatLayout:
         return torch.zeros(self.numel, dtype=torch.float32, device=device, pin_memory=pin_memory)
 
     def views(self, bucket: Tensor) -> list[Tensor]:
-        """Return one view into ``bucket`` per tensor, in its shape."""
+        """Return one view into ``bucket`` for each tensor, in the tensor's shape."""
         return [part.view(shape) for part, shape in zip(bucket.split(self.sizes), self.shapes, strict=True)]
 
     def moved(self, bucket: Tensor, to: FlatLayout) -> Tensor:
-        """Copy ``bucket`` into a new one of another layout: by name, where shapes are equal; zeros elsewhere."""
+        """Copy ``bucket`` into a new bucket of another layout, and return that.
+
+        A tensor is copied where the other layout has a tensor with its name and shape; all other elements are zero.
+        """
         held = dict(zip(self.names, self.views(bucket), strict=True))
         new = to.empty(bucket.device)
         for name, view in zip(to.names, to.views(new), strict=True):
@@ -58,9 +64,9 @@ class FlatLayout:
         return new
 
     def cut(self, number: int) -> list[slice]:
-        """Cut the list of tensors into runs of about equal bytes, none of them empty; return their places in the list.
+        """Cut the list of tensors into runs of about equal bytes, none of them empty, and return the runs' slices.
 
-        No run is larger than an equal share and the largest tensor together. There must be as many tensors.
+        No run is larger than an equal share and the largest tensor together. There must be at least ``number`` tensors.
 
         >>> FlatLayout([torch.zeros(numel) for numel in (4, 2, 2, 3, 1)]).cut(3)
         [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
@@ -78,20 +84,20 @@ class FlatLayout:
         return list(bucket.split(max(1, part_bytes // bucket.element_size()))) if bucket.numel() else []
 
     def describe(self) -> list[str]:
-        """Return a line per tensor: name, shape and dtype. Equal lists mean equal layouts."""
+        """Return one line for each tensor, with its name, shape and dtype; equal lists mean equal layouts."""
         return [
             f"{name}: shape {tuple(shape)}, {dtype}"
             for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True)
         ]
 
     def fingerprint(self) -> int:
-        """Return a hash of `describe` that fits a float64 exactly (52 bits), equal on every machine."""
+        """Return a hash of `describe` of 52 bits, which a float64 holds exactly; it is equal on every machine."""
         digest = hashlib.sha256("\n".join(self.describe()).encode()).digest()
         return int.from_bytes(digest[:8], "big") >> 12
 
     @staticmethod
     def first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
-        """Return the first entry in which two `describe` lists differ, as ``"mine | theirs"``; None: they are equal."""
+        """Return the first difference of two lists of `describe`, as ``"mine | theirs"``; None if they are equal."""
         for i, (left, right) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing")):
             if left != right:
                 return f"tensor {i}: {left} | {right}"
@@ -99,7 +105,9 @@ class FlatLayout:
 
 
 def with_tag(part: Tensor) -> Tensor:
-    """Return ``part``, which begins a bucket with `ROOM`, and that room: a number in it travels along.
+    """Return ``part`` together with the `ROOM` elements in front of it, where a number can travel along.
+
+    ``part`` must begin a bucket that was made with `ROOM` elements in front of it.
 
     >>> bucket = torch.zeros(ROOM + 3)[ROOM:]
     >>> with_tag(bucket[:2])[0] = 7.0

@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 class PeerMemory(CollectiveCallback, Callback):
     r"""A callback that keeps each rank's own state in the next rank's memory, for when the rank dies and comes back.
 
-    A rank that joins takes over rank 0's state, see docs/specification/failures.md, and then its own state as of its last
-    copy, at step :math:`k`: for asynchronous replicas the optimizers' state of each parameter, random states, the
+    A rank that joins takes over rank 0's state, see docs/specification/failures.md, and then its own state as of its
+    last copy, at step :math:`k`: for asynchronous replicas the optimizers' state of each parameter, random states, the
     gradient scale of fp16, and buffers that each replica keeps. The weights are the run's. Rank :math:`r` sends its
     copies to rank :math:`(r + 1) \bmod n` of the live ranks, or to the rank at the same place on the next host.
     Training stands still while the state is copied into memory. A thread sends it, over TCP, with a checksum. A copy

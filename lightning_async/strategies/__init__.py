@@ -1,0 +1,14 @@
+"""The strategies that a user gives to the Trainer, and the part of each replica in a session of training.
+
+- `AsyncAveragingStrategy`, `AsyncGradientStrategy` and `ParameterServerStrategy` are the public classes. They derive
+  from `AsyncStrategy` (sync points, sessions), and that from `ReplicatedStrategy` (ranks, one model, collectives).
+- `FitSessions` begins and ends the sessions of a fit; a `Session` builds engine, averager and step runner.
+- `LocalSteps`, `WindowSteps` and `PushSteps` are the step runners: the optimizer steps of each strategy.
+- `JoinCoordinator` and `JoiningRank` are the two sides of a join; `RankMap` holds the live ranks and their numbers.
+- `ServerHandle` and `Servers` find, start and end parameter servers; `ServerOptions` holds their rarer settings.
+
+Threads: everything runs on the training thread, except joins, which a thread prepares and another one completes, and
+a worker's requests to servers, which have a thread of their own. The engine's thread reports lost ranks.
+
+Read base and async_strategy first, then session and local_steps; the other step runners; join and server modules last.
+"""

@@ -1,4 +1,4 @@
-"""What strategies share whose replicas run at their own pace between sync points, whatever they exchange."""
+"""`AsyncStrategy`: the base of strategies whose replicas run at their own pace between sync points."""
 
 from __future__ import annotations
 
@@ -38,37 +38,42 @@ from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 from lightning_async.transports.torch import TorchTransport
 
-_fits = itertools.count(1)  # of this process, in the order of its script, which is the same on all ranks
+_fits = itertools.count(1)  # Numbers of this process's fits, which are equal on all ranks that run the same script.
 
 
 class AsyncStrategy(ReplicatedStrategy):
-    """Replicas that meet at sync points, and in the background in between.
+    """A strategy whose replicas wait for all others only at sync points; in between they exchange in the background.
+
+    This base averages the replicas at sync points, and takes local steps in between. Derived classes set the class
+    attributes to exchange more.
 
     Args:
-        config: what the engine must know.
-        buffers: what happens to floating-point buffers.
-        optimizer_state: what happens to the optimizers' state.
-        lr_clock: whose steps the learning rates follow that change per batch.
-        transport: see `ReplicatedStrategy`.
+        config: Settings of the averager and the engine.
+        buffers: Treatment of floating-point buffers.
+        optimizer_state: Treatment of the optimizers' state. Default ``"keep"``.
+        lr_clock: Steps that learning-rate schedulers follow which step per batch. Default ``"local"``.
+        transport: Starts the ranks and moves their bytes, see `ReplicatedStrategy`.
 
     Raises:
-        TypeError, ValueError: see `ReplicatedStrategy`.
+        TypeError: ``transport`` is no transport.
+        ValueError: the transport is unknown, or cannot do what ``config`` asks for.
     """
 
     asynchronous = True
-    checkpoint_key = "lightning_async"  # under which a checkpoint holds the rule's state and the clocks
+    checkpoint_key = "lightning_async"
+    """Key under which a checkpoint holds the rule's state and the clocks."""
     rule: AveragingRule = DeltaMean()
-    """Makes one model of replicas that differ at a sync point: by default their mean."""
+    """Rule that makes one model of replicas that differ at a sync point. Default: their mean."""
     schedule: Schedule = Synchronous()
-    """Says which steps replicas take alone: by default none, so that there are no rounds between sync points."""
+    """Schedule of local steps and rounds. Default: no local steps, and no rounds between sync points."""
     num_fragments: int = 1
-    """Parts of the parameters that rounds move in turn."""
+    """Number of parts of the parameters that rounds move in turn."""
     automatic: tuple[str, ...] = ()
-    """Names the arguments that follow from what is measured."""
+    """Names of the arguments whose values follow from measurements, for the summary."""
     make_step_runner: Callable[..., StepRunner] = LocalSteps
-    """Makes what takes the steps of a session."""
+    """Makes the step runner of a session."""
     make_totals: Callable[[], Any] | None = None
-    """Makes `Totals` of what replicas exchange; None: averaging rounds."""
+    """Makes the totals that the summary shows in place of averaging rounds. Default: it shows averaging rounds."""
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class AsyncStrategy(ReplicatedStrategy):
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
         self.config = config
         self.num_fits = 0
+        # Ranks can join over torch only: the groups of Horovod cannot be formed anew.
         self.host = JoinCoordinator(self) if isinstance(self.transport, TorchTransport) else None
         if config.timeouts.replicas and not isinstance(self.transport, TorchTransport):
             raise ValueError(
@@ -96,7 +102,7 @@ class AsyncStrategy(ReplicatedStrategy):
         self._trainer: Any = None
         self.fit_sessions: FitSessions | None = None
         self.pacing: Any = None
-        """Measures this replica's speed, in a fit."""
+        """The `Pacing` of a fit, which measures this replica's speed."""
         self.saved = SavedState(self.checkpoint_key)
 
     def setup_environment(self) -> None:
@@ -116,12 +122,14 @@ class AsyncStrategy(ReplicatedStrategy):
         fitting = trainer.state.fn == "fit"
         self.saved.begin_stage(trainer.lightning_module, fitting)
         if self.world is not None and fitting:
+            # Ranks that go on from different checkpoints would average different models.
             check_equal(self.world, {"ckpt_path": self.saved.origin})
             configuration_checks.check_setup(self.module, self._layer_sync, self.buffers)
         self.setup_replica(trainer)
         if fitting:
             self.num_fits = next(_fits)
             self.fit_sessions = FitSessions(self, trainer)
+            # A joining rank patches the loops when it has received the state of the others.
             if not self.joining:
                 self.fit_sessions.install(self.world)
             self.fit_sessions.undo.append(AveragingMonitor().attach(trainer))
@@ -129,8 +137,8 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.undo += self.pacing.install()
 
     def on_train_start(self) -> None:
-        """Let the replicas part: all ranks hold the same model."""
-        if self.averager is not None:  # a loop within this fit, such as the LearningRateFinder's
+        """Begin a session, in which replicas may differ; all ranks hold the same model now."""
+        if self.averager is not None:  # a loop within this fit has begun, such as the LearningRateFinder's
             self.start_over()
         if self.joining:
             JoiningRank(self, self._trainer).join()
@@ -146,17 +154,21 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.begin_again()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the peers, so that they end with this rank's error instead of waiting for it."""
+        """Report the exception to the peers, so that they end with its text instead of waiting for this rank."""
         agreed = self.sync_points is not None and Vote.STOP in self.sync_points.agreed
         self.failed = not (agreed and isinstance(exception, SystemExit))  # Lightning's SIGTERMException is one
         if self._connection is not None:
             self._connection.world.asynchronous = True
-            self._connection.outlives &= not isinstance(exception, Evicted | StoreLost)  # nobody waits for it
+            # This rank's store is kept until other failing ranks have read why. Without a store, or when they have gone
+            # on without this rank, no rank reads it.
+            self._connection.outlives &= not isinstance(exception, Evicted | StoreLost)
             if self.failed and not isinstance(exception, PeerLost):
                 self._connection.membership.fail(in_words(exception))
-        note_end(exception)  # after the others were told: a disk may hang
+        # After the report to the peers, because writing to the disk may hang.
+        note_end(exception)
 
     def teardown(self) -> None:
+        # Before `disconnect`, because a session uses the connection until it ends.
         if self.fit_sessions is not None:
             self.fit_sessions.end()
         self.fit_sessions = self._trainer = None
@@ -168,6 +180,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.patches.begin_batch(batch_idx)
         self.begin_again()
         if self._session is not None and self.world is not None:
+            # From here to the next sync point, collectives of users must not wait for ranks that are at other batches.
             self.world.asynchronous = True
             self.step_runner.start_batch(batch)
         if self.fit_sessions is not None:
@@ -193,7 +206,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def fewest(self) -> int:
-        """With so many replicas training does not end."""
+        """Smallest number of replicas with which training goes on, or waits for others."""
         return self.config.survives(self.num_started, can_lose=isinstance(self.transport, TorchTransport))
 
     @property
@@ -220,7 +233,8 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def sync_points(self) -> SyncPoints | None:
-        fit_sessions = self.fit_sessions  # not by `_session`: it is asked for a dozen times a step
+        # Without the property `_session`, because this is read a dozen times a step.
+        fit_sessions = self.fit_sessions
         return (
             None if fit_sessions is None or fit_sessions.session is None else fit_sessions.session.averager.sync_points
         )
@@ -231,10 +245,11 @@ class AsyncStrategy(ReplicatedStrategy):
         return super().step_runner if session is None else session.step_runner
 
     alone = "so there is nothing to average"
+    """Consequence of a world of one rank, for a log line."""
     count = staticmethod(batch_size)
 
     def count_samples(self, batch: Any) -> float:
-        """Return what the batch counts, once for each batch, and tell the replica's pace its samples."""
+        """Return the weight of a batch, its samples by default, and report its samples to `pacing`; once per batch."""
         counted = self.count(batch)
         self.pacing.samples = counted if self.count is batch_size else batch_size(batch)
         return counted
@@ -257,25 +272,30 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.summarise()
 
     def settings(self) -> dict[str, object]:
-        """Return what must be equal on all ranks in a fit."""
+        """Return the settings that must be equal on all ranks in a fit."""
         return {
             "strategy": type(self).__qualname__, "buffers": self.buffers,
             "backend": self.transport.backend_on(self.root_device), **self.config.settings(),
         }  # fmt: skip
 
     def usual_settings(self) -> dict[str, object]:
-        """Return what need not be equal, but commonly is."""
+        """Return the settings that may differ between ranks, but commonly are equal."""
         return {"timeouts": self.config.timeouts}
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
-        """Forget ranks that are lost; this one is ``rank`` from here on. Called on the engine's thread."""
+        """Forget lost ranks; called on the engine's thread.
+
+        Args:
+            names: Names of the lost ranks in this run.
+            rank: Number of this rank from now on.
+        """
 
     def handed_over(self) -> dict[str, Any]:
-        """Return what a joining rank needs of this strategy besides."""
+        """Return what a joining rank needs of the strategy, beside the model and the state of averaging."""
         return {}
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        """Take what the live ranks have `handed_over`."""
+        """Take over, on a joining rank, what `handed_over` has returned on rank 0."""
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)
@@ -286,6 +306,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        # A checkpoint was restored during training: averaging begins again with it.
         if self.averager is not None:
             self.start_over()
         self.saved.load(checkpoint)

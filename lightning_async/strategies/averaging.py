@@ -1,4 +1,4 @@
-"""The strategy: `Trainer(strategy=AsyncAveragingStrategy(...))`."""
+"""`AsyncAveragingStrategy`: replicas take local steps, and their parameters are averaged in the background."""
 
 from __future__ import annotations
 
@@ -27,63 +27,68 @@ from lightning_async.transports.base import Transport
 from lightning_async.transports.resolve import TransportName
 
 _PLAIN_MEAN = DiLoCo(outer_lr=1.0, outer_momentum=0.0)
-"""Makes of the replicas what `DeltaMean` makes, and takes compressed messages and the state of `AdaptiveDiLoCo`."""
+"""A rule that averages as `DeltaMean` does; unlike that, it allows compression, and goes on from the state of
+`AdaptiveDiLoCo`."""
 
 
 class AsyncAveragingStrategy(AsyncStrategy):
-    r"""Replicas take local steps and become one model by averaging in the background.
+    r"""A strategy in which replicas take local steps and become one model by averaging in the background.
 
-    Each replica :math:`i` trains alone. When the schedule says so it sends a snapshot :math:`s_i`; while it goes on
-    training, the work-weighted mean :math:`m = \sum_i w_i s_i` arrives, and the parameters move by
-    :math:`x_i \leftarrow x_i + (m - s_i)` (or by what another rule makes of it). Validation, checkpoints, the end of
-    an epoch and the end of training happen at a *sync point*: all ranks wait there, serving rounds for those that still
-    train, until every one holds the same model to the bit. Between sync points nothing waits for all ranks.
+    Each replica :math:`i` trains alone. When the schedule says so, it sends a snapshot :math:`s_i` of its parameters
+    and goes on training. When the work-weighted mean :math:`m = \sum_i w_i s_i` arrives, its parameters move by
+    :math:`x_i \leftarrow x_i + (m - s_i)`; other rules use the mean in other ways. Validation, checkpoints, the end of
+    an epoch and the end of training happen at a *sync point*: each rank that has come there waits, and takes part in
+    the rounds of ranks that still train, until all ranks hold the same model to the bit. Between sync points no rank
+    waits for all others.
 
     Args:
-        rule: how replicas become one model: ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
-            settings follow from the local steps in a round; where a module steps several optimizers by itself it is
-            the plain mean, as momentum leads models astray that train against each other. `DiLoCo`, `SlowMo`,
-            `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around such a rule, or, without overlap, `Mean`. With
-            `EASGD` they stay models of their own around a center.
-        schedule: when: ``"auto"`` (default) is `MatchCommunication`, a period that follows from the time of a round;
-            `AdaptivePeriod`, `EveryNSteps`, `EverySeconds`, `DyLU`, `Synchronous`, `Warmup`.
-        overlap: rounds run while training goes on; False: training stands still for each.
-        weighting: what a replica's contribution is weighted by: its ``"samples"`` since its last round (default),
-            its ``"steps"``, ``"equal"``, or a function of a batch that says what it counts, such as its tokens: a
-            number >= 0.
-        buffers: floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each replica's,
-            ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every sync point. Integer
-            buffers take the largest value of all replicas at every sync point.
-        optimizer_state: ``"keep"`` each replica's (default), ``"average"`` it, or ``"reset"`` it after each round. Who
-            has missed synchronous steps, being out of data, takes over the others' at the next sync point in any case.
-        lr_clock: learning-rate schedulers that step per batch follow the replica's own steps (``"local"``,
-            default), or the mean over all replicas (``"global"``). Under `Synchronous` there is one: steps are all's.
-        compression: of the messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send differences,
-            such as `DiLoCo`), ``"topk"`` or `TopK(fraction, bits)` (the largest elements; for the same rules),
-            ``"bf16"`` (half), or ``"none"``; ``"auto"`` (default) is ``TopK(0.02, bits=2)`` under `SparseLoCo`, int8
-            under other rules that send differences, else none. Nothing is lost: what a message cannot hold stays in the
-            replica's parameters, or in the residual of `SparseLoCo`, and goes with the next one. Sync points exchange
-            fp32.
-        fragments: each round moves one of so many parts of the parameters, in turn, and each part has a round per
-            period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, of a quarter of the bytes.
-            Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four where ``schedule`` is
-            ``"auto"`` and rounds overlap, but no more than there are parameters; else one, all in every round.
-        min_replicas: ranks may be lost as long as so many are left, and these go on: no local step of theirs is lost,
-            the round under way is repeated by them, and they train on what the lost had not shared of the epoch. None
-            (default): half of those that were started, rounded up; over Horovod all. The number of ranks: one that is
-            lost ends training on all.
-        max_replicas: ranks that are started while others train are taken in until there are so many: those that were
-            lost, under their numbers, and new ones, under numbers of their own. None (default): as many as began.
-        timeouts: how long to wait for what.
-        part_mb: payloads move in parts of at most this many MiB. Default 16.
-        transport: who starts the ranks and what moves their bytes: `TorchTransport`, `HorovodTransport`, or a short
-            name, "torch", "horovod" or "auto" (default): Horovod where horovodrun started the ranks, else torch.
+        rule: Makes one model of the replicas. ``"auto"`` (default) is `AdaptiveDiLoCo`, an outer optimizer whose
+            settings follow from the number of local steps in a round; for a module that steps several optimizers
+            manually it is the plain mean, because momentum harms models that train against each other. Others are
+            `DiLoCo`, `SlowMo`, `SparseLoCo`, `DeltaMean`, `PseudoGradientPenalty` around such a rule, and, without
+            overlap, `Mean`. With `EASGD` replicas stay different models around a center.
+        schedule: Decides when a round begins. ``"auto"`` (default) is `MatchCommunication`, whose period follows from
+            the time that a round takes. Others are `AdaptivePeriod`, `EveryNSteps`, `EverySeconds`, `DyLU`,
+            `Synchronous` and `Warmup`.
+        overlap: True (default): rounds run while training goes on. False: training waits for each round.
+        weighting: Weight of a replica's contribution: its ``"samples"`` since its last round (default), its
+            ``"steps"``, ``"equal"``, or a function that returns the weight of a batch, such as its number of tokens, as
+            a number >= 0.
+        buffers: Treatment of floating-point buffers (BatchNorm statistics): ``"average"`` (default), ``"keep"`` each
+            replica's, ``"broadcast"`` rank 0's, or ``"recompute"`` BatchNorm's from recent batches at every sync
+            point. Integer buffers take the largest value of all replicas at every sync point.
+        optimizer_state: Treatment of the optimizers' state: ``"keep"`` each replica's (default), ``"average"`` it, or
+            ``"reset"`` it after each round. A replica that was out of data and has missed synchronous steps always
+            takes over the others' state at the next sync point.
+        lr_clock: Steps that are counted by learning-rate schedulers that step per batch: the replica's own
+            (``"local"``, default), or the mean over all replicas (``"global"``). Under `Synchronous` both are the same.
+        compression: Compression of messages: ``"int8"`` or ``"fp8"`` (a quarter of the bytes; for rules that send
+            differences, such as `DiLoCo`), ``"topk"`` or `TopK(fraction, bits)` (only the largest elements; for the
+            same rules), ``"bf16"`` (half of the bytes), or ``"none"``. ``"auto"`` (default) is ``TopK(0.02, bits=2)``
+            under `SparseLoCo`, int8 under other rules that send differences, else none. What a message cannot hold
+            stays in the replica's parameters, or in the residual of `SparseLoCo`, and goes with a later message. Sync
+            points exchange fp32.
+        fragments: Number of parts of the parameters. Each round moves one part, in turn, and each part has one round
+            per period of the schedule: with 4, `EveryNSteps(32)` begins a round every 8 steps, with a quarter of the
+            bytes. Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four if ``schedule`` is
+            ``"auto"`` and rounds overlap, but no more than there are parameters; else one.
+        min_replicas: Smallest number of replicas with which training goes on after ranks are lost. Live ranks lose no
+            local step; they repeat the round that was under way, and train on the samples of the epoch that lost ranks
+            had not shared. None (default): half of the ranks that were started, rounded up; over Horovod all of them.
+            With the number of ranks, the loss of one rank ends training on all.
+        max_replicas: Largest number of replicas up to which ranks that are started during training are admitted: lost
+            ranks under their earlier numbers, new ranks under new numbers. None (default): as many as were started.
+        timeouts: Time limits of waits, see `Timeouts`. Default: those of `Timeouts()`.
+        part_mb: Largest size in MiB of the parts in which payloads move. Default 16.
+        transport: Starts the ranks and moves their bytes: `TorchTransport`, `HorovodTransport`, or a short name,
+            "torch", "horovod" or "auto" (default), which is Horovod if horovodrun started the ranks, else torch.
 
     Raises:
-        TypeError: ``rule``, ``schedule`` or ``transport`` lacks what one must answer; a number of replicas is none.
-        ValueError: an unknown policy, numbers of replicas that cannot be, a rule that overwrites together with
-            ``overlap=True``, or one that sends its parameters together with 8 bits of compression or `TopK`; as
-            training begins, more fragments than parameters that are trained.
+        TypeError: ``rule``, ``schedule`` or ``transport`` lacks a method that it must have; a number of replicas is no
+            int.
+        ValueError: a policy is unknown, numbers of replicas contradict each other, a rule that overwrites the
+            parameters comes with ``overlap=True``, or a rule that sends the parameters themselves comes with `TopK` or
+            8 bits of compression; when training begins, there are more fragments than trained parameters.
 
     Source: local SGD (Stich, 2019), DiLoCo (Douillard et al., 2023), asynchronous model averaging as in Bagua, and for
     fragments Douillard et al., "Streaming DiLoCo with overlapping communication", 2025,
@@ -110,12 +115,13 @@ class AsyncAveragingStrategy(AsyncStrategy):
         part_mb: float = 16.0,
         transport: Transport | TransportName = "auto",
     ) -> None:
-        chosen = {"rule": rule, "schedule": schedule}  # the rest follows from these
+        chosen = {"rule": rule, "schedule": schedule}  # other automatic arguments follow from these two
         self.automatic = self._left_open = tuple(name for name, value in chosen.items() if value == "auto")
         rule = AdaptiveDiLoCo() if rule == "auto" else rule
         self._num_fragments = partial(_num_fragments, fragments, schedule == "auto" and overlap is True)
         fragments = self._num_fragments()
-        if schedule == "auto":  # what is in flight is a part only, so that rounds may follow each other more closely
+        if schedule == "auto":
+            # A round of fragments moves only a part, so that rounds may follow each other more closely.
             schedule = MatchCommunication() if fragments == 1 else MatchCommunication(factor=1.3)
         configuration_checks.check_arguments(rule, schedule, overlap)
         owner = type(self).__name__
@@ -147,13 +153,15 @@ class AsyncAveragingStrategy(AsyncStrategy):
         super().setup(trainer)
         if trainer.state.fn != "fit":
             return
+        # The module has its optimizers from here on.
         self._fit_rule()
         if self.world is not None:
-            apart = not isinstance(self.schedule, Synchronous)  # what replicas make of their own steps is averaged
+            # Replicas step with their own gradients between rounds, unless the schedule is `Synchronous`.
+            apart = not isinstance(self.schedule, Synchronous)
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
 
     def _fit_rule(self) -> None:
-        """Take a rule without momentum where several optimizers step manually, or warn of one that the user named."""
+        """Choose a rule without momentum if several optimizers step manually, or warn if the user chose another."""
         in_rounds = not isinstance(self.schedule, Synchronous)
         several = in_rounds and not self.module.automatic_optimization and len(self.optimizers) > 1
         if "rule" in self._left_open:
@@ -174,7 +182,8 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     @property
     def shared_steps(self) -> tuple[int, int] | None:
-        shared = super().shared_steps  # first: it is None by default, and is asked for at every step
+        # First, because it is None by default, and this is called at every step.
+        shared = super().shared_steps
         return None if shared is None or isinstance(self.schedule, Synchronous) else shared
 
     def settings(self) -> dict[str, object]:
@@ -189,7 +198,7 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
 
 def _num_fragments(given: int | Literal["auto"], several: bool, num_parameters: int = 4) -> int:
-    """Return in how many parts parameters move: four at most, where that is "auto" and there may be ``several``."""
+    """Return the number of fragments: the ``given`` one; for "auto" at most four where ``several`` are allowed."""
     if given != "auto":
         return given
     return max(1, min(4, num_parameters)) if several else 1

@@ -1,6 +1,7 @@
-"""Averaging's state in checkpoints: it goes with the weights that it belongs to, and with no others.
+"""The state of averaging in checkpoints, which belongs to the weights of the same checkpoint.
 
-`SavedState` holds what a checkpoint has said, and writes the next one; `state_of` asks the engine for it.
+`SavedState` holds the state that was loaded from a checkpoint, and writes the state into the next one. `state_of` gets
+the present state from the engine.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ log = logging.getLogger(__name__)
 
 
 class SavedState:
-    """The state of averaging in a checkpoint: loaded by this run, or left by the last one.
+    """The state of averaging in a checkpoint: loaded by this run, or left by the last fit.
 
     Args:
-        key: under which a checkpoint holds it.
+        key: Key under which a checkpoint holds the state.
     """
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._is_read = False
-        """What there is to go on from is a checkpoint's, and not handed over by those who train."""
+        """Whether the loaded state is a checkpoint's, and was not handed over by ranks that train."""
         self._last: dict[str, Any] | None = None
         self._owner: Any = None
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Begin a run: what an earlier one has loaded is not its own."""
+        """Begin a run: forget the state that an earlier run has loaded."""
         self.origin = "none"
-        """Says which checkpoint this run goes on from; equal on all ranks that go on from the same one."""
+        """Description of the checkpoint that this run goes on from; equal on all ranks that loaded the same one."""
         self.own = False
-        """What was read is this rank's own, and not what one rank has written for all."""
+        """Whether the checkpoint was written by this rank for itself, and not by one rank for all."""
         self._has_loaded = False
         self._loaded: dict[str, Any] | None = None
         self._replica: dict[str, Any] | None = None
@@ -49,18 +50,26 @@ class SavedState:
         self._alike: Any = None
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
-        """Begin a stage of the run: a fit goes on from its checkpoint, evaluation leaves it with the weights."""
+        """Begin a stage of the run.
+
+        A fit will take the loaded state. After an evaluation, checkpoints of the same module still hold it.
+
+        Args:
+            module: The user's module.
+            fitting: Whether the stage is a fit.
+        """
         if fitting:
             self._last = None
         elif self._has_loaded:
             self._last = self._loaded
             self._loaded = None
+        # The kept state belongs to the weights of another module.
         elif module is not self._owner:
             self._last = None
         self._owner = module
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take what averaging has in a checkpoint that was read."""
+        """Take the state of averaging out of a checkpoint that was read."""
         self._has_loaded = True
         self._loaded = checkpoint.get(self._key)
         self._last = None
@@ -69,7 +78,10 @@ class SavedState:
         self.origin = (self._loaded or {}).get("origin") or _describe(checkpoint, self._loaded)
 
     def leave_rule(self, rule: str) -> None:
-        """Go on as with this rule, which has no state, whatever wrote the checkpoint: replicas are one model."""
+        """Replace the loaded state of a rule with that of ``rule``, which has none, and make all replicas one model.
+
+        This is for a strategy that goes on from the weights only, whichever strategy wrote the checkpoint.
+        """
         if self._loaded is not None:
             begins = {"alike": None, "synchronous": True, "fresh": True}
             alone = [
@@ -78,25 +90,34 @@ class SavedState:
             self._loaded = {**self._loaded, "rule": rule, "rule_state": {}, "replicas": alone, "replica": None}
 
     def take_replica(self) -> dict[str, Any] | None:
-        """Return, once, this replica's own parameters, where they differed from what all had agreed on."""
+        """Return this replica's own parameters, if they differed from the agreed ones; None at the next call."""
         replica = self._replica
         self._replica = None
         return replica
 
     def take_gathered(self) -> tuple[Any, Any]:
-        """Return, once, what this rank had gathered towards a step, and what all have alike beside the rule's state."""
+        """Return the step runner's saved state, and clear it.
+
+        Returns:
+            What this rank had gathered towards its next step, and what is equal on all ranks beside the rule's state.
+        """
         taken = self._gathered, self._alike
         self._gathered = self._alike = None
         return taken
 
     def take(self) -> dict[str, Any] | None:
-        """Return, once, what the fit goes on from."""
+        """Return the state that the fit goes on from, and clear it."""
         loaded = self._loaded
         self._loaded = None
         return loaded
 
     def go_on(self, state: dict[str, Any], gathered: Any = None) -> None:
-        """Go on from this state as if it had been loaded, with what this rank has ``gathered``."""
+        """Use a state as if it had been loaded from a checkpoint.
+
+        Args:
+            state: State of averaging.
+            gathered: What this rank has gathered towards its next step, if the state does not hold that. Default: none.
+        """
         self._loaded = state
         self._gathered = gathered
         self._is_read = False
@@ -106,41 +127,53 @@ class SavedState:
         self._last = state
 
     def write(self, checkpoint: dict[str, Any], now: dict[str, Any] | None, origin: str = "") -> None:
-        """Write into a checkpoint the state ``now``; before a fit's start and after its end what goes with the weights.
+        """Write the state into a checkpoint.
 
         Args:
-            checkpoint: what it is written into.
-            now: the state.
-            origin: says which checkpoint this is, where those of ranks differ. Default: what it holds says so.
+            checkpoint: The checkpoint.
+            now: Present state; None before a fit's start and after its end, when the state that was loaded or kept is
+                written.
+            origin: Description of the checkpoint, if each rank writes a different one. Default: a description is made
+                from the content when the checkpoint is loaded.
         """
         state = now or self._loaded or self._last
         if state is not None:
             checkpoint[self._key] = {**state, "origin": origin} if origin else state
 
     def leave_behind(self) -> None:
-        """Drop the state: a world of one goes on from the weights alone."""
+        """Drop the loaded state, because a world of one goes on from the weights alone."""
         if (saved := self.take()) is not None:
             self._warn_of_windows(saved)
 
     def resume(self, averager: BackgroundAverager, rank: int, world_size: int) -> None:
-        """Let the averager go on from what was loaded, if anything was. Of another number of ranks: from rank 0's."""
+        """Let the averager go on from the loaded state, if there is one.
+
+        A state of another number of ranks is used as far as it does not belong to single ranks; clocks are rank 0's.
+
+        Args:
+            averager: Averager of this session, not started yet.
+            rank: Current rank.
+            world_size: Number of ranks.
+        """
         saved = self.take()
         if saved is not None:
             replicas = saved["replicas"]
             own = replicas[rank] if len(replicas) == world_size else without_own(replicas[0])
             if rank == 0 and len(replicas) != world_size:
                 self._warn_of_windows(saved)
+            # The state that a joining rank is given holds the mean of the others' steps.
             if "mean_steps" in saved:
                 own = {**own, "mean_steps": saved["mean_steps"]}
             averager.load_state_dict(saved, own)
             if rank == 0:
                 self._warn_of_rule(saved, averager.agreed)
             self._replica = saved.get("replica")
+            # Only the clocks of rank 0 hold it, see `clocks_of`.
             self._alike = replicas[0].get("alike")
             self._gathered = own.get("gathered") or self._gathered
 
     def _warn_of_rule(self, saved: dict[str, Any], agreed: RuleState) -> None:
-        """Warn of a rule that begins where another one was, which had nothing that it could not go on from."""
+        """Warn if the averager's rule has a state that the checkpoint, of another rule, does not hold."""
         if self._is_read and saved["rule"] != agreed.name and agreed.nbytes():
             log.warning(
                 "The checkpoint of %s holds no state of a rule: that of `rule=%r` begins there.",
@@ -148,12 +181,12 @@ class SavedState:
             )  # fmt: skip
 
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
-        """Warn of windows that nobody goes on with: each belongs to a rank, and these are other ranks."""
+        """Warn of gathered gradients that are dropped, because their windows belong to ranks that are not there."""
         windows = [(each.get("gathered") or {}).get("window") for each in saved["replicas"]]
         samples = [float(window["samples"]) for window in windows if window is not None]
         if not self._is_read or not any(samples):
             return
-        alone = len(windows) == 1  # it was saved between sync points, where a rank knows of itself
+        alone = len(windows) == 1  # saved between sync points, when a rank only knows its own window
         log.warning(
             "The checkpoint of %s was saved within windows of gradients: %g samples that %s had gathered are in no "
             "step%s, and are dropped. `FaultTolerantCheckpoint` keeps them for the same number of ranks; so does "
@@ -164,7 +197,10 @@ class SavedState:
 
 
 def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -> dict[str, Any]:
-    """Return the engine's state: at a sync point with every replica's clocks, else with this one's for all."""
+    """Return the engine's state for a checkpoint.
+
+    At a sync point, where all ranks call this together, it holds the clocks of every replica; else only this one's.
+    """
     if world is None or world.asynchronous:
         replicas = [averager.clocks()]
     else:
@@ -173,12 +209,12 @@ def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -
 
 
 def clocks_of(averager: BackgroundAverager, rank: int) -> dict[str, Any]:
-    """Return the clocks of a rank; what all ranks have alike, rank 0 has for all."""
+    """Return the clocks of a rank for `state_of`; only those of rank 0 hold what is equal on all ranks."""
     return averager.clocks() if rank == 0 else {**averager.clocks(), "alike": None}
 
 
 def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:
-    """Progress and a checksum of the weights and of what all replicas share of the rule's state."""
+    """Return the progress of a checkpoint, and a checksum of its weights and its rule's state."""
     steps = checkpoint.get("global_step")
     epochs = checkpoint.get("epoch")
     checksum = _checksum(checkpoint.get("state_dict", {}).values(), 0)
@@ -191,6 +227,7 @@ def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:
 def _checksum(values: Iterable[Any], start: int) -> int:
     for value in values:
         if isinstance(value, Tensor):
+            # As bytes, because numpy lacks some of the dtypes, such as bfloat16.
             data: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
             start = zlib.crc32(data, start)
     return start

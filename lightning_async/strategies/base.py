@@ -1,7 +1,7 @@
-"""What every strategy of this package shares: ranks and their launch, one model at the start, collectives.
+"""The base of every strategy of this package: ranks and their launch, one model at the start, collectives.
 
-`ReplicatedStrategy` is that; `Roles` say which ranks are replicas. `asks_the_store` says where the store knows which
-process comes back, because nobody counts the starts of a rank, or somebody does for each rank alone.
+`ReplicatedStrategy` is the base class. `Roles` tells which ranks are replicas. `asks_the_store` tells whether a process
+learns from the store that it comes back, for jobs whose launcher does not tell it.
 """
 
 from __future__ import annotations
@@ -57,12 +57,16 @@ _AUTO = "auto"
 
 
 def asks_the_store(variables: Mapping[str, str]) -> bool:
-    """Return whether the store knows which rank comes back.
+    """Return whether a rank must ask the store whether it comes back while others train.
 
-    The variables say so, or each rank has an agent of torchrun, which counts and starts its own rank only.
+    It must where the environment variables ask for it, and where each rank has its own agent of torchrun: such an agent
+    starts and counts its own rank only.
+
+    Args:
+        variables: Environment variables of the rank.
 
     Raises:
-        ValueError: the variables say so, and rank 0 itself has the store.
+        ValueError: the variables ask for it, but the store ends with rank 0.
 
     >>> agents = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True", "LOCAL_WORLD_SIZE": "1"}
     >>> asks_the_store({**agents, "WORLD_SIZE": "3"}), asks_the_store({**agents, "WORLD_SIZE": "1"})
@@ -83,25 +87,25 @@ def asks_the_store(variables: Mapping[str, str]) -> bool:
 
 
 class Roles:
-    """The ranks of a strategy that are replicas; in this base, all."""
+    """The roles of a strategy's ranks; in this base class, all ranks are replicas."""
 
     num_serving = 0
-    """How many of the ranks, the last ones, are no replicas."""
+    """Number of ranks that are no replicas; they are the last ones."""
     begin_together = True
-    """Training begins when all ranks have come."""
+    """Whether training begins only when all ranks have come."""
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError where not all ranks can be replicas over this transport."""
+        """Raise ValueError if the roles cannot be had over this transport."""
 
     def check_ranks(self, started: int) -> None:
-        """Raise ValueError where so many ranks leave no replica."""
+        """Raise ValueError if these roles cannot be given to ``started`` ranks."""
 
     def is_alone(self, world_size: int) -> bool:
-        """Return whether a replica, of so many, needs nobody."""
+        """Return whether a replica, one of ``world_size``, trains without any other process."""
         return world_size == 1
 
     def take_part(self, strategy: Any) -> None:
-        """Return on a replica; elsewhere do what the rank is there for, and end the process."""
+        """Return at once on a replica; on another rank, do its work and end the process."""
 
 
 if TYPE_CHECKING:
@@ -114,17 +118,19 @@ T = TypeVar("T")
 
 
 class ReplicatedStrategy(ParallelStrategy, StrategyView):
-    """One whole replica per rank, on the device of its local rank.
+    """A strategy with one whole replica per rank, on the device of its local rank.
 
     Args:
-        transport: who starts the ranks and what moves their bytes, or a short name, see `choose_transport`.
-        dead_after: a rank without a heartbeat for so long is lost; None for no heartbeats.
-        gloo_timeout: after which Gloo inside Horovod gives up on a silent peer, where a short name chose Horovod.
+        transport: Starts the ranks and moves their bytes; a `Transport`, or a short name, see `choose_transport`.
+            Default ``"auto"``.
+        dead_after: Time without a heartbeat after which a rank is lost; None for no heartbeats.
+        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer, if a short name chose Horovod.
+            Default 30 s.
 
     Raises:
-        TypeError: ``transport`` is none.
-        ValueError: an unknown name, or a transport that has no effect here.
-        ModuleNotFoundError: Horovod is called for, but not installed.
+        TypeError: ``transport`` is no transport.
+        ValueError: the name is unknown, or the transport has no effect here.
+        ModuleNotFoundError: Horovod is asked for, but not installed.
     """
 
     is_distributed = True
@@ -149,13 +155,13 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self._connection: Connection | None = None
         self.num_runs = self._operations = 0
         self.live_ranks: RankMap | None = left_here()
-        """Who is left, where training goes on without those that are lost."""
+        """The `RankMap` of live ranks; None where no rank may be lost, and before the first session."""
         self.own_steps = OwnSteps()
         self._own_steps_undo: list[Undo] = []
 
     @property
     def cluster_environment(self) -> Any:
-        """This rank's environment, in which its number may change."""
+        """The Lightning environment of this rank; it is replaced when the rank's number changes."""
         return self._environment
 
     @cluster_environment.setter
@@ -173,7 +179,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def num_nodes(self) -> int:
-        """Hosts that take part; set by the Trainer."""
+        """Number of hosts that take part; set by the Trainer."""
         return self._num_nodes
 
     @num_nodes.setter
@@ -182,7 +188,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def num_processes(self) -> int:
-        """Ranks on this host."""
+        """Number of ranks on this host."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
@@ -190,7 +196,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Tell the environment its ranks, and Lightning's printing whether it is rank 0."""
+        """Pass this rank's number and the number of ranks to the environment, and the former to Lightning's logging."""
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -200,14 +206,15 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def global_rank(self) -> int:
-        """The number of this rank; it changes where others are lost and training goes on without them."""
+        """Current rank; it changes when other ranks are lost and training goes on without them."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.rank
+        # The environment of a joining rank gives it the last number of all ranks, dedicated servers included.
         return min(super().global_rank, self.world_size - 1) if self.joining else super().global_rank
 
     @property
     def world_size(self) -> int:
-        """The number of replicas: of all ranks, without lost ones and those that are no replicas."""
+        """Number of live replicas: ranks that are lost, or that are no replicas, do not count."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.world_size
         return super().world_size - self.roles.num_serving
@@ -222,37 +229,47 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def num_started(self) -> int:
-        """The number of ranks that began, with those that are lost since."""
+        """Number of replicas that began, including those that were lost since."""
         return self.world_size if self.live_ranks is None else self.live_ranks.started
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
-        """Report a dead rank of this host; return how long the others may take to end; None: they go on."""
+        """Report a dead rank of this host to the others.
+
+        Returns:
+            The time that the other ranks may take to end; None if they go on.
+        """
         rank = self.node_rank * self.num_processes + local_rank
         live_ranks = self.live_ranks
+        # The others may have gone on without this rank already; its end changes nothing then.
         if live_ranks is not None and live_ranks.does_without(rank):
             return None
+        # Without heartbeats the other ranks cannot learn of the death, so they are ended at once.
         if self._connection is None or self._dead_after is None:
             return timedelta(0)
         self._connection.report_death(rank, f"its process ended with status {returncode}")
         return None if live_ranks is not None and live_ranks.can_lose_one else self._dead_after
 
     def setup_environment(self) -> None:
-        self.set_world_ranks()  # a process that was forked learns its number here
+        # A process that was forked learns its number here.
+        self.set_world_ranks()
         if self._comes_late():
             self._environment = numbered_last(self._environment)
+        # Before the ranks connect, because dedicated servers are in no group of the workers.
         self.roles.take_part(self)
         super().setup_environment()
         self.connect_ranks()
 
     def _comes_late(self) -> bool:
-        """Return whether others train already; where the store is to say that, all ranks call this in their first run.
+        """Return whether the store says that the other ranks train already; False where the store is not asked.
+
+        Where the store is asked, all ranks call this in their first run.
 
         Raises:
-            ValueError: the store is asked for and cannot say it.
-            CollectiveTimeout: ranks are missing, and nobody trains.
+            ValueError: the settings do not let the store decide this.
+            CollectiveTimeout: ranks are missing, and no rank trains.
         """
         if self.host is None or not asks_the_store(os.environ):
             return False
@@ -266,6 +283,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         rank = self.global_rank
         with naming_the_stores_host(rank):
             found = cast(Any, self.transport).assemble(self.cluster_environment)
+        # As a launcher would set it, for `came_back` in this process and its forks.
         os.environ[REJOIN] = f"{found.again}@{found.attempt}"
         if found.again:
             log.warning("Rank %d was started again while others train.", rank)
@@ -274,7 +292,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return bool(found.again)
 
     def connect_ranks(self) -> None:
-        """Join the other ranks, if there are any; all call this together."""
+        """Connect with the other ranks, if there are any; all ranks call this together."""
         if not self.roles.is_alone(self.world_size) and not self.joining:
             run = count_run()
             elastic = {} if self.host is None else {"elastic": True}
@@ -284,11 +302,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def place(self) -> Any:
-        """The environment of the live replicas."""
+        """The environment in which only the live replicas are counted."""
         return among(self.live_ranks, self.cluster_environment, self.roles.num_serving)
 
     def use(self, connection: Connection, run: int) -> None:
-        """Use a connection of all ranks for this run."""
+        """Use a connection of all ranks for the run with this number."""
         self._connection = connection
         self.num_runs = run
         self._operations = 0
@@ -304,13 +322,13 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return self.transport.bucket_device(self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers' state, or say that it is that of others; see Lightning's."""
+        """Restore the optimizers' state as Lightning does, after a check that the state is that of these optimizers."""
         check_saved(self.optimizers, checkpoint["optimizer_states"])
         super().load_optimizer_state_dict(checkpoint)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's name, and the same with each way to start ranks from a notebook."""
+        """Register the strategy's name, and its variants with a suffix for each way to start ranks from a notebook."""
         names = {cls.strategy_name + suffix: transport for suffix, transport in REGISTERED.items()}
         refuse_elsewhere(cls, names)
         for name, transport in names.items():
@@ -319,13 +337,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def module(self) -> LightningModule:
-        """The user's module; there is one from `connect` on."""
+        """The user's module; available once the Trainer has called `connect`."""
         return cast("LightningModule", self._users_module)
 
     @property
     def lightning_module(self) -> LightningModule | None:
         module = self._users_module
-        if module is not None and module._compiler_ctx is not None:  # Lightning asks for it fifty times a step
+        # The test is here, not in `hide_from_trainer`, because Lightning reads this property fifty times a step.
+        if module is not None and module._compiler_ctx is not None:
             self._compiled.hide_from_trainer(module)
         return module
 
@@ -337,7 +356,10 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     def _lightning_module(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, module: LightningModule | None
     ) -> None:
-        """Take the module; the Trainer asks later whether this strategy can train a compiled one."""
+        """Store the module, and hide that it is compiled until `launcher` or `connect` shows it again.
+
+        The Trainer would refuse a compiled module before it knows whether this strategy can train it.
+        """
         self._users_module = module
         self._compiled.hide(module)
 
@@ -351,7 +373,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self._compiled.show()
 
     def setup_replica(self, trainer: Any) -> None:
-        """Set up what every strategy has: one model on all ranks, its optimizers, its precision."""
+        """Set up the replica: precision, device, one model on all ranks and, in a fit, the optimizers."""
         fitting = trainer.state.fn == "fit"
         cast(Any, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(self.module)
@@ -376,7 +398,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return output
 
     def skip_batch(self) -> None:
-        """`training_step` has returned None, in automatic optimization: the batch under way counts for nothing."""
+        """Do not count the current batch: in automatic optimization, `training_step` has returned None."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self.own_steps.taking(optimizer):
@@ -390,12 +412,16 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
             make_equal(self.world, self.module)
 
     def tell_alone(self, why: str = "") -> None:
-        """Say that there is one rank, which needs nobody; and ``why`` that matters."""
+        """Log that there is only one rank, which trains alone, and ``why`` that matters."""
         what = f"there is one rank only, and it trains as with a single device{why and ', '}{why}"
         rank_zero_info(f"{type(self).__name__}: {what}.")
 
     def disconnect(self, in_order: bool) -> None:
-        """Close the groups; with ``in_order``, when all ranks are here."""
+        """Close the connection.
+
+        Args:
+            in_order: Whether the ranks close it together, so that none of them ends while another still uses it.
+        """
         if self._connection is not None:
             self._connection.close(in_order)
             self._connection = None
@@ -406,9 +432,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return self._connection.world if self._connection is not None else None
 
     def _together(self) -> AbstractContextManager[LightningCollectives | None]:
-        """`world`; after a run, one for this operation (`trainer.save_checkpoint` after `fit`, say)."""
+        """Return a context with the collectives of all ranks, as `world` has them; None for a rank alone.
+
+        After a run the ranks connect for one operation, such as ``trainer.save_checkpoint`` after ``fit``.
+        """
+        # A rank that has failed must not wait for the others.
         if self._connection is not None or self.num_runs == 0 or self.failed or self.roles.is_alone(self.world_size):
             return nullcontext(self.world)
+        # Each operation has a name of its own, so that ranks do not meet in the store entries of an earlier one.
         self._operations += 1
         return self.transport.short_world(self.place, f"{run_name(self.num_runs)}.{self._operations}")
 
@@ -419,7 +450,9 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     def broadcast(self, obj: T, src: int = 0) -> T:
         if self.world is not None and self.world.asynchronous and searches_lr(self.module.trainer):
-            return obj  # whether this rank's search is over, after every batch: the others hear it by a vote
+            # The learning-rate finder broadcasts after every batch whether its search is over. Between sync points
+            # that would wait for other ranks, and they learn of it by a vote.
+            return obj
         with self._together() as world:
             return obj if world is None else world.broadcast(obj, src)
 

@@ -1,11 +1,12 @@
-"""What a correction of the delay needs of one replica, on its training thread.
+"""Corrections of the delay of gradients, applied to one replica on its training thread.
 
-- `LateGradientCorrection` measures how far the parameters have moved since a gradient was computed: it keeps a copy of
-  them from before the last step.
-- `ParameterLookahead` swaps the parameters with a predicted copy for a batch's forward and backward pass, and for
-  nothing else; at every other time they are those that were stepped with.
+- `LateGradientCorrection` keeps a copy of the parameters from before the last step, and corrects a late gradient by
+  how far the parameters have moved since it was computed.
+- `ParameterLookahead` swaps the parameters with a predicted copy during a batch's forward and backward pass. At all
+  other times the parameters are those that the optimizer has stepped to.
 
-A sync point forgets all of it: what follows depends on nothing that a checkpoint lacks.
+Both forget their state at sync points, so that training after a sync point does not depend on state that a checkpoint
+without it would lack.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from lightning_async.engine.gradients.reduction import Reduction, SynchronousGra
 
 
 class Correcting:
-    """A correction of the delay; this base corrects nothing.
+    """A correction of the delay; this base class corrects nothing.
 
     Args:
-        gradients: of the windows.
+        gradients: The component that averages gradients of windows.
     """
 
     def __init__(self, gradients: SynchronousGradients) -> None:
@@ -34,29 +35,39 @@ class Correcting:
 
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
-        """Return a context for a batch's passes; ``opens``: the batch is the first of its window."""
+        """Return a context for the forward and backward passes of a batch.
+
+        Args:
+            opens: Whether the batch is the first of its window.
+        """
         yield
 
     def change_(self, mean: Tensor, arrived: Reduction) -> None:
-        """See the mean that has arrived before the optimizer does, and correct it in place."""
+        """Correct the mean that has arrived in place, before the optimizer steps with it.
+
+        Args:
+            mean: Flat mean of the gradients.
+            arrived: Reduction that made it.
+        """
 
     def forget(self) -> None:
-        """Forget everything: a sync point has opened."""
+        """Forget the state, because a sync point has opened."""
 
     def state(self) -> Any:
         """Return the state for a checkpoint: plain values and tensors."""
         return None
 
     def load(self, state: Any) -> None:
-        """Go on from there, unless it is another correction's."""
+        """Go on from a saved state, unless it is the state of another correction."""
 
 
 class LateGradientCorrection(Correcting):
-    """Corrections of each late gradient, by a `GradientCorrection`.
+    """A correction that changes each late gradient by a `GradientCorrection`.
 
     Args:
-        correction: of gradients.
-        number: how many steps were taken.
+        gradients: The component that averages gradients of windows.
+        correction: Formula of the correction.
+        number: Returns the number of steps that were taken.
     """
 
     def __init__(
@@ -75,32 +86,37 @@ class LateGradientCorrection(Correcting):
             self._before = state.to(self._replica.device)
 
     def change_(self, mean: Tensor, arrived: Reduction) -> None:
-        """Make of a mean that is late by a step one for the parameters of now."""
+        """Correct the mean, if it is late by a step, for the parameters of now."""
         now = torch.empty_like(mean)
         before = self._before
         self._replica.pack_parameters_(now)
+        # If no step was taken since the gradients were computed, they are not late.
         if before is not None and before.shape == now.shape and arrived.since < self._number():
             self._correction.correct_(mean, torch.sub(now, before, out=before))
         self._before = now
 
 
 class ParameterLookahead(Correcting):
-    """Gradients that are computed ahead, by a `Prediction`.
+    """A correction that computes gradients at parameters that a `Prediction` predicts.
 
     Args:
-        correction: says where gradients are computed.
+        gradients: The component that averages gradients of windows.
+        correction: Formula of the prediction.
     """
 
     def __init__(self, gradients: SynchronousGradients, correction: Prediction) -> None:
         super().__init__(gradients)
         self._correction = correction
         self._there: dict[str, Tensor] = {}
-        """By name: parameters from before the last step; within a window of which `_is_ahead`, where that computes."""
+        """A second copy of the parameters, by name: those from before the last step or, in a window that `_is_ahead`,
+        the predicted ones."""
         self._is_ahead = self._has_stepped = False
 
     @contextmanager
     def batch(self, opens: bool) -> Iterator[None]:
         if opens:
+            # A prediction helps only while a mean is on its way, since the optimizer steps with that before it uses the
+            # gradients of this window.
             self._is_ahead = self._has_stepped and (self._gradients.in_flight or self._gradients.arrived is not None)
             if self._is_ahead:
                 self._has_stepped = False
@@ -109,10 +125,12 @@ class ParameterLookahead(Correcting):
             yield
             return
         self._swap_()
+        # torch counts the in-place changes of a tensor. One that `training_step` makes would be swapped away.
         versions = {name: p._version for name, p in self._parameters.items()}
         try:
             yield
         finally:
+            # After an error, too: the parameters must be those that the optimizer has stepped to.
             moved = [name for name, p in self._parameters.items() if p._version != versions[name]]
             self._swap_()
         if moved:
@@ -167,7 +185,13 @@ class ParameterLookahead(Correcting):
 def correcting(
     correction: DelayCorrection | None, gradients: SynchronousGradients, number: Callable[[], int]
 ) -> Correcting:
-    """Make what does as a correction says; ``number``: of steps that were taken."""
+    """Return the `Correcting` that carries out a correction.
+
+    Args:
+        correction: The correction; None for none.
+        gradients: The component that averages gradients of windows.
+        number: Returns the number of steps that were taken.
+    """
     if isinstance(correction, GradientCorrection):
         return LateGradientCorrection(gradients, correction, number)
     if isinstance(correction, Prediction):

@@ -1,4 +1,4 @@
-"""The strategy: `Trainer(strategy=AsyncGradientStrategy(...))`."""
+"""`AsyncGradientStrategy`: gradients accumulate while earlier gradients are averaged in the background."""
 
 from __future__ import annotations
 
@@ -30,47 +30,49 @@ CompressionName = Literal["none", "bf16", "fp8", "int8", "topk", "powersgd"]
 
 
 class AsyncGradientStrategy(AsyncStrategy):
-    r"""Gradients accumulate while those of the last batches are averaged in the background.
+    r"""A strategy in which gradients accumulate while those of earlier batches are averaged in the background.
 
-    Each replica :math:`i` gathers the gradients of a *window* of batches. When that is full, its mean over all replicas
-    travels while the next window is gathered, and the optimizer steps when it has arrived:
+    Each replica :math:`i` gathers the gradients of a *window* of batches. When the window is full, the mean over all
+    replicas' windows is computed in the background, while the next window is gathered. The optimizer steps with the
+    mean when it has arrived:
 
     .. math:: g = \frac{\sum_i \sum_{b \in W_i} n_{i,b}\, g_{i,b}}{\sum_i \sum_{b \in W_i} n_{i,b}}
 
     over all batches :math:`b` of all replicas' windows :math:`W_i`, of :math:`n_{i,b}` samples each. All replicas take
-    the same steps, and hold the same parameters after each. ``global_step``, ``max_steps`` and schedulers that step per
-    batch count these steps; gradients are clipped after averaging. Where all ranks wait for one another (validation,
-    the end of an epoch, checkpoints) what is in flight is stepped with first; the last batch of an epoch closes a
-    window. In manual optimization ``optimizer.step()`` asks for a step, see `ManualWindowSteps`.
+    the same steps, and hold the same parameters after each step. ``global_step``, ``max_steps`` and schedulers that
+    step per batch count these steps; gradients are clipped after averaging. Before all ranks wait for one another
+    (validation, the end of an epoch, checkpoints), they step with the gradients in flight; the last batch of an epoch
+    closes a window. In manual optimization ``optimizer.step()`` asks for a step, see `ManualWindowSteps`.
 
     Args:
-        accumulate: batches in a window. Default 1: as many steps as DDP takes. ``"until_reduced"``: each window lasts
-            until the one before is reduced, at least one batch, so that no rank waits for another; `BalancedWindows`:
-            a slow rank has fewer batches in each. An `AdaptiveGradientAccumulation` among the callbacks says it in
-            place of a number.
-        delay: 1 (default): a window's step is taken when the next one is full; 0: training waits for it.
-        warmup_steps: so many steps have no delay at first. Default 0.
-        correction: what is done about the delay: None (default), nothing; `DelayCompensation` changes gradients that
-            are late; `WeightPrediction` computes them ahead of where the parameters are. Each takes the room of one
-            copy of the parameters.
-        compression: how gradients travel: "none" (default), as fp32; "bf16" (half the bytes), "int8" or "fp8" (a
-            quarter, with a scale per 256 elements); "topk" or `TopK(fraction)`, the largest elements; "powersgd" or
-            `PowerSGD(rank)`, matrices as products of thin ones. What a message lacks is kept, and goes with the next
-            one; checkpoints hold it. It takes the room of two fp32 copies of the parameters. "topk" and "powersgd" lack
-            much, so that the step is late for that, too: they want a smaller learning rate.
-        buffers: floating-point buffers (BatchNorm statistics) at sync points: ``"average"`` (default), ``"keep"``,
-            ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
-        min_replicas: ranks may be lost as long as so many are left, and these go on: they reduce the windows under way
-            again, among themselves. None (default): half of those that were started, rounded up; over Horovod all.
-        max_replicas: ranks that come while others train are taken in until there are so many, see
-            `AsyncAveragingStrategy`. None (default): as many as began.
-        timeouts: how long to wait for what.
-        part_mb: payloads move in parts of at most this many MiB. Default 16.
-        transport: see `AsyncAveragingStrategy`.
+        accumulate: Number of batches in a window. Default 1: as many steps as DDP takes. ``"until_reduced"``: each
+            window lasts until the one before is reduced, and at least one batch, so that no rank waits for another.
+            `BalancedWindows`: slow ranks have fewer batches in a window. An `AdaptiveGradientAccumulation` among the
+            callbacks replaces a number.
+        delay: 1 (default): a window's step is taken when the next window is full. 0: training waits for each step.
+        warmup_steps: Number of steps without delay at the start of training. Default 0.
+        correction: Correction of the delay. None (default): none. `DelayCompensation` changes late gradients;
+            `WeightPrediction` computes gradients at predicted parameters. Each needs memory for one copy of the
+            parameters.
+        compression: Form in which gradients are sent: "none" (default), as fp32; "bf16" (half of the bytes); "int8" or
+            "fp8" (a quarter, with a scale per 256 elements); "topk" or `TopK(fraction)`, only the largest elements;
+            "powersgd" or `PowerSGD(rank)`, matrices as products of thin ones. What a message lacks is kept and goes
+            with the next message; checkpoints hold it. Compression needs memory for two fp32 copies of the parameters.
+            "topk" and "powersgd" delay a large part of each gradient, and need a smaller learning rate.
+        buffers: Treatment of floating-point buffers (BatchNorm statistics) at sync points: ``"average"`` (default),
+            ``"keep"``, ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
+        min_replicas: Smallest number of replicas with which training goes on after ranks are lost; these reduce the
+            windows in flight again, among themselves. None (default): half of the ranks that were started, rounded up;
+            over Horovod all of them.
+        max_replicas: Largest number of replicas up to which ranks that are started during training are admitted, see
+            `AsyncAveragingStrategy`. None (default): as many as were started.
+        timeouts: Time limits of waits, see `Timeouts`. Default: those of `Timeouts()`.
+        part_mb: Largest size in MiB of the parts in which payloads move. Default 16.
+        transport: Starts the ranks and moves their bytes, see `AsyncAveragingStrategy`. Default ``"auto"``.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range; ``"until_reduced"`` together with ``delay=0``.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or ``"until_reduced"`` comes with ``delay=0``.
 
     Source: delayed gradient averaging (Zhu et al., NeurIPS 2021); windows that fill the time of communication as in
     ACCO (Nabli et al., 2024, https://arxiv.org/abs/2406.02613).
@@ -135,22 +137,23 @@ class AsyncGradientStrategy(AsyncStrategy):
         )  # fmt: skip
         super().__init__(config, buffers=buffers, transport=transport)
         self.sizes: ExternalWindowSize | None = None
-        """Says how large windows are, in place of `accumulate`."""
+        """The size of windows that a callback sets, in place of `accumulate`; None where no callback does."""
         self.lent = False
-        """A callback says how large windows are."""
+        """Whether a callback sets the size of windows."""
         self._undo: list[Undo] = []
 
     def setup_environment(self) -> None:
         trainer: Any = self.module.trainer
+        # A run that failed early may have ended without `teardown`.
         take_back(self._undo)
         self._check(trainer)
         super().setup_environment()
 
     def _check(self, trainer: Any) -> None:
-        """Refuse what would do something else than it says.
+        """Refuse settings of the Trainer that this strategy would not carry out as they are named.
 
         Raises:
-            ValueError: names it.
+            ValueError: there is such a setting.
         """
         owner = type(self).__name__
         if trainer.accumulate_grad_batches != 1:
@@ -167,10 +170,11 @@ class AsyncGradientStrategy(AsyncStrategy):
         if trainer.state.fn == "fit":
             if (
                 self.accumulate != "until_reduced" and not self.lent
-            ):  # so that Lightning's count of steps to come is right, too
+            ):  # Lightning estimates the number of steps from this setting
                 batches = self.accumulate.batches if isinstance(self.accumulate, BalancedWindows) else self.accumulate
                 self._undo.append(set_for_now(trainer, "accumulate_grad_batches", batches))
             if self.world is not None or self.joining:
+                # A rank alone needs no patch, because Lightning's own accumulation does the same.
                 self.updates = OptimizerUpdates(
                     trainer, lambda: self.step_runner.after_batch(), lambda: self.step_runner.batch()
                 )
@@ -202,17 +206,21 @@ class AsyncGradientStrategy(AsyncStrategy):
 
     @property
     def is_update_step(self) -> bool:
-        """Whether the optimizer has stepped with this batch; for hooks at the end of a batch."""
+        """Whether the optimizer has stepped in this batch; for hooks at the end of a batch."""
         if self.updates is not None:
             return self.updates.taken
         return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
 
     def tell_place(self) -> None:
-        """Tell the data how far this replica is as a window leaves: what comes later would be lost with this rank."""
+        """Record how far this replica is in its data when a window leaves.
+
+        If this rank is lost, the others train on its samples from there.
+        """
         if self.fit_sessions is not None:
             self.fit_sessions.patches.tell_place()
 
     def teardown(self) -> None:
+        # First the sessions end, which use the patches and `updates`.
         super().teardown()
         take_back(self._undo)
         self.updates = None

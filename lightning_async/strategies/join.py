@@ -1,19 +1,20 @@
-"""A rank that was lost comes back: those who train take it in at a sync point, and go on with it from there.
+"""The admission of a joining rank, on the ranks that train: they go on with it from a sync point.
 
-    those who train                          the joining rank, a process of its own, see `strategies/joining_rank`
-    pin a notice: which run, which settings
-                                             builds its model, compares, sends heartbeats beside those of the run
+    ranks that train                         joining rank, a process of its own, see `strategies/joining_rank`
+    pin a notice with the run and its settings
+                                             builds its model, compares settings, sends heartbeats beside the run's
     see it, and rank 0 invites it
-    ------ all connect beside the connection that they have, and while they train, see `JoinPreparation` ------
-    all go to a sync point, where rank 0 copies its state, and tell over the old connection whether they can
-        all can: it is closed, and averaging goes on over the new one
-        rank 0 hands its state over
-                                             takes that over, and is one of them
-        else: the new one is closed; nothing has happened
-                                             hears that, and ends
+    ------ all ranks connect while the old connection is in use and training goes on, see `JoinPreparation` ------
+    come to a sync point, where rank 0 copies its state; they exchange over the old connection whether each of them
+    can admit the joining rank
+        if all can: the old connection is closed, and averaging goes on over the new one
+        rank 0 sends its state
+                                             takes over the state, and trains with the others
+        if not: the new connection is closed, and training goes on as before
+                                             reads that, and waits again or ends
 
-So whatever becomes of the joining rank meanwhile, those who train go on. Read `JoinCoordinator` first, the side of
-those who train; `JoinPreparation` works for it on a thread of each rank, and has a `JoinConnector` connect them.
+A joining rank that fails at any moment does not stop the others. Read `JoinCoordinator` first, which acts at sync
+points. `JoinPreparation` prepares joins on a thread of each rank, and connects the ranks with a `JoinConnector`.
 """
 
 from __future__ import annotations
@@ -56,22 +57,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 PATIENCE = timedelta(seconds=30)
-"""How long those who connect wait for each other at most."""
+"""Longest time that connecting ranks wait for each other."""
 _LOOK_S = 0.02
 _END_S = 5.0
 _GONE = "rank 0 was lost."
 
 
 class PreparedJoin(NamedTuple):
-    """A connection of all who train with a joining rank.
+    """A connection of all ranks that train with a joining rank, ready for its admission.
 
     Args:
-        joining_rank: the name under which the joining rank waits.
-        names: for life, of all; the joining rank's is the last.
-        run: the number that their run will have.
-        connection: of all, with all groups that training needs.
-        pair: of rank 0 and the joining rank; None on the others.
-        place: where the joining rank is, see `JoinerData.place`.
+        joining_rank: Name under which the joining rank waits.
+        names: Stable ids of all ranks; the joining rank's is the last.
+        run: Number of the run that will begin with the joining rank.
+        connection: Connection of all ranks, with all groups that training needs.
+        pair: Collectives between rank 0 and the joining rank; None on other ranks.
+        place: Place of the joining rank in the epoch, see `JoinerData.place`.
     """
 
     joining_rank: str
@@ -83,23 +84,23 @@ class PreparedJoin(NamedTuple):
 
     @property
     def rank(self) -> int:
-        """The number of this rank among them."""
+        """Number of this rank in the new connection."""
         return self.connection.root.rank
 
     @property
     def name(self) -> str:
-        """The stable id of the joining rank."""
+        """Stable id of this rank."""
         return self.names[self.rank]
 
 
 class JoinConnector:
-    """Connections of the ranks that train with a joining rank, made on all of them or on none.
+    """A maker of connections between the ranks that train and a joining rank.
 
     Args:
-        transport: of this rank.
-        environment: of this rank, in its own run.
-        device: of this rank.
-        timeouts: of the strategy.
+        transport: Transport of this rank.
+        environment: Environment of this rank in its own run.
+        device: Device of this rank.
+        timeouts: Timeouts of the strategy.
     """
 
     def __init__(self, transport: TorchTransport, environment: Any, device: torch.device, timeouts: Timeouts) -> None:
@@ -112,22 +113,23 @@ class JoinConnector:
         self, rank: int, joining_rank: str, place: dict[str, Any], check: Callable[[], None],
         made: Callable[[Connection], None] = lambda connection: None, own: list[Any] | None = None,
     ) -> PreparedJoin:  # fmt: skip
-        """Connect all that an invitation names, the joining rank included.
+        """Connect all ranks that an invitation names, the joining rank included; each of them calls this.
 
         Args:
-            rank: the number of this rank among them.
-            joining_rank: who is invited.
-            place: the invitation.
-            check: raises where somebody does not come.
-            made: called with the connection before its groups are formed: closing it ends that.
-            own: of the joining rank: where it is.
+            rank: Number of this rank in the new connection.
+            joining_rank: Name of the joining rank.
+            place: The invitation.
+            check: Called while ranks connect; raises if one of them will not come.
+            made: Called with the connection before its groups are formed, which closing the connection ends. Default:
+                nothing is called.
+            own: Place of the joining rank in the epoch, if this rank is the joining rank. Default: it is not.
 
         Raises:
-            AsyncTrainingError: it came to nothing, and nothing is left open.
+            AsyncTrainingError: the ranks could not connect; the new connection is closed.
         """
         names = tuple(place["names"])
         if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # of this thread
+            torch.cuda.set_device(self._device)  # CUDA's current device is that of a thread, and this is a new one
         environment = RenumberedEnvironment(self._environment, rank, len(names), "")
         dead_after = self._timeouts.dead_after
         connection = self._transport.widen(environment, self._device, place["room"], dead_after, PATIENCE, check)
@@ -135,7 +137,7 @@ class JoinConnector:
             made(connection)
             connection.hear_deaths(partial(name_in_run, names=names))
             connection.forks = forks_of(connection.root, connection.payload, self._timeouts)
-            root: Any = connection.root  # of torch: its groups can be formed anew, and split
+            root: Any = connection.root  # torch's collectives, which can be split
             pair = root.split((0, len(names) - 1), "joining")
             connection.open()
             places = connection.world.gather_objects(own or [])
@@ -146,7 +148,10 @@ class JoinConnector:
 
 
 def release(connection: Connection, why: str) -> None:
-    """Close what came to nothing; the others in it hear why, so that nobody waits. Takes some seconds at most."""
+    """Close a prepared connection that is not used, and report why to its other ranks, so that they do not wait.
+
+    This takes some seconds at most.
+    """
     connection.outlives = False
     connection.membership.on_change = None
     connection.membership.fail(why)
@@ -154,7 +159,11 @@ def release(connection: Connection, why: str) -> None:
 
 
 class JoinCoordinator(CollectiveCallback):
-    """The side of those who train: it takes joining ranks in at sync points."""
+    """The admission of joining ranks at sync points, on a rank that trains.
+
+    Args:
+        strategy: Strategy of this rank.
+    """
 
     def __init__(self, strategy: AsyncStrategy) -> None:
         self._strategy = strategy
@@ -164,7 +173,7 @@ class JoinCoordinator(CollectiveCallback):
         self._state: JoinState | None = None
 
     def open(self, trainer: Any) -> None:
-        """Announce that training begins, or goes on as another run."""
+        """Begin to admit joining ranks: a session has begun. The current rank 0 pins a notice of the run."""
         strategy = self._strategy
         transport = self._strategy.transport
         connection = strategy.connection
@@ -189,12 +198,16 @@ class JoinCoordinator(CollectiveCallback):
         self.notice()
 
     def close(self) -> None:
-        """End the joins with training. Where this rank alone fails, the others may train on."""
+        """End the admission of joining ranks: the session ends.
+
+        The notice of the run stays if this rank has failed, because the others may train on.
+        """
         if self._speaks and not self._strategy.failed:
             self._pin({})
         if self._join_preparation is not None:
             self._join_preparation.close()
         if self._hands_over is not None:
+            # The joining rank waits for the state, so this rank must not end before the state is sent.
             self._hands_over.join(PATIENCE.total_seconds())
         if self._state is not None:
             self._state.close()
@@ -202,7 +215,7 @@ class JoinCoordinator(CollectiveCallback):
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank tells joining ranks of the run: the current rank 0 does."""
+        """Whether this rank pins the notice for joining ranks; the current rank 0 does."""
         live_ranks = self._strategy.live_ranks
         return self._door is not None and live_ranks is not None and live_ranks.generation.rank == 0
 
@@ -212,7 +225,7 @@ class JoinCoordinator(CollectiveCallback):
             self._door.pin(notice)
 
     def notice(self) -> None:
-        """Look at what is new among the heartbeats; called on their thread."""
+        """Look for joining ranks and lost ranks after heartbeats have changed; called on the heartbeats' thread."""
         if (join_preparation := self._join_preparation) is not None:
             join_preparation.look()
 
@@ -229,10 +242,13 @@ class JoinCoordinator(CollectiveCallback):
             call()
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Go on with a joining rank if all can take the same one: all ranks stand here, and hold one model.
+        """Admit a joining rank if all ranks can admit the same one.
 
-        One exchange says that, and where each is; nobody takes back what it has said in it. Returns False: the model
-        stays as it is.
+        All ranks stand at a sync point and hold one model. One exchange tells each rank whether all can, and where each
+        rank is in the epoch; no rank may change afterwards what it has sent.
+
+        Returns:
+            False, because the model stays as it is.
         """
         strategy = self._strategy
         fit_sessions = self._strategy.fit_sessions
@@ -240,12 +256,13 @@ class JoinCoordinator(CollectiveCallback):
         if join_preparation is None or fit_sessions is None or fit_sessions.session is None:
             return False
         averager = fit_sessions.session.averager
-        # For rank 0, and so for whoever is as it is, it may be too late.
+        # Where rank 0 has taken its last step, a joining rank, which takes over its state, would have nothing to do.
         ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else join_preparation.hold()
         mine = ["", None, {}, []]
         own = None
         if ready is not None:
-            own, why = self._pack(ready, fit_sessions)  # what each has gathered stays with it
+            own, why = self._pack(ready, fit_sessions)
+            # Gradients that a rank has gathered belong to this rank, and are not sent.
             place = fit_sessions.patches.joiner_data.place(self._name, comes=False)
             mine = [ready.joining_rank, why, {**clocks_of(averager, world.rank), "gathered": None}, place]
         told: list[Any] = world.gather_objects(mine)
@@ -262,6 +279,7 @@ class JoinCoordinator(CollectiveCallback):
             else:
                 self._take_in(ready, own, [clocks for *_, clocks, _ in told], [place for *_, place in told], world)
         except BaseException as error:
+            # A connection that the strategy uses already is closed by the strategy.
             if strategy.connection is not ready.connection:
                 release(ready.connection, in_words(error))
             raise
@@ -270,7 +288,15 @@ class JoinCoordinator(CollectiveCallback):
     def _take_in(
         self, ready: PreparedJoin, own: Packed | None, clocks: list[Any], places: list[Any], world: LightningCollectives
     ) -> None:
-        """Go on with the joining rank: all can."""
+        """Go on with the joining rank, over its connection.
+
+        Args:
+            ready: The prepared join.
+            own: Packed state of rank 0 for the joining rank; None on other ranks.
+            clocks: Clocks of all ranks that train.
+            places: Places in the epoch of all ranks that train.
+            world: Collectives over the old connection.
+        """
         strategy = self._strategy
         fit_sessions = self._strategy.fit_sessions
         assert fit_sessions is not None
@@ -279,7 +305,7 @@ class JoinCoordinator(CollectiveCallback):
         places = [*places, ready.place]
         steps = [each["step"] for each in clocks]
         clocks.append({**without_own(clocks[0]), "alike": None, "summary": RunSummary().state_dict()})
-        # The clock of all does not jump as one more comes.
+        # The mean is computed without the joining rank, so that the shared clock does not change by its admission.
         gathered = {"replicas": clocks, "mean_steps": sum(steps) / len(steps)}
         handed = {"averaging": gathered, "places": places, "strategy": strategy.handed_over()}
         rest = packed(handed) if own is not None else None
@@ -290,10 +316,11 @@ class JoinCoordinator(CollectiveCallback):
         words = f"Rank {rank}: rank {joining_rank} has joined, and {size} replicas train from here."
         tell("joined", logging.WARNING, words, rank=rank, run=run, world_size=size)
         strategy.saved.go_on({**averager.state_dict(), **gathered}, averager.gathered())
-        fit_sessions.stop()  # from here on nobody is lost by its count
+        # Before the map of live ranks is read, because the old engine changes it when a rank is lost.
+        fit_sessions.stop()
         live_ranks = strategy.live_ranks
         assert live_ranks is not None
-        # By names, as one may be lost since it was made.
+        # By names, because a rank may have been lost since the connection was made.
         strategy.live_ranks = live_ranks.with_joining_ranks(ready.rank, ready.names, run)
         fit_sessions.widen(ready.connection, run)
         fit_sessions.patches.go_on(ready.connection.world, ready.name, places)
@@ -304,52 +331,58 @@ class JoinCoordinator(CollectiveCallback):
             self._hands_over.start()
 
     def _pack(self, ready: PreparedJoin, fit_sessions: FitSessions) -> tuple[Packed | None, str | None]:
-        """Pack on rank 0 what the joining rank needs of it, and say why that could not be; "" where it could."""
+        """Pack the state that rank 0 sends to the joining rank; on other ranks, do nothing.
+
+        Returns:
+            The packed state, None if there is none; and the reason of a failure, ``""`` without one, None on other
+            ranks.
+        """
         if ready.pair is None:
             return None, None
         assert fit_sessions.session is not None and self._state is not None
         try:
             averaging = fit_sessions.session.averager.state_dict()
             return self._state.packed({**fit_sessions.patches.for_joining_ranks(), "averaging": averaging}), ""
-        except Exception as error:  # of hooks of the user's, too: who trains goes on
-            ready.connection.membership.fail(in_words(error))  # nobody waits for it
+        except Exception as error:  # also of the user's hooks: the ranks that train go on
+            ready.connection.membership.fail(in_words(error))  # so that the joining rank does not wait for the state
             return None, f"{type(error).__name__}: {error}"
 
     @property
     def _name(self) -> str:
-        """This rank's stable id."""
+        """Stable id of this rank."""
         live_ranks = self._strategy.live_ranks
         assert live_ranks is not None
         return live_ranks.names[live_ranks.generation.rank]
 
 
 def _hand_over(ready: PreparedJoin, *states: Packed) -> None:
-    """Hand states over to the joining rank, which waits for them; nobody else does."""
+    """Send states from rank 0 to the joining rank, on a thread of its own, while the other ranks train on."""
     assert ready.pair is not None
     try:
         world = LightningCollectives(ready.pair, ready.connection.membership.check)
         for state in states:
             world.hand_over(state)
-    except Exception as error:  # it is lost, as any rank may be, or training has ended
-        log.warning("Rank %s did not get what it needs to take part: %s", for_life(ready.joining_rank), error)
+    except Exception as error:  # the joining rank is lost, as any rank may be, or training has ended
+        log.warning("Rank %s did not get the state that it needs to join: %s", for_life(ready.joining_rank), error)
 
 
 class JoinPreparation:
-    """The preparation of joins in one run, beside training; closed by `close`.
+    """The preparation of joins in one session, while training goes on; ended by `close`.
 
-    waits for joining ranks --(one sends heartbeats)--> invites it (rank 0), or finds the invitation
-    --> all connect, and form all groups --> ready, calls to a sync point --> taken
+    wait for a joining rank --(its heartbeat)--> invite it (rank 0), or read the invitation (other ranks)
+    --> connect, and form all groups --> ready: call the ranks to a sync point --> taken by `JoinCoordinator`
 
-    Where a rank does not come, is lost, or fails, the joining rank is answered and released, at any time until it is
-    taken. A joining rank is prepared once: one that could not be taken in comes again by another name.
+    A thread does this while there is a joining rank. If a rank does not come, is lost, or fails before the join is
+    taken, the joining rank gets an answer and the connection is closed. Each name is prepared only once: a joining rank
+    that was not admitted comes again under another name.
 
     Args:
-        view: of the strategy of a rank that trains.
-        connector: connects this rank with the others and the joining rank.
-        door: where joining ranks ask.
-        most: so many replicas there may be.
-        on_coming: called when one is about to come, before all connect, on that thread.
-        on_ready: called when a joining rank can be taken, on a thread of its own.
+        view: Strategy of this rank, which trains.
+        connector: Connects this rank with the others and the joining rank.
+        door: Board with the notes between this run and joining ranks.
+        most: Largest number of replicas.
+        on_coming: Called on the preparing thread before this rank connects with a joining rank.
+        on_ready: Called on the preparing thread when a joining rank can be admitted.
     """
 
     def __init__(
@@ -373,52 +406,64 @@ class JoinPreparation:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._seen: set[str] = set()
-        """Those that have been prepared, whatever became of them."""
+        """Names of joining ranks that have been prepared, with or without success."""
         self._ready: PreparedJoin | None = None
         self._held = False
-        """All are about to agree on who is ready."""
+        """Whether the ranks are about to agree on the join that is ready, which must not change meanwhile."""
         self._making: Connection | None = None
+        """Connection whose groups are being formed, which `close` interrupts."""
 
     def look(self) -> None:
-        """Look at what is new among those who train, or wait: from any thread, and never blocks."""
+        """Start the preparing thread if there is a joining rank, or if the join that is ready is broken.
+
+        Any thread may call this; it does not wait for other ranks.
+        """
         with self._lock:
             if self._thread is None and (self._broken() or self._waiting()):
+                # Started under the lock, so that there is one thread only.
                 self._thread = threading.Thread(target=self._run, name="lightning_async reception", daemon=True)
                 self._thread.start()
 
     def hold(self) -> PreparedJoin | None:
-        """Return who this rank can admit, if all others can, too; None for nobody yet.
+        """Return the join that this rank can take, if there is one, and hold it until `take` or `let_go`.
 
-        That stays so until `take` or `let_go`, whoever is lost meanwhile.
+        A held join stays valid for this rank even if a rank is lost meanwhile, because it has told the others that it
+        can take it.
         """
         with self._lock:
             self._held = self._ready is not None and not self._broken()
             return self._ready if self._held else None
 
     def let_go(self) -> None:
-        """Release the hold: others cannot take it, or cannot yet."""
+        """Release the hold, because other ranks cannot take the join, or cannot take it yet."""
         with self._lock:
             self._held = False
         self.look()
 
     def take(self) -> None:
-        """Give who was held to the caller."""
+        """Hand the held join over to the caller."""
         with self._lock:
             self._ready = None
             self._held = False
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
-        """Answer a joining rank. It ends where it hears nothing: it is not to train alone what the others train."""
+        """Write the answer for a joining rank, which trains only after it has read that it is admitted.
+
+        Args:
+            joining_rank: Name of the joining rank.
+            admitted: Whether it was admitted.
+            again: Whether it may come again under another name. Default False.
+        """
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
             self._door.answer(joining_rank, admitted, again)
 
     def drop(self, ready: PreparedJoin, why: str) -> None:
-        """Release who was taken and cannot stay, beside training."""
+        """Release a join that was taken and cannot be completed, on another thread, so that training does not wait."""
         threading.Thread(target=release, args=(ready.connection, why), name="lightning_async goodbye").start()
         self.look()
 
     def close(self) -> None:
-        """End the preparation."""
+        """End the preparation, and tell a joining rank that is ready to come again."""
         self._ends.set()
         with self._lock:
             thread = self._thread
@@ -426,16 +471,21 @@ class JoinPreparation:
             ready = self._ready
             self._ready = None
         if making is not None:
+            # This ends the forming of groups on the other thread.
             making.root.close()
             making.payload.close()
         if ready is not None:
             self._send_again(ready.joining_rank)
             release(ready.connection, "training has ended, or begins anew")
+        # Without the lock, which the thread needs to see the end.
         if thread is not None:
             thread.join(_END_S)
 
     def _waiting(self) -> list[str]:
-        """Return those who wait, and are not taken for one who is there; nobody while one is ready."""
+        """Return the names of joining ranks that could be invited; none while a join is ready.
+
+        A joining rank whose stable id is that of a live rank must wait until that rank is known to be lost.
+        """
         live_ranks = self._view.live_ranks
         if self._ends.is_set() or self._ready is not None or live_ranks is None:
             return []
@@ -447,7 +497,7 @@ class JoinPreparation:
         ]
 
     def _broken(self) -> bool:
-        """Return whether the rank that is ready cannot be admitted, as somebody is lost."""
+        """Return whether the join that is ready cannot be completed any more, because a rank is lost."""
         try:
             if self._ready is not None and not self._held:
                 self._ready.connection.membership.check()
@@ -466,14 +516,13 @@ class JoinPreparation:
         try:
             self._serve()
         except Exception:
-            log.exception(
-                "Who waits to join was not looked at; the next change among the ranks has it looked at again."
-            )
+            log.exception("The preparation of a join has failed; the next change among the ranks starts it again.")
             with self._lock:
                 self._thread = None
 
     def _serve(self) -> None:
         while True:
+            # Under the lock, so that `look` starts another thread after a change that this one does not see any more.
             with self._lock:
                 broken = self._ready if self._broken() else None
                 waiting = self._waiting()
@@ -491,7 +540,7 @@ class JoinPreparation:
                 self._on_ready()
 
     def _invitation(self, waiting: list[str]) -> tuple[str, dict[str, Any]] | None:
-        """Return an invitation of one of these ranks: rank 0 invites them one by one, the others read whom."""
+        """Return a joining rank and its invitation: rank 0 writes one for the first that waits, other ranks read it."""
         live_ranks = self._view.live_ranks
         assert live_ranks is not None
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
@@ -514,6 +563,7 @@ class JoinPreparation:
         return None
 
     def _prepare(self, joining_rank: str, place: dict[str, Any]) -> bool:
+        """Connect with an invited rank; return whether the join is ready."""
         live_ranks = self._view.live_ranks
         membership = self._connection.membership
         assert live_ranks is not None
@@ -522,6 +572,7 @@ class JoinPreparation:
         def check() -> None:
             membership.check()
             self._check_names(place["names"])
+            # A joining rank that has connected ends its visit in order; one that is in neither list is lost.
             if joining_rank not in membership.visitors() and joining_rank not in membership.left():
                 raise CollectiveTimeout(f"{joining_rank} is gone.")
             if self._ends.is_set() or self._door.read_answer(joining_rank):
@@ -541,8 +592,10 @@ class JoinPreparation:
         finally:
             self._making = None
         with self._lock:
+            # `close` sets the event before it takes the lock: either it finds the join here, or this finds the event.
             if not self._ends.is_set():
                 self._ready = ready
+                # Until the join is taken, a rank may be lost, which makes it invalid.
                 ready.connection.membership.on_change = self.look
                 return True
         self._send_again(joining_rank)
@@ -557,21 +610,24 @@ class JoinPreparation:
         tell_failed(live_ranks.generation.rank, joining_rank, why)
 
     def _send_again(self, joining_rank: str) -> None:
-        """Ask it to come again, before it hears that its connection is gone."""
+        """Tell a joining rank to come again; called before its connection is closed, so that it finds the answer."""
         self.answer(joining_rank, admitted=False, again=True)
 
 
 def for_life(joining_rank: str) -> str:
-    """Return the stable id of a joining rank: what it was called when it was started."""
+    """Return the stable id of a joining rank, which is the first part of its name."""
     return joining_rank.partition(".")[0]
 
 
 def tell_failed(rank: int, joining_rank: str, why: str) -> None:
-    """Report that a joining rank could not be taken in."""
-    words = f"Rank {rank}: rank {for_life(joining_rank)} could not be taken in, and training goes on without: {why}"
+    """Log that a joining rank could not be admitted."""
+    words = f"Rank {rank}: rank {for_life(joining_rank)} could not be admitted, and training goes on without: {why}"
     tell("join_failed", logging.WARNING, words, rank=rank)
 
 
 def digest(module: Any) -> int:
-    """Hash the names, shapes and types of all that replicas share; what is trained of it may change in an epoch."""
+    """Return a hash of the names, shapes and types of all tensors that replicas share.
+
+    It leaves out which parameters are trained, because that may change within a fit.
+    """
     return zlib.crc32(repr([line.rpartition(", ")[0] for line in describe(module)]).encode())

@@ -1,6 +1,6 @@
-"""A joining rank: it waits to be taken in by the ranks that train, and goes on from where they are.
+"""A joining rank: it waits to be admitted by the ranks that train, and goes on from their state.
 
-The other side of this protocol is `strategies/join`, whose page shows both.
+`strategies/join` is the other side of this protocol; its module docstring shows both sides.
 """
 
 from __future__ import annotations
@@ -33,15 +33,20 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 _ANSWER_S = 5.0
 _BOARD_LOOK_S = 0.05
-_HEAR_S = 0.002  # while the others train, and while they stand and wait
+_HEAR_S = 0.002  # shorter than `_BOARD_LOOK_S`, because the others stand at a sync point meanwhile
 _WAITS = (
-    "waiting to be taken in by those who train: do they? If not, start all ranks again. If so, they may be as many as "
-    "their `max_replicas` already, or on the way to a sync point"
+    "waiting to be admitted by the ranks that train. Are there any? If not, start all ranks again. If so, they may be "
+    "as many as their `max_replicas` already, or on the way to a sync point"
 )
 
 
 class JoiningRank:
-    """A process that was started while others train: it waits to be taken in, and goes on from where they are."""
+    """A process that was started while others train; it waits to be admitted, and goes on from their state.
+
+    Args:
+        strategy: Strategy of this rank, without a connection yet.
+        trainer: Trainer of the fit.
+    """
 
     def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
         self._strategy = strategy
@@ -49,38 +54,39 @@ class JoiningRank:
         self._number = int(strategy.cluster_environment.started_as)
         self._attempts = 0
         self._refused = (
-            f"Rank {self._number} could not be taken in: see what those who train have logged. They go on without."
+            f"Rank {self._number} could not be admitted: see the logs of the ranks that train. They go on without it."
         )
         self.patience = timedelta(minutes=30)
-        """How long to wait for a training to begin, and for its ranks to come to a sync point."""
+        """Longest wait for the training of other ranks to begin, and for their coming to a sync point."""
 
     def join(self) -> None:
-        """Wait to be taken in, and take over what the others have.
+        """Wait to be admitted, and take over the state of the other ranks.
 
         Raises:
-            SettingsMismatch, ValueError: what they train is something else, or over another transport.
-            SIGTERMException: told to end while waiting.
-            CollectiveTimeout: nobody trains, or nobody takes it in, for 30 minutes.
-            StoreLost: the store is, also where it only says nothing for `Timeouts(dead_after=)`.
+            SettingsMismatch: the other ranks train with other settings.
+            ValueError: the other ranks are in another fit, have another model, or use a transport that admits no rank.
+            SIGTERMException: this process was told to end while it waited.
+            CollectiveTimeout: no rank trains, or admits this rank, for 30 minutes.
+            StoreLost: the store is lost, or silent for `Timeouts(dead_after=)`.
         """
         try:
             self._join()
         except (DistNetworkError, DistStoreError, ConnectionError) as error:
             said = str(error).splitlines()[0].rstrip(".")
             raise StoreLost(
-                f"rank {self._number}: while it waited to be taken in, the store failed ({said}). Without it nobody "
-                "can be. Start all again from the last checkpoint."
+                f"rank {self._number}: while it waited to be admitted, the store failed ({said}). Without the store no "
+                "rank can join. Start all again from the last checkpoint."
             ) from error
 
     def _join(self) -> None:
         transport = self._strategy.transport
         if not isinstance(transport, TorchTransport):
-            raise ValueError(f"{transport!r} takes nobody in: start all ranks together.")
+            raise ValueError(f"{transport!r} admits no joining ranks: start all ranks together.")
         dead_after = self._strategy.config.timeouts.dead_after
         door = JoinBoardWithTimeout(
             transport.door(self._strategy.cluster_environment), self._number, dead_after, self._end_if_told
         )
-        log.warning("Rank %d comes while others train, and waits to be taken in by them.", self._number)
+        log.warning("Rank %d was started while others train, and waits to be admitted by them.", self._number)
         while True:
             notice = self._wait(door.read_notice)
             self._compare(notice)
@@ -93,7 +99,13 @@ class JoiningRank:
         worthwhile: Callable[[], bool] = lambda: True,
         look_s: float = _BOARD_LOOK_S,
     ) -> dict[str, Any]:
-        """Return what is found, or nothing where it is no longer worthwhile to wait."""
+        """Wait until a note is found, and return it.
+
+        Args:
+            look: Returns the note; empty if there is none yet.
+            worthwhile: Returns whether a note may still come; if not, an empty one is returned. Default: always.
+            look_s: Longest pause between two looks.
+        """
         patience = WaitWithLog(
             self._number, self.patience, self._end_if_told, sleep=lambda seconds: time.sleep(min(seconds, look_s))
         )
@@ -102,10 +114,12 @@ class JoiningRank:
         return found
 
     def _end_if_told(self) -> None:
+        """Raise SIGTERMException if this process was told to end: Lightning's handler only notes the signal."""
         if self._trainer.received_sigterm:
             raise pytorch("utilities.exceptions").SIGTERMException
 
     def _compare(self, notice: dict[str, Any]) -> None:
+        """Raise an error if this rank's fit, settings or model differ from those in the notice of the other ranks."""
         strategy = self._strategy
         if notice.get("fit") != strategy.num_fits:
             raise ValueError(
@@ -120,10 +134,19 @@ class JoiningRank:
             )
 
     def _visit(self, transport: TorchTransport, door: JoinBoardWithTimeout, room: str) -> bool:
-        """Send heartbeats beside a run until it invites this rank, and go on with it; False where that came to nothing
-        before this rank had anything of theirs."""
+        """Send heartbeats beside a run until this rank is invited, and try to join.
+
+        Args:
+            transport: Transport of this rank.
+            door: Board with the notes of the run.
+            room: Prefix of the run's keys in the store.
+
+        Returns:
+            Whether this rank has joined; False if it could not, and may try again.
+        """
         strategy = self._strategy
         self._attempts += 1
+        # A new name for each attempt, because the notes of earlier attempts stay in the store.
         joining_rank = f"{self._number}.{came_back()}.{self._attempts}"
         dead_after = strategy.config.timeouts.dead_after
         membership = transport.visit(strategy.cluster_environment, room, joining_rank, dead_after)
@@ -134,13 +157,16 @@ class JoiningRank:
             )
             ready = self._connect(transport, joining_rank, place, door) if place else None
         finally:
+            # The new connection has heartbeats of its own; those of the visit end in order.
             membership.close()
         state = None if ready is None else self._receive(ready, lambda: door.read_answer(joining_rank))
         if ready is None or state is None:
             return False
+        # This rank has not counted the earlier runs of the others.
         count_run(ready.run)
         config = strategy.config
         size = place["started"]
+        # As if this rank had been there from the start, so that all ranks count the same lost ranks.
         began = RankMap(Generation.first(0, size), ready.run, config.survives(size), wanted=config.fewest(size))
         strategy.live_ranks = began.with_joining_ranks(ready.rank, ready.names, ready.run, place["ever"])
         self._take_part(ready, state, lambda: door.read_answer(joining_rank))
@@ -149,7 +175,7 @@ class JoiningRank:
     def _connect(
         self, transport: TorchTransport, joining_rank: str, place: dict[str, Any], door: JoinBoardWithTimeout
     ) -> PreparedJoin | None:
-        """Connect with all who train; None where they could not come, and train on."""
+        """Connect with all ranks that train; return None if they could not connect, and train on without this rank."""
 
         def check() -> None:
             self._end_if_told()
@@ -168,14 +194,18 @@ class JoiningRank:
         except StoreLost:
             raise
         except AsyncTrainingError as error:
-            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
+            log.warning("Rank %d could not be admitted, and waits again: %s", self._number, error)
             return None
 
     def _receive(self, ready: PreparedJoin, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Receive what rank 0 has, once all stand at a sync point; None where that does not happen, and they train on.
+        """Receive the state of rank 0 after all ranks have come to a sync point.
+
+        Returns:
+            The state; None if it does not come, and this rank may try again.
 
         Raises:
-            AsyncTrainingError: they have stood there, and could not.
+            AsyncTrainingError: the ranks have refused this rank at their sync point.
+            StoreLost: the store is lost.
         """
         connection = ready.connection
         assert ready.pair is not None
@@ -186,6 +216,7 @@ class JoiningRank:
 
         world = LightningCollectives(ready.pair, check, self.patience)
         try:
+            # Two messages: rank 0 packs the first one before the vote, and knows the second one only after it.
             own = world.hand_over(None)
             of_all = world.hand_over(None)
             return {**own, **of_all, "averaging": {**own["averaging"], **of_all["averaging"]}}
@@ -193,13 +224,15 @@ class JoiningRank:
             release(connection, in_words(error))
             if not isinstance(error, AsyncTrainingError) or isinstance(error, StoreLost):
                 raise
+            # The answer was written before the connection was closed, but may be read a little later.
             until = time.monotonic() + _ANSWER_S
             if not self._wait(answer, lambda: time.monotonic() < until).get("again", True):
                 raise AsyncTrainingError(self._refused) from error
-            log.warning("Rank %d could not be taken in, and waits again: %s", self._number, error)
+            log.warning("Rank %d could not be admitted, and waits again: %s", self._number, error)
             return None
 
     def _take_part(self, ready: PreparedJoin, state: dict[str, Any], answer: Callable[[], dict[str, Any]]) -> None:
+        """Wait for the admission, restore the state, and begin a session with the other ranks."""
         strategy = self._strategy
         trainer = self._trainer
         fit_sessions = self._strategy.fit_sessions
@@ -222,15 +255,16 @@ class JoiningRank:
         strategy.saved.go_on(state["averaging"])
         fit_sessions.widen(connection, ready.run)
         fit_sessions.patches.go_on(connection.world, ready.name, state["places"], state)
-        connection.world.asynchronous = True  # until the end of the epoch, where all meet
+        connection.world.asynchronous = True  # this rank begins within an epoch; all wait for each other at its end
 
     def _hear(self, connection: Connection, answer: Callable[[], dict[str, Any]]) -> None:
-        """Wait for the others' word that this rank is one of them.
+        """Wait until the other ranks have written that this rank is admitted.
 
         Raises:
-            AsyncTrainingError: it is not, or they are gone.
+            AsyncTrainingError: this rank is not admitted, or the other ranks are lost.
         """
-        patience = max(PATIENCE, 2 * self._strategy.config.timeouts.dead_after)  # one may be lost as they vote
+        # Twice the time after which a rank is lost, because a rank may be lost during the vote.
+        patience = max(PATIENCE, 2 * self._strategy.config.timeouts.dead_after)
         until = time.monotonic() + patience.total_seconds()
 
         def worthwhile() -> bool:

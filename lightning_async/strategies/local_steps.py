@@ -1,7 +1,7 @@
-"""One replica's optimizer steps, as the averager sees them: planned before, counted after.
+"""`LocalSteps`: the step runner of averaging, which asks the averager before each step and reports it afterwards.
 
-`LocalSteps` is the step runner of averaging, in automatic and in manual optimization. `StepBatches` counts the batch
-under way, and keeps the last ones where BatchNorm's statistics are recomputed.
+It serves automatic and manual optimization. `StepBatches` counts the samples of the current batch, and keeps the last
+batches if BatchNorm's statistics are recomputed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ if TYPE_CHECKING:
 
 
 class LocalSteps(StepRunner):
-    """The step runner that tells the averager of every step; closed by `close`."""
+    """The step runner of averaging: the averager plans each step, as a local or a synchronous one, and counts it.
+
+    Args:
+        strategy: Strategy of this rank.
+        averager: Averager of the session.
+        gradients: The component that averages gradients of synchronous steps.
+    """
 
     def __init__(
         self,
@@ -43,19 +49,20 @@ class LocalSteps(StepRunner):
         self._batch_step: Action | None = None
         self._seen = self._counted = self._dropped = 0
         self._reduced = False
-        """Manual optimization: gradients were averaged since the last batch with a step."""
+        """Whether gradients were averaged since the last batch with a step; for manual optimization."""
         self._overlaps = not changes_gradients(strategy.module)
         self._skipped = False
-        """Automatic optimization: the batch under way has no loss."""
+        """Whether the current batch has no loss; for automatic optimization."""
         self._without_loss = 0
-        """Automatic optimization: batches without a loss since the last step."""
+        """Number of batches without a loss since the last step; for automatic optimization."""
         self._in_step = False
-        """Automatic optimization: the closure of a synchronous step runs."""
+        """Whether the closure of a synchronous step runs; for automatic optimization."""
         self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self.recent = self._batches.recent
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
+        # The optimizers outlive the session.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -66,6 +73,7 @@ class LocalSteps(StepRunner):
         self._averager.sync_points.resume()
         self._batches.start(batch)
         if not self._strategy.module.automatic_optimization:
+            # Before the batch, because `training_step` itself calls the optimizers.
             self._batch_step = self._averager.plan()
             self._counted = self._seen
 
@@ -75,9 +83,10 @@ class LocalSteps(StepRunner):
         self._of_batch = samples
 
     def finish_batch(self) -> None:
-        """Manual optimization: a batch is one step, and merges happen between batches.
+        """Report the batch as one step, in manual optimization.
 
-        Between the steps of two losses a merge would break their graphs.
+        Merges happen between batches only: between the steps of two losses, a merge would change parameters that the
+        second loss's graph still needs.
         """
         planned = self._batch_step
         self._batch_step = None
@@ -96,7 +105,8 @@ class LocalSteps(StepRunner):
         self._skipped = False
         output = run(self._synchronised(closure) if synchronous else closure)
         empty = synchronous and self._gradients.told is not None and not self._gradients.told.weight
-        if self._skipped and not synchronous:  # an optimizer's step without a gradient moves nothing
+        if self._skipped and not synchronous:
+            # An optimizer's step without any gradient changes nothing.
             empty = all(p.grad is None for p in self._gradients.replica.tensors.trained.values())
         self._tick(planned, stepped=self._seen > before and not empty)
         return output
@@ -119,38 +129,40 @@ class LocalSteps(StepRunner):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context for a backward pass; gradients to be averaged leave as it makes them."""
+        """Return a context for a backward pass, during which gradients of a synchronous step are sent."""
         self._batches.see()
         trained = self._gradients.replica.tensors.trained.values()
         if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
-            self._samples = self._of_batch  # whatever came before is in no gradient
-        # What has left cannot be multiplied any more.
+            self._samples = self._of_batch  # without gradients, samples of earlier batches do not count
+        # Gradients that were sent cannot be multiplied by a factor any more, so they are sent only if it is 1.
         if self._overlaps and (self._in_step or self._is_synchronous()) and self._factor == 1.0:
             self._gradients.begin_backward(self._sample_counts, loss_scale(self._strategy.precision_plugin))
         try:
             yield
         except BaseException:
+            # The other replicas must not wait for gradients of a pass that has failed.
             self._gradients.withdraw()
             raise
 
     def after_backward(self) -> None:
-        """Manual optimization: gradients are there."""
+        """Average the gradients that a backward pass has made for a synchronous step, in manual optimization."""
         if self._is_synchronous():
             self._reduce_gradients()
             self._reduced = True
 
     def _is_synchronous(self) -> bool:
-        """Manual optimization: this batch's step is one on averaged gradients."""
+        """Return whether this batch's step is a synchronous one, in manual optimization."""
         return self._batch_step is Action.GRADIENTS
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """``closure``, then the mean of all replicas' gradients: before they are unscaled and clipped."""
+        """Return a closure that also averages the gradients over all replicas, before they are unscaled and clipped."""
 
         def wrapped() -> Any:
             self._in_step = True
             try:
                 result = closure()
             except BaseException:
+                # Here, too: the others would wait for this replica.
                 self._gradients.withdraw()
                 raise
             finally:
@@ -158,7 +170,8 @@ class LocalSteps(StepRunner):
             self._reduce_gradients()
             told = self._gradients.told
             if result is None and told is not None and told.weight > 0.0:
-                # `training_step` has returned None here: the others' mean is stepped with all the same.
+                # `training_step` has returned None here, and this replica steps with the mean of the others. Lightning
+                # steps only if the closure returns a loss.
                 return scaled_zero(self._strategy.precision_plugin, self._strategy.module.device)
             return result
 
@@ -171,49 +184,56 @@ class LocalSteps(StepRunner):
             trained = gradients.replica.tensors.trained.values()
             torch._foreach_mul_([p.grad for p in trained if p.grad is not None], factor)
         gradients.reduce_(self._sample_counts, loss_scale(self._strategy.precision_plugin))
-        if gradients.told is not None and gradients.told.weight > 0.0:  # else no rank had any, and nothing has moved
+        if gradients.told is not None and gradients.told.weight > 0.0:  # else no rank had gradients, and none were sent
             self._averager.summary.payload_bytes += gradients.rounds.message_bytes
 
     @property
     def _factor(self) -> float:
-        """The factor that makes accumulated gradients a mean over the batches that have a loss.
+        """Factor that makes accumulated gradients a mean over the batches that have a loss.
 
-        Lightning divides each loss by the number of all batches, while samples are counted of these only.
+        Lightning divides each loss by the number of all batches, but only samples of batches with a loss are counted.
         """
         trainer: Any = self._strategy.module.trainer
         if not self._without_loss or any(isinstance(each, AdaptiveGradientAccumulation) for each in trainer.callbacks):
-            return 1.0  # the batches of a window are weighted by their samples already
+            return 1.0  # the callback has weighted the batches of a window by their samples
         batches = (trainer.fit_loop.epoch_loop.batch_progress.current.ready - 1) % trainer.accumulate_grad_batches + 1
         counted = batches - self._without_loss
         return batches / counted if counted > 0 else 1.0
 
     @property
     def _sample_counts(self) -> float:
-        """Samples behind what gradients are each replica's own. In manual optimization each backward pass is averaged:
-        what batches before have made in accumulation is a mean already."""
+        """Number of samples of the gradients that are not averaged yet.
+
+        In manual optimization these are the samples of the current batch only, because the gradients of each backward
+        pass are averaged after it, also if several are accumulated.
+        """
         return self._samples if self._strategy.module.automatic_optimization else self._of_batch
 
     def _tick(self, planned: Action, stepped: bool) -> None:
+        """Report a step to the averager, which may merge a round that has arrived."""
         self._batches.see()
         strategy = self._strategy
         samples = self._samples
-        if stepped or strategy.module.automatic_optimization:  # else: manual accumulation, the step is yet to come
+        if stepped or strategy.module.automatic_optimization:  # else gradients are accumulated for a later step
             self._samples = 0.0
             self._without_loss = 0
         if self._gradients.rounds.dropped > self._dropped:
             self._dropped = self._gradients.rounds.dropped
-            samples = 0.0
+            samples = 0.0  # gradients that were not finite were dropped, so that their samples are in no step
         report = self._averager.tick(planned, samples, stepped=stepped, lr=learning_rate(strategy.optimizers))
         if report is not None and strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)
 
     def _forget_state(self) -> None:
-        """Reset the optimizers, where their state is not averaged: this replica was not finite, so neither are they."""
+        """Reset the optimizers unless their state is averaged, after this replica had values that were not finite.
+
+        The state of its optimizers is not finite then, either.
+        """
         if self._strategy.optimizer_state_policy != "average":
             reset(self._strategy.optimizers)
 
     def _count(self, *_: Any) -> None:
-        """Count a real optimizer step: mixed precision skips some, and users step optimizers themselves."""
+        """Count a step that an optimizer has taken: mixed precision skips steps, and users call optimizers as well."""
         self._seen += 1
         if self._is_synchronous() and not self._reduced:
             raise RuntimeError(
@@ -224,13 +244,15 @@ class LocalSteps(StepRunner):
 
 
 class StepBatches:
-    """The batches of one replica. One that `training_step` takes by itself is known once it has been taken: it is
-    looked at where its gradients are, at the latest as the next one begins.
+    """The batches of one replica, each of which is counted once.
+
+    A `training_step` that takes a ``dataloader_iter`` gets its batch by itself. Such a batch is counted when its
+    gradients are used, at the latest when the next batch begins.
 
     Args:
-        module: of the user's.
-        buffers: the policy of buffers: the last batches are kept where it is "recompute".
-        take: called once for each batch.
+        module: The user's module.
+        buffers: Treatment of buffers; the last batches are kept if it is "recompute".
+        take: Called once for each batch.
     """
 
     def __init__(self, module: Any, buffers: str, take: Callable[[Any], None]) -> None:
@@ -241,21 +263,21 @@ class StepBatches:
         self._unseen = False
         self._taken: Any = None
         self.recent: deque[Any] = deque(maxlen=RECENT_BATCHES)
-        """For recomputing BatchNorm's statistics, where that is asked for."""
+        """The last batches, for recomputing BatchNorm's statistics; empty if these are not recomputed."""
 
     def start(self, batch: Any) -> None:
-        """Begin a batch; where `training_step` takes batches by itself, it is not known yet."""
+        """Begin a batch, and count it, unless `training_step` has yet to get it by itself."""
         self.see()
         self._unseen = self._pulls
         if not self._pulls:
             self._see(batch)
 
     def see(self) -> None:
-        """Whatever batch there is has been taken by now."""
+        """Count the batch that `training_step` has got by itself, if it is not counted yet."""
         if not self._pulls:
             return
         taken = pulled(self._module.trainer)
-        if taken is not None and (self._unseen or taken is not self._taken):  # it may take several
+        if taken is not None and (self._unseen or taken is not self._taken):  # one step may get several batches
             self._unseen = False
             self._taken = taken
             self._see(taken)
@@ -267,7 +289,7 @@ class StepBatches:
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
-    """Return that of the first optimizer's first group; 0.0 where there is none, as in some users' optimizers."""
+    """Return the learning rate of the first optimizer's first group; 0.0 if it has none, as some users' optimizers."""
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
     lr = groups[0].get("lr") if groups else None
     return 0.0 if lr is None else float(lr)

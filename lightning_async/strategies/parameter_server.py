@@ -1,4 +1,4 @@
-"""The strategy: `Trainer(strategy=ParameterServerStrategy(...))`."""
+"""`ParameterServerStrategy`: workers push gradients to servers, which hold the weights, and pull weights from them."""
 
 from __future__ import annotations
 
@@ -44,59 +44,64 @@ from lightning_async.transports.resolve import TransportName
 
 
 class ParameterServerStrategy(AsyncStrategy):
-    r"""Workers push gradients to servers that hold the weights and the optimizer, and pull weights.
+    r"""A strategy in which workers push gradients to servers that hold weights and optimizer, and pull weights.
 
-    Each rank is a worker; servers are processes beside them, or the last ranks, which share out the elements of all
-    parameters. With a push of worker :math:`i` that was computed at version :math:`b`, in asynchronous mode
+    Ranks are workers. Servers are processes beside them, or the last ranks; each server holds a shard of every
+    parameter group. In asynchronous mode a push of worker :math:`i`, computed at version :math:`b` of the weights,
+    makes the next version
 
     .. math:: x_{v+1} = x_v - \eta\, u(g_i(x_b)), \qquad \text{lag } \tau = v - b
 
-    with the optimizer's :math:`u`, and what ``staleness`` does about the lag. In synchronous mode a version is made of
-    one push of each worker, of :math:`n_i` samples:
+    where :math:`u` is the optimizer's update, with the correction of the lag that ``staleness`` names. In synchronous
+    mode one push of each worker, of :math:`n_i` samples, makes the next version
 
     .. math:: x_{v+1} = x_v - \eta\, u\Big(\frac{\sum_i n_i\, g_i(x_v)}{\sum_i n_i}\Big)
 
-    which is training in one process on the joined batch. Wherever all ranks wait for one another (validation, the end
-    of an epoch, checkpoints) all have the same version. Optimizers are those of ``configure_optimizers``: servers make
-    the same by name, learning rates go with every push, and checkpoints hold their state as torch has it. Gradients are
-    clipped before they leave. A parameter without a gradient counts as one whose gradient is zero.
+    as training in one process on the joined batch would. When all ranks wait for one another (validation, the end of an
+    epoch, checkpoints), all have the same version. Servers make the optimizers of ``configure_optimizers`` by their
+    names; learning rates go with every push, and checkpoints hold the optimizers' state in torch's form. Gradients are
+    clipped before they are pushed. A parameter without a gradient counts as one whose gradient is zero.
 
-    A worker that dies is not waited for; a server that dies is started again with all that it had, and every push that
-    was acknowledged is in the weights once.
+    Training does not wait for a worker that has died. A server that has died is started again with all of its state,
+    and every push that it had acknowledged is in the weights exactly once.
 
     Args:
-        mode: ``"async"`` (default): each push is applied as it comes. ``"sync"``: see above. ``"ssp"``: as they come,
-            and weights lack at most ``max_staleness`` of the slowest one's pushes, of as many as their worker has made
-            since a sync point. MXNet's names ("dist_async", "dist_sync", "dist_sync_device" and others) are taken, too.
-        num_servers: that share out each group of parameters. None (default): one on each host; one, where
-            they are ranks.
+        mode: ``"async"`` (default): each push is applied when it comes. ``"sync"``: pushes are applied together, see
+            above. ``"ssp"``: pushes are applied when they come, and a worker waits where its weights would lack more
+            than ``max_staleness`` of the slowest worker's pushes; pushes are counted from the last sync point. MXNet's
+            names ("dist_async", "dist_sync", "dist_sync_device" and others) are allowed, too.
+        num_servers: Number of servers. None (default): one on each host; with dedicated servers, one.
         placement: ``"colocated"`` (default): servers are processes beside the workers. ``"dedicated"``: the last
-            ``num_servers`` ranks serve: they build no data, never train, and end with 0 in their first run, once all
-            workers have ended.
-        update_on_server: True (default): see above. False: the optimizer, of whatever class, is the
-            worker's; changes of the weights are pushed, which servers add; in sync mode their mean, weighted equally.
-        staleness: what is done about lag: ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum,
-            `GapAware` rates for others; ``"none"``, another short name, or a policy of `algorithms.staleness`.
-        max_staleness: pushes, for ``mode="ssp"``. Default 3.
-        warmup_steps: so many steps at first are as in ``"sync"``, in the other modes. Momentum that each worker has of
-            its own (`Dana`) begins after them. Default 0.
-        pull_every: pushes between pulls. Default 1.
-        compression: of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or a value of `algorithms`
-            with arguments of its own. What a push lacks is in the next one. Default ``"none"``.
-        overlap: the next batch is computed while a push is under way, at weights without it. Default False.
-        buffers: floating-point buffers (BatchNorm statistics) at sync points, see `AsyncAveragingStrategy`.
-        min_replicas, max_replicas: see `AsyncAveragingStrategy`.
-        timeouts: how long to wait for what.
-        transport: see `AsyncAveragingStrategy`.
-        options: what most trainings leave as it is: snapshots, servers that are started elsewhere, and more.
+            ``num_servers`` ranks are servers. They build no data and never train; their first call of the Trainer ends
+            the process with exit code 0, once all workers have ended.
+        update_on_server: True (default): the optimizer is on the servers, see above. False: each worker has its own
+            optimizer, of any class, and pushes the changes of its weights. Servers add these changes; in sync mode they
+            add their mean, in which all workers weigh the same.
+        staleness: Correction of the lag. ``"auto"`` (default): `Dana` with `GapAware` for SGD with momentum, and
+            `GapAware` rates for other optimizers. ``"none"``, another short name, or a policy of
+            `algorithms.staleness`.
+        max_staleness: Largest number of pushes that weights may lack, for ``mode="ssp"``. Default 3.
+        warmup_steps: Number of steps at first that are taken as in mode ``"sync"``, for other modes. Momentum that each
+            worker has of its own (`Dana`) begins after them. Default 0.
+        pull_every: Number of pushes between pulls. Default 1.
+        compression: Compression of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or a value of
+            `algorithms` with its own arguments. What a push lacks is in the next push. Default ``"none"``.
+        overlap: Whether the next batch is computed while a push is under way, at weights without that. Default False.
+        buffers: Treatment of floating-point buffers (BatchNorm statistics) at sync points, see
+            `AsyncAveragingStrategy`. Default ``"average"``.
+        min_replicas: Smallest number of workers with which training goes on, see `AsyncAveragingStrategy`.
+        max_replicas: Largest number of workers up to which joining ranks are admitted, see `AsyncAveragingStrategy`.
+        timeouts: Time limits of waits, see `Timeouts`. Default: those of `Timeouts()`.
+        transport: Starts the ranks and moves the workers' bytes, see `AsyncAveragingStrategy`. Default ``"auto"``.
+        options: Rarer settings: snapshots, servers that were started elsewhere, and more. Default `ServerOptions()`.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range, or two of them contradict each other; at the start of training more
-            servers than ranks, or an optimizer that servers cannot have.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or two arguments contradict each other; when training begins, there are
+            more servers than ranks, or servers cannot have the optimizer.
 
     Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; the key-value store
-    of MXNet; Ho et al. for ``"ssp"``, 2013.
+    of MXNet; Ho et al., 2013, for ``"ssp"``.
 
     >>> ParameterServerStrategy("dist_sync")
     <ParameterServerStrategy for `lightning.pytorch`: mode='sync'>
@@ -143,7 +148,7 @@ class ParameterServerStrategy(AsyncStrategy):
         super().__init__(config, buffers=buffers, lr_clock=self.service.lr_clock, transport=roles.transport(transport))
         self.roles.check_transport(self.transport)
         self.quorum.check_transport(self.transport)
-        # Unlike a lambda, this goes with the strategy to ranks that are spawned.
+        # Unlike a lambda, this can be pickled with the strategy for ranks that are spawned.
         self.job = JobRanks(self.transport, partial(getattr, self, "place"), config.timeouts.dead_after)
         self.handle = ServerHandle(self.service, roles, self.job)
 
@@ -155,7 +160,7 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def servers(self) -> Servers | None:
-        """The servers of the training that is under way."""
+        """The servers of the present training; None outside of one."""
         return self.handle.servers
 
     def connect_ranks(self) -> None:
@@ -163,14 +168,20 @@ class ParameterServerStrategy(AsyncStrategy):
             self._join_or_start()
         try:
             super().connect_ranks()
-        finally:  # servers must see that this worker was there, and has ended
+        finally:
+            # Also after a failure: servers that are ranks end when they have seen each worker come and end.
             if self.roles.dedicated:
                 self.job.register(*self.roles.of(self.cluster_environment))
         if self.roles.dedicated and self.connection is not None:
-            self.connection.on_end = lambda: None  # the store lasts until they have seen it
+            # The store must last until these servers have seen the workers' end.
+            self.connection.on_end = lambda: None
 
     def _join_or_start(self) -> None:
-        """Begin with the first workers, or be a joining rank; ValueError where the quorum cannot be met."""
+        """Wait for the first workers, and begin with them; a worker that is not among them becomes a joining rank.
+
+        Raises:
+            ValueError: the quorum cannot be met.
+        """
         rank = self.place.global_rank()
         world_size = self.place.world_size()
         fewest = self.config.survives(world_size)
@@ -199,9 +210,9 @@ class ParameterServerStrategy(AsyncStrategy):
                 self.handle.warn_of_momentum()
 
     def join_servers(self, averager: BackgroundAverager) -> ParameterGroups:
-        """Find or start the servers and join them; all workers call this together.
+        """Find or start the servers, and join them with the model; all workers call this together.
 
-        A joining rank has been handed over the others' servers.
+        A joining rank calls it alone, and joins the servers of the others, which it has got with their state.
         """
         connection = self.connection
         assert connection is not None
@@ -214,7 +225,7 @@ class ParameterServerStrategy(AsyncStrategy):
         return handle.join(self.module, self.optimizers, averager, connection.world)
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
-        if rank == 0 and self.servers is not None:  # so that no worker waits for their pushes
+        if rank == 0 and self.servers is not None:  # so that servers do not wait for pushes of lost workers
             self.servers.forget(names)
 
     def handed_over(self) -> dict[str, Any]:
@@ -230,6 +241,7 @@ class ParameterServerStrategy(AsyncStrategy):
     def start_over(self) -> None:
         super().start_over()
         self.handle.end(in_order=True, first=self.global_rank == 0)
+        # The restored weights must replace those of the servers.
         self.handle.brings = True
 
     def teardown(self) -> None:
@@ -243,7 +255,7 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def alike(self) -> frozenset[str]:
-        """Names of what is equal on all ranks in a checkpoint."""
+        """Names of the parts of a checkpoint that are equal on all ranks."""
         return ALIKE if self.update_on_server else REPLICAS
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -256,7 +268,7 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def _pusher(self) -> PushSteps | None:
-        """The session's step runner, which asks the servers for state; None where they have none."""
+        """The session's step runner, which fetches optimizer state from servers; None if they have none."""
         session = self._session
         return cast(PushSteps, session.step_runner) if self.update_on_server and session is not None else None
 
@@ -271,7 +283,8 @@ class ParameterServerStrategy(AsyncStrategy):
 
     def summarise(self) -> None:
         super().summarise()
-        self._fetch_states(self.optimizers)  # for a checkpoint that is saved when the servers are gone
+        # For a checkpoint that is saved after the servers have ended.
+        self._fetch_states(self.optimizers)
 
     def settings(self) -> dict[str, object]:
         return {**super().settings(), **self.service.compared()}

@@ -1,4 +1,7 @@
-"""Ranks are lost, or come back, and training goes on: what Lightning, the launcher and the user learn of it."""
+"""`RankMap`: the live ranks and their present numbers, after ranks were lost or have joined.
+
+The functions here also pass changes of numbers to Lightning, to the launcher and to the log.
+"""
 
 from __future__ import annotations
 
@@ -15,48 +18,48 @@ from lightning_async.trainer.namespace import fabric, pytorch
 log = logging.getLogger(__name__)
 
 
-_ROOM = "lightning_async"  # of ranks whose numbers are those that they were started with
+_ROOM = "lightning_async"  # Prefix in the store under which ranks meet that have the numbers they were started with.
 _runs = [0]
-_here: list[RankMap] = []  # of this process, once ranks are lost: they are to every strategy that follows
+_here: list[RankMap] = []  # The map of this process once numbers have changed; later strategies begin with it.
 
 
 class RankMap:
-    """The live ranks of those that began, and the numbers that they have now.
+    """A map from the live ranks to the stable ids with which they were started.
 
-    The engine's thread changes it, as soon as the groups of a new generation are formed; everybody reads.
+    The engine's thread changes it as soon as the groups of a new generation are formed; any thread may read it.
 
     Args:
-        generation: the first of a run.
-        run: number of that run, which is equal on all ranks.
-        min_replicas: fewer do not go on.
-        before: who was left of an earlier run.
-        wanted: fewer wait for others to come. Default: nobody waits.
+        generation: First generation of a run.
+        run: Number of that run, which is equal on all ranks.
+        min_replicas: Smallest number of ranks that go on.
+        before: Map of an earlier run. Default: none of its ranks was renumbered.
+        wanted: Smallest number of ranks that do not wait for others to come. Default: no rank waits.
     """
 
     def __init__(
         self, generation: Generation, run: int, min_replicas: int, before: RankMap | None = None, wanted: int = 0
     ) -> None:
         self._names = generation.members if before is None else before.names
-        """For life: the numbers that the ranks of this run were started with."""
+        """Stable ids of the ranks of this run: the numbers that they were started with."""
         self.started = generation.world_size if before is None else before.started
-        """How many ranks there were at first."""
+        """Number of ranks at first."""
         self.ever = frozenset(range(self.started)) if before is None else before.ever
-        """The numbers, for life, of all that have ever been there."""
+        """Stable ids of all ranks that have ever taken part."""
         self._run = run
         self._min_replicas = min_replicas
         self.wanted = max(wanted, min_replicas)
         self.room = "" if before is None else before.room
-        """Where those who are there meet, since their numbers have changed; "" where they have not."""
+        """Prefix in the store under which the live ranks meet since their numbers have changed; else ``""``."""
         self.generation = generation
 
     def with_joining_ranks(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> RankMap:
         """Return the map of a run with joining ranks.
 
         Args:
-            rank: this rank's number in that run.
-            names: stable ids of all its ranks.
-            run: its number.
-            ever: stable ids of others that have ever been there.
+            rank: Number of this rank in that run.
+            names: Stable ids of all ranks of that run.
+            run: Number of that run.
+            ever: Stable ids of other ranks that have ever taken part. Default: none.
         """
         made = RankMap(Generation.first(rank, len(names)), run, self._min_replicas, self, self.wanted)
         made._names = tuple(names)
@@ -65,28 +68,34 @@ class RankMap:
         return made
 
     def begun_by(self, rank: int, names: Sequence[str], run: int) -> RankMap:
-        """Return the map of ranks that begin while others may come; ``rank`` is this rank's number among them."""
+        """Return the map of ranks that begin before others have come.
+
+        Args:
+            rank: Number of this rank among those that begin.
+            names: Stable ids of the ranks that begin.
+            run: Number of their run.
+        """
         made = self.with_joining_ranks(rank, names, run)
         made.ever = frozenset(map(int, names))
         return made
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The stable ids of the live ranks: the numbers that they were started with."""
+        """Stable ids of the live ranks, in the order of their present numbers."""
         return tuple(map(self.called, self.generation.members))
 
     def called(self, name: str) -> str:
-        """Return the stable id of a rank of this run by its name in it; of a lost one, too."""
+        """Return the stable id of a rank, live or lost, that has this name in the run."""
         return self._names[int(name)]
 
     @property
     def lost(self) -> int:
-        """The number of ranks that are lost."""
+        """Number of lost ranks."""
         return len(self.ever) - self.generation.world_size
 
     @property
     def are_short(self) -> bool:
-        """Whether the live ranks are too few, and wait for others to come."""
+        """Whether the live ranks are too few to train, and wait for others to come."""
         return self.generation.world_size < self.wanted
 
     @property
@@ -99,10 +108,15 @@ class RankMap:
         return str(rank) not in self.names
 
     def go_on(self, generation: Generation, why: str) -> None:
-        """Follow a new generation in which ranks are missing, and say why."""
+        """Follow a new generation that lacks lost ranks, renumber the ranks, and report it.
+
+        Args:
+            generation: The new generation.
+            why: Reason of the loss, for the log.
+        """
         before = self.generation
         self.generation = generation
-        if self.room:  # numbers are not those that ranks were started with
+        if self.room:  # ``why`` names ranks by present numbers, which people cannot find in the launcher's output
             lost = [self.called(name) for name in before.members if name not in generation.members]
             why += f" (started as rank {', '.join(lost)})"
         self._number(self._run)
@@ -110,39 +124,43 @@ class RankMap:
         left = generation.world_size
         waits = self.wanted > self._min_replicas
         fewer = f"fewer than {self.wanted} {'wait for others to come' if waits else 'do not go on'}"
-        rest = fewer if self.wanted > 1 else "training goes on until none is"
+        rest = fewer if self.wanted > 1 else "training goes on down to the last one"
         tell(
             "lost", logging.WARNING,
             f"Rank {before.rank} goes on as rank {generation.rank} of {left}: {why.rstrip('.')}. {left} of "
-            f"{len(self.ever)} replicas are left, and {rest}. Steps that the lost had not shared are gone; their "
-            "samples are trained on by the others.",
+            f"{len(self.ever)} replicas are left, and {rest}. Steps that lost ranks had not shared are gone; the other "
+            "ranks train on their samples.",
             rank=generation.rank, was=before.rank, generation=generation.number, world_size=left, names=self.names,
         )  # fmt: skip
         if generation.rank == 0 and before.rank != 0:
             log.warning("This rank, started as rank %s, logs and saves from here.", self.names[0])
 
     def _number(self, run: int) -> None:
-        """Number the ranks anew from this run on."""
+        """Use the present numbers of the ranks from this run on, also in later strategies of this process."""
         self.room = f"lightning_async/since{run}"
         _here[:] = [self]
         number_rank(self.generation.rank)
 
     def tell(self) -> None:
-        """Tell the launcher of the generation; numbers go on counting up from run to run."""
+        """Report the generation to the launcher, under a number that grows from run to run, too."""
         tell_generation((self._run << 32) + self.generation.number, self.names)
 
 
 def count_run(at_least: int = 0) -> int:
-    """The number of a new run of this process, by any strategy: what one leaves in the store is not the next one's.
+    """Return the number of a new run of this process, by any strategy.
 
-    All ranks count alike; one that came late begins with ``at_least`` this.
+    Runs have different numbers, so that a run does not read what an earlier one has left in the store. All ranks count
+    the same runs.
+
+    Args:
+        at_least: Smallest number, for a rank that has joined and has not counted earlier runs. Default: none.
     """
     _runs[0] = max(_runs[0] + 1, at_least)
     return _runs[0]
 
 
 def next_run() -> int:
-    """Return the number that `count_run` would give."""
+    """Return the number that `count_run` would return, without counting a run."""
     return _runs[0] + 1
 
 
@@ -152,12 +170,18 @@ def run_name(run: int) -> str:
 
 
 def left_here() -> RankMap | None:
-    """Return the live ranks, where an earlier run of this process has lost some."""
+    """Return the map of live ranks if an earlier run of this process has renumbered them, else None."""
     return _here[0] if _here else None
 
 
 def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) -> Any:
-    """Return the environment of the live replicas; the last ``num_serving`` of the ranks that were started are none."""
+    """Return an environment in which only the live replicas are counted.
+
+    Args:
+        live_ranks: Live ranks; None where no rank may be lost.
+        environment: Environment of this rank.
+        num_serving: Number of started ranks, the last ones, that are no replicas. Default 0.
+    """
     if live_ranks is None or not live_ranks.room:
         size = environment.world_size() - num_serving
         return (
@@ -169,26 +193,28 @@ def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) ->
 
 
 def numbered_last(environment: Any) -> Any:
-    """The environment of a process that was started while others train, and is not among them yet: they have a rank
-    0, whatever its own number is."""
+    """Return the environment of a process, with a last number while it waits to join ranks that train.
+
+    Those ranks have a rank 0 already, which this process must not be, whatever its own number is.
+    """
     comes = environment is not None and came_back() is not None and not _here
     return JoiningEnvironment(environment) if comes else environment
 
 
 def name_in_run(rank: int, names: Sequence[str]) -> str:
-    """Return the name in a run of the rank that was started with this number.
+    """Return the name that a rank has in a run.
+
+    Args:
+        rank: Number with which the rank was started.
+        names: Stable ids of the ranks that began the run; empty if all began it under their own numbers.
 
     >>> name_in_run(2, ()), name_in_run(2, ("0", "2", "3"))
     ('2', '1')
-
-    Args:
-        rank: that number.
-        names: of those that began that run, the numbers that they were started with; none where all did.
     """
     return str(names.index(str(rank)) if names else rank)
 
 
 def number_rank(rank: int) -> None:
-    """Tell Lightning's printing, logging and saving which rank this process is."""
+    """Set the rank by which Lightning decides whether this process prints, logs and saves."""
     for module in (fabric("utilities.rank_zero"), pytorch("utilities.rank_zero")):
         module.rank_zero_only.rank = rank

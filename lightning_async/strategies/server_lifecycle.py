@@ -1,4 +1,8 @@
-"""The servers of one training: who starts which, how workers reach them, and how they end."""
+"""The servers of one training, from their start to their end.
+
+`StartQuorum` decides with how many workers training begins. `Servers` starts and ends the servers of this rank, and
+connects with all of them. `JobRanks` is the meeting of workers and servers in the store, where servers are ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,11 @@ _PATIENCE = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class StartQuorum:
-    """How many workers begin, once others have had so long to come; None: all do. Who comes later joins them.
+    """The number of workers with which training begins; workers that come later join.
+
+    Args:
+        number: Number of workers; None (default) for all.
+        within: Time for which other workers are waited for, too. Default: none.
 
     >>> StartQuorum(2).begins([0, 1], 4, waited_s=0.0)
     True
@@ -56,7 +64,11 @@ class StartQuorum:
 
     @classmethod
     def of(cls, value: WaitForWorkers) -> StartQuorum:
-        """Return what ``wait_for_workers`` asks for; raise TypeError or ValueError where it is none of its values.
+        """Return the quorum for a value of ``wait_for_workers``.
+
+        Raises:
+            TypeError: the value has a wrong type.
+            ValueError: the number or the time is out of range.
 
         >>> StartQuorum.of((2, timedelta(minutes=1)))
         (2, datetime.timedelta(seconds=60))
@@ -74,7 +86,7 @@ class StartQuorum:
         return cls(number, within)
 
     def __repr__(self) -> str:
-        """As ``wait_for_workers`` is written, since ranks compare it, and messages show it."""
+        """Return the value of ``wait_for_workers``, which ranks compare and messages show."""
         return repr("all" if self.is_all else (self.number, self.within) if self.within else self.number)
 
     @property
@@ -82,7 +94,7 @@ class StartQuorum:
         return self.number is None
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError where nobody can come later."""
+        """Raise ValueError if workers cannot join later over this transport, and not all are waited for."""
         if not self.is_all and not isinstance(transport, TorchTransport):
             raise ValueError(
                 f"`ServerOptions(wait_for_workers={self.number})`: over {transport!r} nobody comes later. Use "
@@ -90,7 +102,12 @@ class StartQuorum:
             )
 
     def check_workers(self, world_size: int, fewest: int) -> None:
-        """Raise ValueError where it cannot be met: ``fewest`` of ``world_size`` workers go on without the others."""
+        """Raise ValueError if training cannot begin or go on with this number of workers.
+
+        Args:
+            world_size: Number of workers.
+            fewest: Smallest number of workers with which training goes on.
+        """
         shown = f"`ServerOptions(wait_for_workers={self.number})`"
         if self.number is not None and self.number > world_size:
             raise ValueError(f"{shown}: there are {world_size} workers.")
@@ -101,15 +118,21 @@ class StartQuorum:
             )
 
     def begins(self, come: list[int], world_size: int, waited_s: float) -> bool:
+        """Return whether training begins, with the workers that have come and after this wait."""
         enough = self.number is not None and len(come) >= self.number
         return len(come) == world_size or (enough and waited_s >= self.within.total_seconds())
 
     def first_workers(self, store: JoinBoard, rank: int, world_size: int) -> list[int]:
-        """Return the numbers of the workers that begin, once the first one has decided; all workers call this.
+        """Wait until worker 0 has decided which workers begin, and return their numbers; all workers call this.
+
+        Args:
+            store: Store of the job.
+            rank: Number of this worker.
+            world_size: Number of workers.
 
         Raises:
-            CollectiveTimeout: they are too few for 30 minutes.
-            AsyncTrainingError: who started this rank has died, or another rank is to begin otherwise.
+            CollectiveTimeout: too few workers have come within 30 minutes.
+            AsyncTrainingError: the process that started this rank has died, or ranks do not agree on how to begin.
         """
         patience = WaitWithLog(rank, _PATIENCE, check_start)
         began = time.monotonic()
@@ -120,6 +143,7 @@ class StartQuorum:
             return f"waiting for worker(s) {missing} of {world_size}, or until {self.number} have come"
 
         store.write(f"came/{rank}", {"process": os.getpid()})
+        # Only worker 0 decides, and the others read its decision, so that all begin with the same workers.
         while not (decided := store.read("begin")):
             come = [other for other in range(world_size) if other == rank or store.read(f"came/{other}")]
             if rank == 0 and self.begins(come, world_size, time.monotonic() - began):
@@ -134,18 +158,19 @@ _DRAIN_S = 30.0
 _TELL_S = 180.0
 _GONE_S = 10.0
 _PAUSE_S = 0.2
-_BACK_S = 60.0  # its starter replaces it, and reads a folder of snapshots before anything listens there again
+_BACK_S = 60.0  # The new server reads its snapshot, which may take long, before it listens.
 
 
 class Servers:
-    """The servers of one training, and those of them that this rank has started.
+    """The addresses of the servers of one training, and the server processes that this rank has started.
 
     Args:
-        addresses: of all servers, see `p2p_gloo.dial`; each has all tables.
-        own: servers of this rank, by number.
-        check: raises where a server, by its number, that cannot be reached will not come back.
-        of_this_run: ranks have started them beside themselves, for this training alone.
-        come_back: a lost server is replaced by another one, with a snapshot.
+        addresses: Addresses of all servers, see `p2p_gloo.dial`.
+        own: Server processes of this rank, by number. Default: none.
+        check: Called with the number of a server that cannot be reached; raises if it will not come back. Default:
+            nothing is called.
+        of_this_run: Whether ranks have started the servers beside themselves, for this training only. Default False.
+        come_back: Whether a lost server is replaced by another one, with a snapshot. Default False.
     """
 
     def __init__(
@@ -166,7 +191,7 @@ class Servers:
         """Suffix of workers' names, where several trainings share the servers."""
         self._closed = False
         self._refused: dict[int, tuple[float, float]] = {}
-        """By server: when nobody listened there, first and last."""
+        """Times when a server's address refused connections, the first and the last one, by number of the server."""
 
     @property
     def own(self) -> list[ServerProcess]:
@@ -174,7 +199,16 @@ class Servers:
 
     @classmethod
     def start(cls, world: LightningCollectives, num_servers: int, how: ServerStart) -> Servers:
-        """Start servers beside the ranks, all ranks together; AsyncTrainingError where one cannot start."""
+        """Start servers beside the ranks; all ranks call this together.
+
+        Args:
+            world: Collectives over all ranks.
+            num_servers: Number of servers.
+            how: Settings of the servers.
+
+        Raises:
+            AsyncTrainingError: a server cannot be started.
+        """
         # Servers are spread evenly over ranks.
         mine = [server for server in range(num_servers) if server * world.world_size // num_servers == world.rank]
         own: dict[int, ServerProcess] = {}
@@ -183,22 +217,28 @@ class Servers:
                 own[server] = how.begin(server)
             gathered = world.gather_objects([process.address for process in own.values()])
         except BaseException:
+            # Servers outlive this process if they are not ended here.
             for process in own.values():
                 process.close()
             raise
         keeps = how.shelving.folder is not None
         found = cls([at for addresses in gathered for at in addresses], own, of_this_run=True, come_back=keeps)
+        # Without snapshots, a server that replaces a lost one would have no weights.
         if own and keeps:
             found._guard = Guard(how, found._own)
         return found
 
     @classmethod
     def at(cls, places: str, worker_rules: WorkerRules) -> Servers:
-        """Return servers that were started on their own.
+        """Return servers that ``lightning-async serve`` has started.
+
+        Args:
+            places: Addresses, as ``"HOST:PORT,HOST:PORT"``.
+            worker_rules: Rules by which servers are to treat the workers of this training.
 
         Raises:
-            ValueError: they have other rules for workers.
-            PeerLost: one does not answer.
+            ValueError: the servers have other rules.
+            PeerLost: a server does not answer.
         """
         addresses = look_up_all(places)
         wanted = worker_rules.plain()
@@ -219,24 +259,27 @@ class Servers:
                         "change the training's."
                     )
         found = cls(addresses)
-        if worker_rules.num_workers == 1 and worker_rules.mode == "async":  # each is worker 0, and there may be many
+        if worker_rules.num_workers == 1 and worker_rules.mode == "async":
+            # Several such trainings may share the servers, each with a worker 0; the suffix makes names different.
             found.job = f"-{secrets.token_hex(4)}"
         return found
 
     def name_of(self, worker: str) -> str:
+        """Return the name of a worker for the servers."""
         return f"{worker}{self.job}"
 
     def dials(self, plan: ServerPartition) -> list[Dial]:
-        """Return a connection to each server for one table, with memory for the shards of its plan."""
+        """Return a dial for each server and one table, with shared memory for the shards of the table's plan."""
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
         return [CheckedDial(each, partial(self._check_there, server)) for server, each in enumerate(dials)]
 
     def _check_there(self, server: int, error: PeerLost) -> None:
+        """Raise AsyncTrainingError if a server that cannot be reached is lost with its weights."""
         if self._check is not None:
             self._check(server)
-        # Servers that were started elsewhere may be started again. Those of this training listen as long as they have
-        # weights. A worker that was stopped gets to know first that the others have ended without it.
+        # Servers that were started elsewhere may be started again. Servers of this training listen as long as they have
+        # weights. The wait lets a worker that was paused learn first that the others have ended training without it.
         if self._of_this_run and nobody_listens(error) and self._refused_for(server):
             raise AsyncTrainingError(
                 f"server {server} is gone for good, with its weights: {error} The process that supervised it was "
@@ -245,16 +288,16 @@ class Servers:
             ) from error
 
     def _refused_for(self, server: int) -> bool:
-        """Return whether nobody has listened there for as long as another server needs to start."""
+        """Return whether the server's address has refused connections for as long as another server needs to start."""
         now = time.monotonic()
         first, last = self._refused.get(server, (now, now))
         self._refused[server] = (first if now - last < _GONE_S else now), now
         return now - self._refused[server][0] >= (_BACK_S if self._come_back else _GONE_S)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Tell the servers that these workers are lost, on other threads.
+        """Tell the servers that these workers are lost, with one thread for each server.
 
-        A server that is started again meanwhile is told, too: its memory says that it is to wait for them.
+        A server that is started again is told, too, because its memory still counts these workers.
         """
         workers = [self.name_of(name) for name in names]
         for server in range(len(self.addresses)):
@@ -264,6 +307,7 @@ class Servers:
             thread.start()
 
     def _forget(self, server: int, names: list[str]) -> None:
+        # Tried again and again, because the server may be starting again, and would wait for the lost workers.
         until = time.monotonic() + _TELL_S
         while True:
             try:
@@ -277,12 +321,16 @@ class Servers:
             time.sleep(_PAUSE_S)
 
     def close(self, in_order: bool, tells: bool = False) -> None:
-        """End this rank's servers: ``in_order`` once nobody is connected, else when others no longer need them.
+        """End this rank's servers.
 
         Args:
-            tells: this rank tells others' servers, too: one whose starter has died would not end otherwise.
+            in_order: True: training is over, and servers end when no worker is connected. False: this rank has failed,
+                and its servers stay as long as other workers need them.
+            tells: Whether this rank also tells servers of other ranks that training is over. A server whose starter has
+                died would stay longer without that. Default False.
         """
         self._closed = True
+        # First the guard, which would replace servers that end.
         if self._guard is not None:
             self._guard.close()
         own = [process.address for process in self.own]
@@ -299,16 +347,16 @@ class Servers:
 
 
 _NOBODY_S = 1800.0
-_beats: dict[int, Any] = {}  # of each process, from its first run on
+_beats: dict[int, Any] = {}  # Heartbeats by process id, since forks inherit this dictionary.
 
 
 class JobRanks:
-    """The workers, and the servers that are ranks, of one job, as they meet in its store.
+    """The meeting of the workers and dedicated servers of one job in its store.
 
     Args:
-        transport: over which the workers meet.
-        place: returns this rank's environment among the live workers.
-        dead_after: a rank without a heartbeat for so long is lost.
+        transport: Transport of the workers.
+        place: Returns this rank's environment among the live workers.
+        dead_after: Time without a heartbeat after which a rank is lost.
     """
 
     def __init__(self, transport: Transport, place: Callable[[], Any], dead_after: timedelta) -> None:
@@ -317,31 +365,36 @@ class JobRanks:
         self._dead_after = dead_after
 
     def store(self, early: bool = False) -> JoinBoard:
-        """Return the job's store: once all workers have come, or ``early``, as soon as there is one."""
+        """Return the job's store, once all workers have come, or with ``early`` as soon as the store exists."""
         return self._transport.early_door(self._place()) if early else self._transport.door(self._place())
 
     def register(self, role: str, number: int) -> Any:
-        """Send heartbeats under this name until the process ends; return what receives those of others."""
+        """Send heartbeats from now until the process ends, under a name made from the role and the number.
+
+        Returns:
+            The `Membership` that sends them, and receives those of others.
+        """
         if os.getpid() not in _beats:
             name = f"{role}-{number}.{came_back() or 0}"
             beats = self._transport.visit(self._place(), ROOM, name, self._dead_after)
             beats.start()
-            atexit.register(beats.close)  # before the heartbeats end
-            Finalize(None, beats.close, exitpriority=0)  # where a fork ends, which calls nothing of atexit's
+            # `close` tells the others that this process ends in order; without that, they take it for lost.
+            atexit.register(beats.close)
+            Finalize(None, beats.close, exitpriority=0)  # for processes of multiprocessing, which end without atexit
             _beats[os.getpid()] = beats
         return _beats[os.getpid()]
 
     def serve(self, number: int, host: str | None, early: bool) -> None:
-        """Serve until the workers have ended, or until this process gets a signal to end and nobody needs it.
+        """Serve until the workers have ended, or until this process gets a signal to end and no worker is connected.
 
         Args:
-            number: of this server.
-            host: its address for other hosts; None where all are on one host.
-            early: not all workers are waited for.
+            number: Number of this server.
+            host: Address of this host for other hosts; None if all ranks are on one host.
+            early: Whether training begins before all workers have come.
 
         Raises:
             AsyncTrainingError: no server can be started.
-            PeerLost: the store is lost, while workers train.
+            PeerLost: the store is lost while workers train.
             CollectiveTimeout: no worker has come within 30 minutes.
         """
         rank = self._place().global_rank()
@@ -349,12 +402,13 @@ class JobRanks:
             server = DedicatedServer(JobBoard(self.store(early)), number, host)
             beats = self.register("server", number)
             attendance = Attendance(beats, self._place().world_size(), self._dead_after.total_seconds())
-            tell_generation(0, ())  # it is in none, and is there
+            tell_generation(0, ())  # the launcher learns that this rank has started, though it is in no generation
             log.info("Rank %d is server %d, and serves until the workers have ended.", rank, number)
             _follow(server, attendance, signals, rank)
 
 
 def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignals, rank: int) -> None:
+    """Follow the workers' calls for servers until the workers have ended, or a signal has come."""
     try:
         while not signals.count and not attendance.over():
             if not attendance.came and attendance.silent_s > _NOBODY_S:
@@ -368,22 +422,28 @@ def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignal
             server.wait(signals.descriptor)
     except (DistNetworkError, DistStoreError, ConnectionError):
         if server.serves:
+            # Workers that are still connected may need the weights, for a last checkpoint.
             server.drain(lambda: signals.count > 0, signals.descriptor)
             raise
-        return  # the first worker has ended, and the store with it
+        return  # no training: worker 0 has ended, and the store with it
     except BaseException as error:
         server.fail(in_words(error))
         raise
     if signals.count:
+        # The first signal waits for the workers, a second one does not.
         server.drain(lambda: signals.count > 1, signals.descriptor)
     server.end()
 
 
 class _EndSignals:
-    """A context in which signals to end are counted, in place of what they do, and make a descriptor readable."""
+    """A context in which SIGTERM and SIGINT are counted, and make a descriptor readable, instead of ending the process.
+
+    The descriptor ends a wait at once, and a signal that comes between two waits is not missed.
+    """
 
     def __init__(self) -> None:
         self.descriptor, self._ours = os.pipe()
+        # Neither a handler with a full pipe nor a reader with an empty one may block.
         os.set_blocking(self.descriptor, False)
         os.set_blocking(self._ours, False)
         self._count = 0
@@ -391,7 +451,7 @@ class _EndSignals:
 
     @property
     def count(self) -> int:
-        """Signals so far; reading it makes the descriptor unreadable again."""
+        """Number of signals so far; reading it makes the descriptor unreadable again."""
         try:
             while read := os.read(self.descriptor, 64):
                 self._count += len(read)
@@ -400,6 +460,7 @@ class _EndSignals:
         return self._count
 
     def __enter__(self) -> _EndSignals:
+        # Python lets only the main thread set signal handlers.
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, lambda *_: os.write(self._ours, b"."))

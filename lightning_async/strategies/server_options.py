@@ -1,4 +1,4 @@
-"""What a parameter server can be asked for: `ServerOptions`, and all of a strategy's settings, checked together."""
+"""`ServerOptions` and `ServiceSettings`: the settings of a `ParameterServerStrategy`, checked against each other."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from lightning_async.trainer.configuration_checks import LrClock
 
 Placement = Literal["colocated", "dedicated"]
 _SSP_BOUND = 3
-REQUEST_S = 1800.0  # as long as torch's process groups wait: the ranks themselves find lost ones
+REQUEST_S = 1800.0  # As long as torch's process groups wait. Lost ranks are found by heartbeats, much earlier.
 Mode = Literal["async", "sync", "ssp"]
 _ALIASES: dict[str, Mode] = {
     "dist": "sync", "dist_async": "async", "dist_async_device": "async", "dist_device_async": "async",
     "dist_sync": "sync", "dist_sync_device": "sync", "dist_device_sync": "sync",
 }  # fmt: skip
-"""MXNet's names."""
+"""Modes by MXNet's names."""
 
 
 def mode_of(owner: str, mode: str) -> Mode:
-    """Return the mode of this name, ours or MXNet's.
+    """Return the mode with this name, one of this package's or of MXNet's.
 
     >>> mode_of("Strategy", "dist_sync_device"), mode_of("Strategy", "dist")
     ('sync', 'sync')
@@ -37,13 +37,19 @@ def mode_of(owner: str, mode: str) -> Mode:
 
 
 def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str | StalenessPolicy:
-    """Return the policy; ``"auto"`` stays so until the optimizer is known, where the server has one.
+    """Return the policy for staleness; ``"auto"`` stays if the optimizer, which decides it, is to be on the servers.
+
+    Args:
+        staleness: A policy, or its short name.
+        update_on_server: Whether servers have the optimizer.
 
     Raises:
-        TypeError, ValueError: there is no such policy.
+        TypeError: ``staleness`` is no policy.
+        ValueError: there is no policy of this name.
     """
     if staleness == AUTO:
-        return NoCorrection() if update_on_server is False else AUTO  # it is checked later
+        # Only False, because `ServiceSettings` has not checked yet that this is a bool.
+        return NoCorrection() if update_on_server is False else AUTO
     return make_policy(staleness)
 
 
@@ -52,23 +58,27 @@ class ServerOptions:
     """The settings of a `ParameterServerStrategy` that most trainings leave as they are.
 
     Args:
-        wait_for_workers: training begins with ``"all"`` (default); with a number, as soon as so many have come, the
-            first rank among them; with (a number, a timedelta), once others have had so long to come. Later ones join.
-        server_address: ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. They keep
-            their weights from training to training: who comes first brings them. Default: servers are started here.
-        snapshots, snapshot_every: folder in which servers that are started here keep what they have, every so many
-            seconds (60): where one is lost with its memory, another begins with the newest. Default: none are taken.
-        bigarray_bound: elements from which on a parameter is split evenly over servers. Default 1,000,000.
-        consistent_pull: what is pulled is of one version of all servers of a group of parameters: no push is in the
-            weights of one server and absent from another's. Pushes of all workers wait during such a pull. In
-            synchronous mode it always is. Default False.
-        lr_clock: schedulers that step per batch follow the servers' version, by the number of workers, (``"global"``)
-            or a worker's steps (``"local"``). None (default): the first, but in sync mode, or with its own optimizer.
-        update_frequency: local steps of the worker's own optimizer between pushes. Default 1.
+        wait_for_workers: Workers with which training begins: ``"all"`` (default); a number: as soon as so many have
+            come, rank 0 among them; (a number, a timedelta): the same, but only after this time, if not all have come.
+            Workers that come later join.
+        server_address: Addresses ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. These
+            keep their weights from one training to the next; the first training brings its weights. Default: the
+            strategy starts servers.
+        snapshots: Folder for snapshots of servers that the strategy starts. If a server is lost with its memory,
+            another one begins with the newest snapshot. Default: no snapshots are taken.
+        snapshot_every: Seconds between two snapshots. Default 60.
+        bigarray_bound: Number of elements from which on a parameter is split evenly over servers. Default 1,000,000.
+        consistent_pull: Whether a pull gets the same version from all servers of a parameter group, so that no push is
+            in the weights of one server and missing in those of another. Pushes of all workers wait during such a pull.
+            In mode ``"sync"`` versions are always the same. Default False.
+        lr_clock: Steps that are counted by learning-rate schedulers that step per batch: the servers' version divided
+            by the number of workers (``"global"``), or the worker's own steps (``"local"``). None (default):
+            ``"global"``, except in mode ``"sync"`` or with the worker's own optimizer.
+        update_frequency: Number of local steps of the worker's own optimizer between pushes. Default 1.
 
     Raises:
-        TypeError: an argument is of another type.
-        ValueError: an argument is out of range, or two of them contradict each other.
+        TypeError: an argument has a wrong type.
+        ValueError: an argument is out of range, or two arguments contradict each other.
 
     >>> ServerOptions(wait_for_workers=2).quorum.is_all
     False
@@ -92,7 +102,8 @@ class ServerOptions:
         if self.snapshot_every is not None:
             check_real(self, "snapshot_every", above=0)
         self._check_address()
-        object.__setattr__(self, "snapshots", self._find_folder())  # from here on, wherever the program goes
+        # An absolute path, because the program may change its working directory.
+        object.__setattr__(self, "snapshots", self._find_folder())
         if self.folder is None and self.snapshot_every is not None:
             raise ValueError(
                 f"`{owner}(snapshot_every={self.snapshot_every!r})`: no snapshots are taken. Pass their folder, too "
@@ -107,12 +118,12 @@ class ServerOptions:
 
     @property
     def quorum(self) -> StartQuorum:
-        """``wait_for_workers``."""
+        """The quorum that ``wait_for_workers`` asks for."""
         return StartQuorum.of(self.wait_for_workers)
 
     @property
     def folder(self) -> str | None:
-        """The absolute path, or the URL, of the folder of snapshots."""
+        """Absolute path or URL of the folder of snapshots; None if none are taken."""
         return cast("str | None", self.snapshots)
 
     def _find_folder(self) -> str | None:
@@ -144,13 +155,14 @@ class ServerOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceSettings:
-    """The arguments of a `ParameterServerStrategy` that say what servers do, checked against each other.
+    """The arguments of a `ParameterServerStrategy` that concern servers, checked against each other.
 
-    Args:
-        owner: the strategy's class, for messages.
+    The fields have the names of the strategy's arguments, except for ``owner``, the name of the strategy's class for
+    messages.
 
     Raises:
-        TypeError, ValueError: a setting is out of range, or two contradict each other.
+        TypeError: a setting has a wrong type.
+        ValueError: a setting is out of range, or two settings contradict each other.
     """
 
     owner: str
@@ -184,8 +196,7 @@ class ServiceSettings:
 
     @property
     def lr_clock(self) -> LrClock:
-        """The clock of learning rates. Default: the servers' versions, unless all step together or the optimizer is
-        the worker's."""
+        """The clock of learning rates, after the default of `ServerOptions` is filled in."""
         return self.options.lr_clock or ("global" if self.update_on_server and self.mode != "sync" else "local")
 
     @property
@@ -197,16 +208,16 @@ class ServiceSettings:
 
     @property
     def ahead(self) -> int:
-        """How many pushes a worker may be ahead of the slowest one.
+        """Number of pushes that a worker may be ahead of the slowest worker, in mode ``"ssp"``.
 
-        The weights that it computes at then lack at most ``bound`` of any worker's pushes: the pushes that it makes
-        before it has the next weights count.
+        It is smaller than `bound` by the pushes that a worker makes with the same weights, so that weights never lack
+        more than `bound` pushes of another worker.
         """
         return (self.bound or 0) - (self.pull_every - 1) - self.overlap
 
     @property
     def at_a_cut(self) -> bool:
-        """Whether what is pulled must be asked for as one version of all servers."""
+        """Whether pulls must ask for one version of all servers; in mode ``"sync"`` they get it without asking."""
         return self.options.consistent_pull and self.mode != "sync"
 
     def worker_rules(self, num_workers: int) -> WorkerRules:
@@ -217,7 +228,7 @@ class ServiceSettings:
         )  # fmt: skip
 
     def compared(self) -> dict[str, object]:
-        """Return what must be equal on all ranks."""
+        """Return the settings that must be equal on all ranks."""
         own = {name: value for name, value in vars(self).items() if name not in ("owner", "options")}
         return {
             **own, **vars(self.options), "max_staleness": self.bound, "wait_for_workers": self.options.quorum,

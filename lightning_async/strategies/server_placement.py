@@ -1,4 +1,4 @@
-"""A worker finds its servers, or starts them, and joins them with the model."""
+"""`ServerHandle` and `ServerRoles`: a worker finds or starts servers and joins them; some ranks may be servers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,11 @@ _ANSWERS = timedelta(minutes=30)  # as long as ranks wait for each other to star
 
 
 class ServerRoles(Roles):
-    """The ranks that train, and the last ones, which serve where they are ``"dedicated"``."""
+    """The roles of ranks with parameter servers: workers first and, with dedicated servers, servers last.
+
+    Args:
+        service: Settings of the servers.
+    """
 
     def __init__(self, service: ServiceSettings) -> None:
         self._service = service
@@ -59,11 +63,11 @@ class ServerRoles(Roles):
         """Whether servers are ranks."""
         self.begin_together = service.options.quorum.is_all
         self.expects_more = False
-        """Whether workers begin without others, which join later."""
+        """Whether workers have begun without others, which join later."""
 
     @property
     def num_servers(self) -> int:
-        """Number of servers that are ranks."""
+        """Number of dedicated servers."""
         return self._service.num_servers or 1
 
     @property
@@ -71,19 +75,20 @@ class ServerRoles(Roles):
         return self.num_servers if self.dedicated else 0
 
     def of(self, environment: Any) -> tuple[str, int]:
-        """Return ``"worker"`` or ``"server"``, and its number among these."""
+        """Return the role of this rank, ``"worker"`` or ``"server"``, and its number among the ranks of that role."""
         rank = getattr(environment, "started_as", None)
         rank = environment.global_rank() if rank is None else rank
         started = environment.world_size()
         first = started - self.num_serving
-        return ("server", rank - first) if first <= rank < started else ("worker", rank)  # new ones train
+        # A rank with a larger number than were started is a new one, and a worker.
+        return ("server", rank - first) if first <= rank < started else ("worker", rank)
 
     def reached_at(self, environment: Any, num_nodes: int) -> str | None:
-        """Return this server's address for other hosts; None where all are on one host."""
+        """Return this host's address for other hosts; None if all ranks are on one host."""
         return facing(environment.main_address, environment.main_port) if num_nodes > 1 else None
 
     def transport(self, transport: Transport | TransportName) -> Transport | TransportName:
-        """Return the transport by which workers meet: those that serve are in no group of theirs."""
+        """Return the workers' transport: "auto" is torch with dedicated servers, which are in no group of workers."""
         return "torch" if transport == "auto" and self.dedicated else transport
 
     def is_alone(self, world_size: int) -> bool:
@@ -91,19 +96,20 @@ class ServerRoles(Roles):
         return world_size == 1 and not (self.expects_more or self.dedicated or elsewhere)
 
     def take_part(self, strategy: Any) -> None:
+        """Return at once on a worker; on a dedicated server, serve until the workers have ended, and exit."""
         role, number = self.of(strategy.cluster_environment)
         if role != "worker":
             host = self.reached_at(strategy.cluster_environment, strategy.num_nodes)
             strategy.job.serve(number, host, early=not self.begin_together)
             trainer = strategy.module.trainer
-            # Callbacks, loggers and data do not see the end, as they have not begun.
+            # The Trainer must not call callbacks, loggers and data about an end, because they have not begun.
             trainer.callbacks = []
             trainer.loggers = []
             trainer.datamodule = None
             raise SystemExit(0)
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError where the transport's groups are of all ranks, and some serve."""
+        """Raise ValueError if the transport only has groups of all ranks, and some ranks are servers."""
         if not self.dedicated:
             return
         mpi = isinstance(transport, TorchTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
@@ -114,7 +120,7 @@ class ServerRoles(Roles):
             )
 
     def check_ranks(self, started: int) -> None:
-        """Raise ValueError where there are more servers than ranks, or no rank is left to train."""
+        """Raise ValueError if there are more servers than ranks, or if no rank is left to train."""
         owner = self._service.owner
         if not self.dedicated and (self._service.num_servers or 0) > started:
             raise ValueError(
@@ -130,12 +136,12 @@ class ServerRoles(Roles):
 
 
 class ServerHandle:
-    """The servers of one training, as a worker finds or starts them, and what it knows of them.
+    """A worker's access to the servers: it finds or starts them for each training, and joins them with the model.
 
     Args:
-        service: what is asked of them.
-        roles: which ranks serve.
-        job: where servers that are ranks are called.
+        service: Settings of the servers.
+        roles: Roles of the ranks.
+        job: Meeting of workers and dedicated servers.
     """
 
     def __init__(self, service: ServiceSettings, roles: ServerRoles, job: JobRanks) -> None:
@@ -144,23 +150,30 @@ class ServerHandle:
         self._job = job
         self.servers: Servers | None = None
         self._run: int | None = None
-        """The run that servers which are ranks were called for."""
+        """Number of the run for which dedicated servers were called; None without such servers."""
         self.brings = False
-        """Whether servers take this training's weights, whatever they have: it goes on from a checkpoint."""
+        """Whether servers must replace their weights by those of this training, which has restored a checkpoint."""
         self._warmup_steps = 0
-        """Steps of the warm-up that are left for weights that are brought."""
+        """Number of warm-up steps that are left."""
         self.groups = [ParameterGroup(0, 0, "delta", {})]
-        """Groups of parameters, each with a table on servers."""
+        """The groups of parameters, each of which has a table on the servers."""
         self.progress = WorkerSteps()
+        """Steps that learning-rate schedulers follow."""
 
     def describe(self, optimizers: Sequence[Optimizer], again: bool = False) -> None:
-        """Describe the optimizers that servers are to make, ``again`` with a checkpoint's settings."""
+        """Describe the optimizers that servers are to make.
+
+        Args:
+            optimizers: The optimizers of the training.
+            again: Whether they were described before, and may have loaded the settings of a checkpoint since. Default
+                False.
+        """
         owner = self._service.owner
         if self._service.update_on_server:
             self.groups = described_again(owner, optimizers, self.groups) if again else described(owner, optimizers)
 
     def warn_of_momentum(self) -> None:
-        """Warn where late gradients go on in momentum."""
+        """Warn if the policy for staleness lets momentum amplify late gradients."""
         if self._service.mode == "sync":
             return
         for group in self.groups:
@@ -174,17 +187,17 @@ class ServerHandle:
         """Find or start the servers; all workers call this together.
 
         Args:
-            averager: of this worker, before the checkpoint that training goes on from.
-            connection: of the workers.
-            run: its number.
-            num_nodes: of hosts that take part.
-            environment: of this rank, which knows its address.
+            averager: Averager of this worker.
+            connection: Connection of the workers.
+            run: Number of the run.
+            num_nodes: Number of hosts that take part.
+            environment: Environment of this rank, which knows its address.
 
         Raises:
-            ValueError: there are more servers than ranks, or those of an address do not suit.
+            ValueError: there are more servers than ranks, or servers at an address have other rules.
             AsyncTrainingError: no server can be started.
             PeerLost: a worker is lost meanwhile.
-            CollectiveTimeout: a server that is a rank has not come within 30 minutes.
+            CollectiveTimeout: a dedicated server has not come within 30 minutes.
         """
         world = connection.world
         steps = world.gather_objects(averager.step)
@@ -192,6 +205,7 @@ class ServerHandle:
         address = self._service.options.server_address
         self._warmup_steps = rules.warmup_steps
         if self.brings or address is None:
+            # Servers will have this training's weights, and steps of the checkpoint count for the warm-up.
             self._warmup_steps = max(0, rules.warmup_steps - max(steps))
         with_warmup = replace(rules, warmup_steps=self._warmup_steps)
         if address is not None:
@@ -200,6 +214,7 @@ class ServerHandle:
             self._run = run
             self.servers = self._call(connection, run, with_warmup)
         else:
+            # If all ranks are on one host, shared memory is enough, and servers need no address for other hosts.
             together = len({*world.gather_objects(machine_name())}) == 1
             start = ServerStart(with_warmup, None if together else _own_address(environment), self._shelving(world))
             self._roles.check_ranks(world.world_size)
@@ -219,11 +234,14 @@ class ServerHandle:
         averager: BackgroundAverager,
         world: LightningCollectives | None = None,
     ) -> ParameterGroups:
-        """Join the servers that were found, with the model.
+        """Join the servers with the model.
 
         Args:
-            averager: of this worker, which knows its name, and has the totals.
-            world: of the workers that have just found the servers. Default: this one finds them with weights.
+            module: The user's module.
+            optimizers: Its optimizers.
+            averager: Averager of this worker, which has its name and the totals.
+            world: Collectives of the workers, which join together. Default: this worker joins servers that have weights
+                already.
 
         Raises:
             AsyncTrainingError: a server has other settings or another model.
@@ -244,7 +262,7 @@ class ServerHandle:
             )  # fmt: skip
             workers.append(Worker(named, plan, client))
         first = world is not None and world.rank == 0
-        if first:  # the weights and the optimizers' state of a checkpoint are rank 0's
+        if first:  # rank 0 brings the weights, and the optimizers' state of a checkpoint
             for group, worker in zip(self.groups, workers, strict=True):
                 served = service.update_on_server
                 state: Any = state_of(optimizers[group.optimizer], worker.params) if served else ({}, {})
@@ -253,19 +271,22 @@ class ServerHandle:
                 worker.start(group.name, group.arguments, state, staleness=service.staleness, **how)
         self.brings = False
         tables = ParameterGroups(workers, _totals_of(averager))
-        if world is not None:  # servers have weights
+        if world is not None:
+            # The exchange makes the other workers wait until the servers have rank 0's weights.
             version, *_ = world.gather_objects(tables.updates(self.groups))
             self.progress.begin(version)
+        # The others join now that servers have weights, which they pull.
         if not first:
             for group, worker in zip(self.groups, workers, strict=True):
                 worker.start(group.name, group.arguments, staleness=service.staleness)
         return tables
 
     def end(self, in_order: bool, first: bool) -> None:
-        """End the servers once nobody needs them; where this rank has failed, others go on with them.
+        """End the servers once no worker needs them.
 
         Args:
-            first: this is the first worker, which tells others' servers.
+            in_order: Whether training is over; if this rank has failed, the others may go on with the servers.
+            first: Whether this is the first worker, which tells servers of other ranks that training is over.
         """
         servers = self.servers
         self.servers = None
@@ -276,11 +297,11 @@ class ServerHandle:
         if run is not None and in_order and first:
             try:
                 JobBoard(self._job.store()).dismiss(run)
-            except (DistNetworkError, DistStoreError, ConnectionError) as error:  # they end with the store
+            except (DistNetworkError, DistStoreError, ConnectionError) as error:  # servers end with the store, too
                 log.warning("Servers were not told that run %d is over: %s", run, error)
 
     def handed_over(self) -> dict[str, Any]:
-        """Return what a joining rank is to `take_handed_over`."""
+        """Return the state that a joining rank needs for `take_handed_over`."""
         servers = self.servers
         return {
             "servers": [] if servers is None else servers.addresses, "run": self._run,
@@ -288,13 +309,14 @@ class ServerHandle:
         }  # fmt: skip
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
+        """Take over, on a joining rank, the servers of the other workers."""
         self._run = told["run"]
         self.progress.take(told["progress"])
         self.servers = self._at(told["servers"])
         self.servers.job = told["job"]
 
     def _call(self, connection: Connection, run: int, rules: WorkerRules) -> Servers:
-        """Call the ranks that serve, and return their servers once they have started."""
+        """Call the dedicated servers, wait until they have started, and return them; all workers call this together."""
         world = connection.world
         board = JobBoard(self._job.store())
         shelving = self._shelving(world)
@@ -308,7 +330,7 @@ class ServerHandle:
         return self._at(board.answers(run, self._roles.num_servers, WaitWithLog(world.rank, _ANSWERS, check)))
 
     def _at(self, addresses: Sequence[Mapping[str, Any]]) -> Servers:
-        """Return the servers at these addresses; those that are ranks say why one cannot go on."""
+        """Return the servers at these addresses; a dedicated server's error is read from its answer in the store."""
         start_is_over()
         options = self._service.options
         run = self._run
@@ -317,13 +339,17 @@ class ServerHandle:
         board = JobBoard(self._job.store())
 
         def check(server: int) -> None:
+            # A lost store is not the server's error, and heartbeats report it.
             with suppress(DistNetworkError, DistStoreError, ConnectionError):
                 board.check(run, server)
 
         return Servers(addresses, check=check)
 
     def _shelving(self, world: LightningCollectives) -> Shelving:
-        """Return a folder of its own for each training: none begins with another one's snapshots, or touches these."""
+        """Return the settings of snapshots, with a new folder for each training.
+
+        A training must neither begin with the snapshots of another one, nor delete them.
+        """
         folder = self._service.options.folder
         if folder is None:
             return Shelving()
@@ -332,7 +358,7 @@ class ServerHandle:
         return Shelving(f"{folder}/{first}", float(self._service.options.snapshot_every or Shelving().every_s))
 
     def _param_groups(self, optimizers: Sequence[Optimizer], group: ParameterGroup) -> list[Any]:
-        """Return the optimizers' groups whose parameters are in this table: all, where optimizers are the worker's."""
+        """Return the optimizers' groups with the parameters of this table: all, if workers have the optimizers."""
         if self._service.update_on_server:
             return [optimizers[group.optimizer].param_groups[group.group]]
         return [each for optimizer in optimizers for each in optimizer.param_groups]

@@ -1,4 +1,7 @@
-"""One worker's steps: gradients, or changes of the weights, go to servers, and weights come back."""
+"""`PushSteps`: the step runner of a worker, which pushes gradients or changes to servers, and pulls weights.
+
+`SampleCounts` and `PushSamples` count the samples of gradients; `Requests` makes requests on a thread of their own.
+"""
 
 from __future__ import annotations
 
@@ -40,39 +43,40 @@ if TYPE_CHECKING:
 
 
 class SampleCounts:
-    """Number of samples per gradient, for each optimizer.
+    """The number of samples of each optimizer's gradients.
 
-    A batch counts once for an optimizer, with however many passes of `manual_backward`. Gradients that `zero_grad` has
+    A batch counts once for an optimizer, even after several passes of `manual_backward`. Gradients that `zero_grad` has
     set to None have no samples.
 
     Args:
-        optimizers: no two have a parameter in common.
+        optimizers: The optimizers, no two of which have a parameter in common.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.params = [{p for group in each.param_groups for p in group["params"]} for each in optimizers]
         self.samples = [0.0] * len(self.params)
         self._counted: set[int] = set()
-        """Optimizers for which the batch under way is counted."""
+        """Numbers of the optimizers for which the current batch is counted."""
 
     def start_batch(self) -> None:
         self._counted.clear()
 
     def begin_pass(self) -> None:
+        """Begin a backward pass: optimizers without gradients count anew."""
         for number in range(len(self.params)):
             if not self._has_gradients(number):
                 self.samples[number] = 0.0
                 self._counted.discard(number)
 
     def end_pass(self, samples: float) -> None:
-        """Count the samples of the pass's batch for all gradients that are there now."""
+        """Count the samples of the current batch for each optimizer that has gradients now."""
         for number in range(len(self.params)):
             if number not in self._counted and self._has_gradients(number):
                 self.samples[number] += samples
                 self._counted.add(number)
 
     def take(self, number: int) -> float:
-        """Return an optimizer's samples, and begin anew; 0.0 where no pass was counted."""
+        """Return the samples of an optimizer's gradients, and set them to zero; 0.0 if no pass was counted."""
         samples = self.samples[number]
         self.samples[number] = 0.0
         return samples
@@ -82,15 +86,20 @@ class SampleCounts:
 
 
 class PushSamples(SampleCounts):
-    """Samples of a worker's pushes, by which these are weighted."""
+    """The numbers of samples by which a worker's pushes are weighted.
+
+    Args:
+        optimizers: The optimizers, no two of which have a parameter in common.
+    """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         super().__init__(optimizers)
         self.batch = 0.0
-        """Samples of the batch under way."""
+        """Number of samples of the current batch."""
         self._since = self._reported = 0.0
+        """Samples since the last batch with a step; those of them that were reported with a step, or dropped."""
         self.spent = False
-        """There was a step since these samples began to be counted: the next batch begins anew."""
+        """Whether a step was taken, so that the next batch starts the count again."""
 
     def start_batch(self) -> None:
         if self.spent:
@@ -100,27 +109,29 @@ class PushSamples(SampleCounts):
         super().start_batch()
 
     def count(self, samples: float) -> None:
+        """Count the current batch."""
         self.batch = samples
         self._since += samples
 
     def skip(self) -> None:
-        """Take the batch under way back: it has no loss."""
+        """Subtract the current batch again, because it has no loss."""
         self._since -= self.batch
         self.batch = 0.0
 
     def drop(self) -> None:
-        """Drop the gradients: their samples are in no step."""
+        """Mark the samples as dropped with their gradients, so that no step is reported with them."""
         self._reported = self._since
 
     def take(self, number: int) -> float:
-        """Return the samples of this optimizer's gradients, which are pushed.
+        """Return the samples of an optimizer's gradients, which are about to be pushed.
 
-        Where no pass was counted (`loss.backward()`), these are the samples since the last batch with a step.
+        If no pass was counted, because the user called `loss.backward()`, these are the samples since the last batch
+        with a step.
         """
         return super().take(number) or self._since
 
     def report(self) -> float:
-        """Return the samples that no step was reported with yet, for the next one."""
+        """Return the samples with which no step was reported yet, for the report of the next step."""
         samples = self._since - self._reported
         self._reported = self._since
         self.spent = True
@@ -128,7 +139,15 @@ class PushSamples(SampleCounts):
 
 
 class Requests:
-    """A worker's requests to its servers: one at a time, on a thread of its own; a sync point's events end a wait."""
+    """The requests of a worker to its servers, made one at a time on a thread of their own.
+
+    A wait for an answer also ends by an exception if another worker is lost or a sync point fails, because it is a
+    wait of the averager's sync points.
+
+    Args:
+        averager: Averager of the session.
+        totals: Totals of the requests.
+    """
 
     def __init__(self, averager: BackgroundAverager, totals: PushTotals) -> None:
         self._averager = averager
@@ -142,26 +161,27 @@ class Requests:
 
     @property
     def answered(self) -> bool:
-        """Whether the request under way has its answer, for `finish`."""
+        """Whether the answer of the present request has come, and `finish` would not wait."""
         return self._under_way is not None and self._under_way.done()
 
     @property
     def submit(self) -> Callable[..., Any]:
-        """Run a function on the requests' thread, in order with them."""
+        """Function that runs another function on the requests' thread, after the requests before it."""
         return self._thread.submit
 
     def begin(self, ask: Callable[[], Any]) -> None:
-        """Begin a request; none is under way."""
+        """Begin a request; there must be none under way."""
         self._under_way = self._thread.submit(self._totals.timed, ask)
+        # The training thread waits for changes of the control plane, so the answer must wake it.
         self._under_way.add_done_callback(lambda _: self._averager.control.wake())
 
     def wait(self) -> None:
-        """Wait for the answer, and leave it to `finish`."""
+        """Wait for the answer of the present request, if there is one, without taking it."""
         if self._under_way is not None:
             self._averager.sync_points.wait(self._under_way.done)
 
     def finish(self) -> Any:
-        """Wait for the answer and return it; nothing is under way then."""
+        """Wait for the answer, and return it; no request is under way afterwards."""
         asked = self._under_way
         assert asked is not None
         if not asked.done():
@@ -172,12 +192,12 @@ class Requests:
         return asked.result()
 
     def finish_within(self, timeout_s: float) -> None:
-        """Wait where training has failed and sync points end no wait; raise TimeoutError where it takes longer."""
+        """Wait for the present request after training has failed; raise TimeoutError if it takes longer."""
         if self._under_way is not None:
             self._under_way.result(timeout_s)
 
     def ask_within(self, timeout_s: float, ask: Callable[[], Any]) -> None:
-        """Make a request; one that takes longer raises TimeoutError, and `close` ends it."""
+        """Make a request after training has failed; raise TimeoutError if it takes longer, so that `close` ends it."""
         self._under_way = self._thread.submit(ask)
         self._under_way.result(timeout_s)
         self._under_way = None
@@ -185,29 +205,32 @@ class Requests:
     def close(self, tables: ParameterGroups) -> None:
         """End the thread, and the connections to servers."""
         if self._under_way is not None:
+            # Without this, the thread's end would wait for an answer.
             tables.give_up()
         self._thread.shutdown()
         tables.close()
 
 
-_ALWAYS = 2  # steps before which all values are looked at
+_ALWAYS = 2  # Number of first steps before which all parameters are checked for writes, and not only some.
 
 
 class PushSteps(StepRunner, SyncPointParticipant):
     """The step runner of a worker; it takes part in sync points.
 
-    With the optimizer on the servers, ``optimizer.step`` is a push of the gradients and a pull of the weights. Else the
-    optimizer is the worker's, and changes of the weights are pushed. At a sync point no request is under way.
+    With the optimizer on the servers, ``optimizer.step`` pushes the gradients and pulls the weights. Otherwise the
+    worker has the optimizer, and changes of the weights are pushed. At a sync point no request is under way.
 
-    Writes to parameters beside the optimizer's step (of a callback, say) are found before each push and each sync
-    point. They are pushed as changes of the weights, or refused by name where gradients are pushed: the next pull would
-    overwrite them. State of optimizers that are on servers is fetched for checkpoints: rank 0's optimizers hold it
-    wherever a checkpoint is made, those of others inside of `states_here`.
+    Other writes to parameters than by the optimizer's step, such as by a callback, are found before each push and each
+    sync point. If changes of the weights are pushed, these include such writes. If gradients are pushed, such writes
+    raise an error, because the next pull would overwrite them.
+
+    The state of optimizers on servers is fetched for checkpoints: rank 0's optimizers hold it whenever a checkpoint is
+    made, those of other ranks only inside of `states_here`.
 
     Args:
-        strategy: its module and optimizers, and how it pushes.
-        averager: has the sync points, and counts the steps.
-        gradients: of other step runners; unused here.
+        strategy: Strategy of this rank.
+        averager: Averager of the session.
+        gradients: Component of other step runners; not used here.
     """
 
     def __init__(
@@ -223,7 +246,8 @@ class PushSteps(StepRunner, SyncPointParticipant):
         by_hand = not strategy.module.automatic_optimization
         self._samples = PushSamples(strategy.optimizers)
         own = not strategy.update_on_server or by_hand
-        # A scaler takes its scale out of gradients without a trace.
+        # Gradients may be sent during the backward pass only if they do not change after it. A scaler divides them by
+        # its scale, and hooks may change them, both without a trace.
         changed = scaler_of(strategy.precision_plugin) is not None or changes_gradients(
             strategy.module, until_step=True
         )
@@ -270,23 +294,26 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self.finish_batch()
         self._averager.sync_points.resume()
         if self._samples.spent and self._requests.answered:
-            self._finish()  # newer weights have come by now
+            self._finish()  # the weights that were pulled meanwhile are used for this batch
         self._samples.start_batch()
         self._batches.start(batch)
 
     def fetch_states(self, optimizers: Iterable[Optimizer]) -> None:
-        """On rank 0, fetch the servers' state of these; it waits for no other rank."""
+        """Fetch the state of these optimizers from the servers, on rank 0, without waiting for other ranks."""
         if self._strategy.is_global_zero and not self._states_are_here:
             for optimizer in optimizers:
                 self._fetch_state(optimizer)
 
     @contextmanager
     def states_here(self, alone_s: float | None = None) -> Iterator[None]:
-        """Have the state in this rank's optimizers, inside of the context.
+        """Return a context in which this rank's optimizers hold the servers' state.
 
         Args:
-            alone_s: where training has failed, seconds to wait for each answer; the newest weights are fetched, too.
-                TimeoutError where a server takes longer.
+            alone_s: Seconds to wait for each answer after training has failed; the newest weights are fetched, too.
+                None (default): training has not failed.
+
+        Raises:
+            TimeoutError: a server takes longer than ``alone_s``.
         """
         optimizers = self._strategy.optimizers
         if alone_s is not None:
@@ -304,12 +331,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
                     optimizer.state.clear()
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
-        """Put the servers' state where torch keeps its own."""
+        """Copy the servers' state of an optimizer to where torch's optimizers keep theirs."""
         self._finish()
         self._ask(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
 
     def rescue(self, optimizers: Sequence[Optimizer], timeout_s: float) -> None:
-        """Fetch state and weights where training has failed; raise TimeoutError where a server takes longer."""
+        """Fetch state and weights after training has failed; raise TimeoutError if a server takes longer."""
+        # A worker has one request at a time.
         self._requests.finish_within(timeout_s)
         self._requests.ask_within(timeout_s, self.tables.meet)
         self.tables.take_()
@@ -321,13 +349,13 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._totals.lags = in_words(self._ask(self.tables.lags))
 
     def finish_batch(self) -> None:
-        """Manual optimization: push what the batch has changed."""
+        """Push the changes that a batch has made, in manual optimization."""
         if not self._strategy.module.automatic_optimization:
             self._push_change()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         before = self.pushes
-        output = run(closure)  # in which gradients leave
+        output = run(closure)  # the optimizer's step in it is a push
         if self._strategy.module.automatic_optimization:
             self._samples.spent = True
             if not self._strategy.update_on_server:
@@ -337,18 +365,18 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return output
 
     def skip(self, optimizer: Optimizer) -> None:
-        """Push nothing for a step that mixed precision has skipped, so that others do not wait for it."""
+        """Push without gradients for a step that mixed precision has skipped, so that other workers do not wait."""
         self._samples.take(self._strategy.optimizers.index(optimizer))
         if self._strategy.update_on_server and self.tables.in_step:
             self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
 
     def skip_batch(self) -> None:
-        """Automatic optimization: `training_step` has returned no loss."""
+        """Do not count the batch: in automatic optimization, `training_step` has returned None."""
         self._batches.see()
         self._samples.skip()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Run a backward pass, and send gradients as it makes them, where they are the step's."""
+        """Return a context for a backward pass, during which gradients are sent if it is the last one of a step."""
         self._batches.see()
         self._samples.begin_pass()
         free = self._overlaps and not self._requests.under_way
@@ -359,7 +387,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._samples.end_pass(self._samples.batch)
 
     def _refuse(self, written: list[str]) -> None:
-        """Raise AsyncTrainingError where parameters were written to."""
+        """Raise AsyncTrainingError if there are parameters that were ``written`` to."""
         if written:
             more = f" and {len(written) - 3} more" if len(written) > 3 else ""
             raise AsyncTrainingError(
@@ -370,7 +398,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
             )
 
     def _start_epoch(self, swa: Any, original: Callable[..., None], trainer: Any, module: Any) -> None:
-        """Have servers take the other model that `StochasticWeightAveraging` ends with."""
+        """Start over with the averaged model with which `StochasticWeightAveraging` ends, so that servers take it."""
         original(trainer, module)
         if trainer.current_epoch == swa.swa_end + 1:
             strategy = self._strategy
@@ -382,6 +410,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
             strategy.start_over()
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
+        """Count a step of the worker's own optimizer, and note whether it had a gradient."""
         self._stepped += 1
         self._brings |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
@@ -390,6 +419,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return [table for table, group in enumerate(self._strategy.handle.groups) if group.optimizer == number]
 
     def _step_of(self, optimizer: Optimizer) -> Callable[..., Any]:
+        """Return the function that replaces an optimizer's ``step``: it pushes the gradients."""
         groups = self._strategy.handle.groups
         tables = self._tables_of(optimizer)
         number = self._strategy.optimizers.index(optimizer)
@@ -419,7 +449,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return MethodType(hooked, optimizer)
 
     def _push_change(self) -> None:
-        """Push what local steps have changed, if there were enough."""
+        """Push the changes of local steps, if there were as many steps as lie between two pushes."""
         if not self._stepped:
             return
         self._steps += self._stepped
@@ -429,14 +459,16 @@ class PushSteps(StepRunner, SyncPointParticipant):
             self._send_change()
 
     def _send_change(self) -> None:
+        """Push the change of all parameters since the last push."""
         self._finish()
         self._steps = self._stepped = 0
         self.tables.fill_change()
-        # Steps without a gradient have moved nothing: in the mean of all workers they count for nothing.
+        # Steps without a gradient have changed nothing, and must not count in the mean over all workers.
         how = {"weight": float(self._brings or self.tables.has_change), **self._how()}
         self._brings = False
         healthy = self.tables.is_finite(range(len(self._strategy.handle.groups)))
-        if not healthy:  # nothing of it leaves, and the servers' weights take its place
+        if not healthy:
+            # Changes that are not finite are not sent, and the servers' weights replace this worker's.
             how |= {"weight": 0.0, "pull": True}
             self._averager.summary.drop()
             reset(self._strategy.optimizers)
@@ -444,10 +476,12 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
         self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
+        # Without overlap, the next batch is computed at the weights that this push brings.
         if not self._strategy.service.overlap or self.tables.in_step:
             self._finish()
 
     def _how(self) -> dict[str, Any]:
+        """Count a push, and return its common arguments."""
         self.pushes += 1
         self._totals.pushes += 1
         pull = self.pushes % self._strategy.service.pull_every == 0 or self.tables.in_step
@@ -455,7 +489,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     @property
     def _sync_point(self) -> int:
-        """Number of sync points that this worker has passed; it grows from run to run, too."""
+        """Number of sync points that this worker has passed; it also grows from run to run."""
         return (self._strategy.num_runs << 32) + self._averager.sync_points.opened
 
     def _tick(self, stepped: bool = True) -> None:
@@ -473,7 +507,9 @@ class PushSteps(StepRunner, SyncPointParticipant):
         if not self._requests.under_way:
             return None
         answer = self._requests.finish()
-        self.called |= self.tables.called or (self.calls and not self.tables.in_step)  # a warm-up may have ended
+        # Servers only pass calls on while pushes wait for one another. When a warm-up has ended, this rank's own call
+        # counts.
+        self.called |= self.tables.called or (self.calls and not self.tables.in_step)
         if self.tables.pulled:
             self.tables.take_()
             self._totals.pulled(version := self.tables.updates(self._strategy.handle.groups))
@@ -482,7 +518,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return answer
 
     def before_sync_point(self) -> None:
-        """Finish what is under way, and have no worker wait for this one."""
+        """Finish the request under way, push what is left, and tell servers that no worker must wait for this one."""
         self._finish()
         written = self.tables.written(coming=False, every=True)
         if self._strategy.update_on_server:
@@ -493,7 +529,9 @@ class PushSteps(StepRunner, SyncPointParticipant):
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self.calls = self.called = self.tables.called = False
 
-    def call_all(self) -> bool:  # where pushes wait for one another: else some would push once more, without the others
+    def call_all(self) -> bool:
+        # If pushes wait for one another, all ranks must come after the same push: a rank that pushed once more would
+        # wait for the others' pushes. Otherwise each rank may come at any step.
         if together := self.tables.in_step:
             self.calls = True
         return together
@@ -503,7 +541,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self.tables.meet()
 
     def at_sync_point(self) -> None:
-        """Pull what others have pushed meanwhile."""
+        """Pull until this worker has the newest version that any worker has pulled."""
         while self._agreement.behind:
             self._ask(self.tables.meet)
         assert self._strategy.fit_sessions is not None

@@ -1,8 +1,8 @@
-"""Training of this replica among the others: `FitSessions` for one fit, `Session` from a first batch to a last one.
+"""The sessions of a fit, in each of which this replica trains with the others over one connection.
 
-`FitSessions` begins a session as training begins, begins anew, or goes on with joining ranks; there is one at a time.
-`Session` builds the engine, the averager and the step runner, and closes them. `status_record_of` is what a replica
-says of itself for ``lightning-async status``.
+`FitSessions` begins a session when training begins, begins again after a restored checkpoint, or goes on with a joining
+rank; there is one session at a time. `Session` builds the engine, the averager and the step runner, and closes them.
+`status_record_of` describes a replica for ``lightning-async status``.
 """
 
 from __future__ import annotations
@@ -43,9 +43,13 @@ _GOODBYE_S = 40.0  # longer than a connection takes to close
 
 
 class FitSessions:
-    """The sessions of one fit, of which there is one at a time, from its first batch to its last.
+    """The sessions of one fit, one at a time.
 
     In a world of one the strategy has no connection, and there are no sessions.
+
+    Args:
+        strategy: Strategy of this rank.
+        trainer: Trainer of the fit.
     """
 
     def __init__(self, strategy: AsyncStrategy, trainer: Any) -> None:
@@ -54,12 +58,17 @@ class FitSessions:
         self.patches = LoopPatches(strategy, trainer)
         self.session: Session | None = None
         self.undo: list[Undo] = []
-        """What takes back what was patched, in the order in which it was."""
+        """Functions that take back the patches of this fit, in the order in which they were made."""
         self._begins_anew = self._stops = False
         self._goodbyes: list[threading.Thread] = []
 
     def install(self, world: LightningCollectives | None) -> None:
-        """Patch the loops; all ranks call this together. One that is left alone only has to have all of the data."""
+        """Patch Lightning's loops; all ranks call this together.
+
+        Args:
+            world: Collectives over all ranks. None: this rank trains alone, and only its data is patched, so that it
+                gets all of it.
+        """
         if world is None:
             self.undo += SamplerResize(self._strategy, self._trainer).install()
             self.undo += ShortEpochs(self._trainer).install()
@@ -68,18 +77,19 @@ class FitSessions:
         AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
 
     def come(self) -> None:
-        """Patch the loops of a joining rank, which is told what the others have."""
+        """Patch Lightning's loops without other ranks; for a joining rank, which gets their values later."""
         self.undo.append(self.patches.remove)
         self.patches.install()
 
     def begin(self) -> None:
-        """Let this replica drift, if the others are here to begin with it."""
+        """Begin a session with all other ranks, or log that this rank trains alone."""
         strategy = self._strategy
         self._begins_anew = False
         connection = strategy.connection
         if connection is None:
             strategy.summary = RunSummary(rank=strategy.global_rank, world_size=strategy.world_size)
-            strategy.saved.leave_behind()  # it goes with weights that this training leaves behind
+            # The state fits the loaded weights only, and training alone changes these without it.
+            strategy.saved.leave_behind()
             if (began := strategy.num_started) == 1:
                 strategy.tell_alone(f"{strategy.alone}. {how_to_have_more(strategy.transport)}")
             else:
@@ -94,32 +104,42 @@ class FitSessions:
         self.patches.sync_points.on_met(connection.world)
 
     def start_over(self) -> None:
-        """End this session; the next one begins on a connection of its own. All ranks are here."""
+        """End this session, and connect anew for the next one, which `begin_again` begins; all ranks do so together.
+
+        A checkpoint was restored during training, or a loop within the fit begins its own training.
+        """
         self.stop()
+        # A new connection, so that messages of the ended session cannot reach the next one.
         self._strategy.disconnect(in_order=True)
         self._strategy.connect_ranks()
         self._begins_anew = True
         self.patches.start_over()
 
     def begin_again(self) -> None:
-        """Begin a session, if a checkpoint was restored during training; called before batches and sync points."""
+        """Begin the next session if `start_over` has ended the last one; called before batches and sync points."""
         if self._begins_anew:
             self.begin()
 
     def widen(self, connection: Connection, run: int) -> None:
-        """Average over this connection, of more ranks, from where averaging stood as it was stopped."""
+        """Begin a session over a connection with more ranks; averaging goes on from where it was stopped.
+
+        Args:
+            connection: Connection with all ranks, joining ranks included.
+            run: Number of the run that begins.
+        """
         before = self._strategy.connection
         self._strategy.use(connection, run)
         if before is not None:
+            # Warnings that were given over the old connection are not repeated.
             connection.world.follow(before.world)
-            # Nobody needs it any more, and nobody is to wait until all have heard that
+            # On another thread: closing in order waits for all ranks, and training need not wait for that.
             name = "lightning_async goodbye"
             self._goodbyes.append(threading.Thread(target=before.close, args=(True,), name=name, daemon=True))
             self._goodbyes[-1].start()
         self._go_on(connection)
 
     def summarise(self) -> None:
-        """Sum the run up: all replicas are at the last sync point."""
+        """Complete and print the summary of the run; all replicas are at the last sync point."""
         if self.session is not None:
             self.session.sum_up()
             self._strategy.saved.keep(self.session.state())
@@ -127,9 +147,10 @@ class FitSessions:
                 self.session.tell()
 
     def end(self) -> None:
-        """End the sessions, and give the loops back to Lightning; it waits for no other rank."""
+        """End the sessions, and take back all patches, without waiting for other ranks."""
         take_back(self.undo)
         self.stop()
+        # The threads are daemons: without this wait the process could end before the connections are closed in order.
         while self._goodbyes:
             self._goodbyes.pop().join(_GOODBYE_S)
 
@@ -144,22 +165,30 @@ class FitSessions:
             strategy.host.open(self._trainer)
 
     def stop(self) -> None:
-        """End the session; it does nothing where there is none."""
+        """End the session, if there is one."""
+        # First the joins, whose threads use the session.
         if self._strategy.host is not None:
             self._strategy.host.close()
         if (session := self.session) is not None:
             session.close()
             self.session = None
-            self._stops = session.averager.sync_points.stop_requested  # by a signal that nobody else has heard of yet
+            # A signal has asked this rank to stop, and the others do not know it yet: the next session tells them.
+            self._stops = session.averager.sync_points.stop_requested
 
 
 class Session:
-    """One training of this replica among the others: its engine, averager and step runner; closed by `close`.
+    """The engine, averager and step runner of this replica over one connection; ended by `close`.
 
-    A fit has one, and another one for each time that training begins anew within it.
+    A fit has one session, and another one each time that training begins again within it.
 
-    ``meet`` opens a sync point that a step needs, so that all hear of it whom it concerns. Averaging goes on from
-    ``saved``, if it holds anything.
+    Args:
+        strategy: Strategy of this rank.
+        connection: Connection of all ranks of the session.
+        meet: Opens a sync point that a step needs, and informs the patched loops of it.
+        saved: Saved state; averaging goes on from it if it holds any.
+
+    Raises:
+        ValueError: the transport cannot go on without lost ranks, as ``min_replicas`` asks for.
     """
 
     def __init__(
@@ -179,6 +208,7 @@ class Session:
             state = AveragedState(strategy.optimizers)
             self._averaged = state
             replica.build(state, state.running_means)
+        # A function, because optimizers get their state with their first step only.
         replica.watched = lambda: every_tensor(strategy.optimizers)
         control = ControlPlane(
             connection.root, connection.membership, replica, config.timeouts,
@@ -201,6 +231,7 @@ class Session:
             )
 
         def on_change() -> None:
+            # The engine waits for headers of other ranks, and must see at once that one of them is lost.
             control.wake()
             self._look()
 
@@ -212,7 +243,8 @@ class Session:
             control, averager.sync_points, averager.synchronous_step, averager.component.weigh_step
         )
         self.gradients = gradients
-        # A scaler sees them, skips on all ranks, and lowers its scale.
+        # Gradients that are not finite are dropped, except under a scaler, which must see them: it skips the step on
+        # all ranks, and lowers its scale.
         gradients.rounds.drops = scaler_of(strategy.precision_plugin) is None
         gradients.rounds.on_drop = averager.summary.drop
         self.averager.summary.automatic = strategy.automatic
@@ -236,7 +268,7 @@ class Session:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
     def _go_on(self, generation: Generation, why: str) -> None:
-        """Go on without ranks that are lost: whoever had no room beside them has."""
+        """Go on without lost ranks, and look whether a joining rank has room now; called on the engine's thread."""
         live_ranks = self._strategy.live_ranks
         assert live_ranks is not None
         lost = [name for name in live_ranks.generation.members if name not in generation.members]
@@ -249,7 +281,7 @@ class Session:
             self._strategy.host.notice()
 
     def close(self) -> None:
-        """Close the session; it waits for no other rank."""
+        """Close the session, without waiting for other ranks."""
         self.averager.close()
         self.step_runner.close()
         if self._averaged is not None:
@@ -258,7 +290,7 @@ class Session:
             self._publisher.end(FAILED if self._strategy.failed else ENDED)
 
     def on_model_changed(self) -> None:
-        """Follow another model, which a sync point has given all replicas."""
+        """Adapt optimizers and BatchNorm after a sync point has given all replicas another model."""
         strategy = self._strategy
         if strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)
@@ -270,7 +302,7 @@ class Session:
         return state_of(self.averager, self._world)
 
     def sum_up(self) -> None:
-        """Complete the summary of the run: all replicas are at the last sync point."""
+        """Complete the summary of the run; all replicas are at the last sync point, and call this together."""
         summary = self.averager.summary
         summary.elapsed_s = time.monotonic() - self.averager.started_at
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
@@ -283,7 +315,7 @@ class Session:
             summary.lost = live_ranks.lost
 
     def tell(self) -> None:
-        """Print one summary of the run, on rank 0."""
+        """Print the summary of the run, and advice that follows from it, on rank 0."""
         summary = self.averager.summary
         rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
         trainer: Any = self._strategy.module.trainer
@@ -292,12 +324,14 @@ class Session:
 
 
 def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, run: int) -> StatusRecord:
-    """Return where this replica stands: read without locks, as nothing depends on it.
+    """Return the status of this replica, for ``lightning-async status``.
+
+    Values are read without locks: they may not fit together exactly, and nothing depends on them.
 
     Args:
-        averager: of the run.
-        live_ranks: who is left, where ranks may be lost.
-        run: its number.
+        averager: Averager of the session.
+        live_ranks: Live ranks; None where no rank may be lost.
+        run: Number of the run.
     """
     control = averager.control
     summary = averager.summary

@@ -1,9 +1,8 @@
-"""One replica's windows of gradients: when one closes, when it leaves, and when the step that it is for is taken.
+"""The windows of gradients of one replica: when each is full, when it is sent, and when its step is taken.
 
-`WindowSteps` is the step runner of automatic optimization, `ManualWindowSteps` that of manual optimization, where each
-of several optimizers asks for steps of its own. `WindowSchedule` says what holds for windows just now: whether they
-have a size, and steps a delay. `LastBackward` lets the gradients of a step without delay leave as the last backward
-pass makes them.
+`WindowSteps` is the step runner of automatic optimization. `ManualWindowSteps` is that of manual optimization, where
+each of several optimizers asks for its own steps. `WindowSchedule` holds the present size of windows and delay of
+steps. `LastBackward` sends the gradients of a step without delay while the last backward pass makes them.
 """
 
 from __future__ import annotations
@@ -40,9 +39,14 @@ _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 class WindowSteps(StepRunner, SyncPointParticipant):
     """The step runner of windows of gradients, in automatic optimization; it takes part in sync points.
 
-    A sync point finds nothing in flight: what is, is reduced and stepped with while the replica stands there, and so
-    are the gradients of others who train on, so that all replicas have taken the same steps when it opens. The last
-    sync points, of an epoch and of training, close the open window, too.
+    When a sync point opens, all replicas have taken the same steps: a replica that waits there still reduces gradients
+    in flight, its own and those of replicas that train on, and steps with them. The sync points at the end of an epoch
+    and of training close the open window, too.
+
+    Args:
+        strategy: Strategy of this rank.
+        averager: Averager of the session.
+        gradients: The component that averages gradients.
     """
 
     missed_steps = 0
@@ -66,7 +70,8 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._seen = 0
         self._batches = StepBatches(strategy.module, strategy.buffers, self._count_samples)
         self._made = self._held = self._restored = False
-        """Held: the window is full, and leaves with the next batch: first a checkpoint is made that has it."""
+        """Whether the batch has gradients; whether the window is full, and sent with the next batch only, after a
+        checkpoint that holds it; whether a checkpoint was loaded since the last sync point."""
         self._prepare()
         self._correcting = correcting(strategy.correction, gradients, lambda: averager.step)
         self.recent = self._batches.recent
@@ -78,17 +83,17 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._hooks = [optimizer.register_step_post_hook(self._count) for optimizer in strategy.optimizers]
 
     def close(self) -> None:
+        # The optimizers outlive the session.
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._gradients.close()
 
     def _prepare(self) -> None:
-        """Prepare for the optimizers, before a saved window is loaded."""
+        """Prepare for the optimizers, before a saved window is loaded; this base does nothing."""
 
     def _gathered(self) -> dict[str, Any] | None:
-        """Return for a checkpoint the open window, with what has left it and is in no step yet, and the residual of
-        compression."""
+        """Return the state for a checkpoint: the window, including gradients in flight, and compression's residual."""
         gradients = self._gradients
         carried_residual = gradients.carried_residual()
         held: dict[str, Any] = {} if carried_residual is None else {"compression": carried_residual}
@@ -99,13 +104,18 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return held or None
 
     def _load(self, saved: dict[str, Any], alike: Any) -> None:
-        """Go on with what `_gathered` has returned."""
+        """Load the state of a checkpoint.
+
+        Args:
+            saved: State of this rank, as `_gathered` has returned it; empty for none.
+            alike: State of the correction, which is equal on all ranks; None for none.
+        """
         gradients = self._gradients
         if gradients.rounds.feedback is not None and "compression" in saved:
             gradients.rounds.feedback.load_state_dict(saved["compression"])
         if "window" in saved:
             self._window.load_state_dict(saved["window"])
-            if "asks" in saved:  # it may leave at a sync point, before a batch begins that says so
+            if "asks" in saved:  # the window may be sent at a sync point, before the next batch sets this
                 gradients.asks = saved["asks"][0], saved["asks"][1]
             self._size = float(saved["size"])
             self._held = self._window_schedule.fills(self._window.batches, self._window.samples, self._size)
@@ -115,11 +125,12 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._restored = True
 
     def _count(self, *_: Any) -> None:
-        """Count a real optimizer step: mixed precision skips some."""
+        """Count a step that the optimizer has taken: mixed precision skips some."""
         self._seen += 1
 
     def start_batch(self, batch: Any) -> None:
         self._averager.sync_points.resume()
+        # The checkpoint for which the window was held back was made at the end of the last batch.
         if self._held:
             self._go()
         self._made = False
@@ -139,18 +150,20 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return self._pass.guard()
 
     def after_backward(self) -> None:
-        """Note that there are gradients of the batch, or of a piece of it where memory is short."""
+        """Note that the batch has gradients."""
         self._made = True
 
     def skip_batch(self) -> None:
-        """`training_step` has made no loss of the batch under way. It counts for the window's size, so that windows of
-        all replicas stay as long as each other, and brings no samples."""
+        """Count the current batch without samples: in automatic optimization, `training_step` has returned None.
+
+        The batch counts for the window's size, so that the windows of all replicas have the same number of batches.
+        """
         self._batches.see()
         self._batch_samples = 0.0
         self._made = True
 
     def after_batch(self) -> None:
-        """Add the batch's gradients to the window; if that is full, step with the window before, then send it."""
+        """Add the batch's gradients to the window; if this is full, step with the window before, then send it."""
         if self._made:
             self._made = False
             if not self._window.batches:
@@ -166,6 +179,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
                     self._arrive()
                 if not self._hold():
                     self._go()
+        # A window without a size is sent as soon as the one before is reduced.
         elif not self._gradients.in_flight:
             self._take()
             if not self._hold():
@@ -187,14 +201,15 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return self._window.batches > 0
 
     def _arrive(self) -> None:
-        """Wait for what is in flight, and step with it."""
+        """Wait for the gradients in flight, and step with their mean."""
         self._gradients.wait()
         self._take()
 
     def _hold(self) -> bool:
-        """Return whether a checkpoint comes first, at the end of this batch, with nothing in flight.
+        """Hold the full window back if a checkpoint comes first, at the end of this batch; return whether it is held.
 
-        All hear behind one mean that one of them was told to stop: each holds its next window.
+        The checkpoint finds nothing in flight then. All ranks learn with the same mean that one of them was told to
+        stop, and each of them holds its next window.
         """
         schedule = self._window_schedule
         stops = schedule.in_turn and Vote.STOP in self._averager.sync_points.agreed
@@ -210,12 +225,13 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._send()
         if not self._window_schedule.late:
             self._arrive()
-            self._arrive()  # again, where that was a step of others
+            self._arrive()  # again, in case the first mean was made by other replicas without this window
         self._end_if_last()
 
     def _send(self) -> None:
-        """Send the window, as soon as the buckets are free."""
+        """Send the window as soon as the buckets are free."""
         self._held = False
+        # Each turn takes a mean that has arrived: until its step is taken, the buckets are not free.
         while True:
             self._arrive()
             if self._leave():
@@ -223,14 +239,17 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._gradients.wait_until_free()
 
     def _end_if_last(self) -> None:
-        """Take the last step before ``max_steps`` without a delay: no window follows that would bring it."""
+        """Take the last step before ``max_steps`` without a delay, because no window follows with which to take it."""
         if self._window_schedule.updates.left == 1:
             self._arrive()
 
     def _leave(self) -> bool:
-        """Send the window, if the buckets are free; without batches, or after ``max_steps``, it is dropped.
+        """Send the window if the buckets are free, or drop it if it has no batches, or after ``max_steps``.
 
-        One without samples leaves, too: the others wait for it, and steps stay the same on all replicas.
+        A window with batches but without samples is sent, too: the other replicas wait for it.
+
+        Returns:
+            Whether the window was sent or dropped.
         """
         window = self._window
         if self._window_schedule.updates.left <= 0 or not window.batches:
@@ -238,6 +257,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             return True
         if not self._gradients.free:
             return False
+        # Read before `leave`, which empties the window.
         samples = window.samples
         self._strategy.tell_place()
         self._totals.leave(window.batches, self._averager.sync_points)
@@ -269,21 +289,24 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         for p in gradients.replica.tensors.trained.values():
             p.grad = None
         self._totals.arrive(arrived, averager.sync_points, gradients.rounds.message_bytes)
+        # Mixed precision may have skipped the step.
         stepped = self._seen > before
         lr = learning_rate(strategy.optimizers)
         averager.tick(Action.GRADIENTS, samples, stepped=stepped, lr=lr)
+        # Last, because a sync point may open for this replica from here on.
         gradients.stepped()
 
     def _step(self) -> None:
-        """Have the optimizer step with the mean that has arrived, corrected."""
+        """Let the optimizer step with the mean that has arrived, after the correction of the delay."""
         self._window_schedule.updates.take(
             lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
         )
 
     def before_sync_point(self) -> None:
-        """Ahead of the sync point, while nobody goes on without this replica: what it says there shall hold."""
+        """Send a window that must be in a step before the sync point opens; the other replicas wait for this one."""
         averager = self._averager
-        sync_point = averager.sync_points.coming  # those of no size end wherever that helps
+        sync_point = averager.sync_points.coming
+        # Windows without a fixed size end here before a decision, too.
         ends = sync_point in _LAST or (sync_point is SyncPointKind.DECIDE and not self._window_schedule.in_turn)
         if (self._held and sync_point is not SyncPointKind.STOP) or (ends and self._window.batches):
             self._arrive()
@@ -291,29 +314,31 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._send()
 
     def at_sync_point(self) -> None:
-        """Step with what arrives, one's own and others'."""
+        """Step with a mean that has arrived while this replica waits."""
         self._take()
 
     def leave_sync_point(self) -> None:
-        if not self._restored:  # else training goes on as from within an epoch, behind no sync point
+        if not self._restored:  # else training goes on from a checkpoint within an epoch, where no sync point was
             self._correcting.forget()
         self._restored = False
 
 
 class ManualWindowSteps(WindowSteps):
-    """``optimizer.step()`` in `training_step` moves the gradients of that optimizer's parameters into the window.
+    """The step runner of windows of gradients, in manual optimization.
 
-    A batch in which an optimizer has asked for a step counts for the window's size. What an optimizer steps with, when
-    the window has arrived, is the mean over the samples whose gradients were there when it asked: those of the batch,
-    and of batches since `zero_grad` has set them to None. Where no replica has asked for a step of an optimizer, it
-    takes none.
+    ``optimizer.step()`` in `training_step` moves the gradients of that optimizer's parameters into the window. A batch
+    in which an optimizer has asked for a step counts for the window's size. When the window's mean has arrived, each
+    optimizer steps with the mean over the samples of the gradients that it had when it asked: those of the batch, and
+    of earlier batches since `zero_grad` has set gradients to None. An optimizer of which no replica has asked for a
+    step takes none.
     """
 
     steps = False
-    """An optimizer takes a step, in place of asking for one."""
+    """Whether an optimizer takes its step now, and does not ask for one."""
     _uncounted = 0.0
-    """Samples since any optimizer has asked for a step."""
+    """Samples since an optimizer has asked for a step."""
     _asked = False
+    """Whether an optimizer has asked for a step in the current batch."""
 
     def _prepare(self) -> None:
         self._gradients.rounds.apart = True
@@ -338,14 +363,14 @@ class ManualWindowSteps(WindowSteps):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context for a backward pass, which counts its samples for all gradients that are there after it."""
+        """Return a context for a backward pass, which counts its samples for all gradients that exist after it."""
         self._sample_counts.begin_pass()
         yield
         self._batches.see()
         self._sample_counts.end_pass(self._batch_samples)
 
     def after_backward(self) -> None:
-        """Gradients stay where they are, until their optimizer asks for a step."""
+        """Do nothing: gradients stay in ``p.grad`` until their optimizer asks for a step."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         if self.steps:
@@ -372,7 +397,7 @@ class ManualWindowSteps(WindowSteps):
             super().after_batch()
 
     def _take(self) -> None:
-        """Step as always, beside gradients that wait for their optimizer to ask."""
+        """Step with the mean that has arrived, and keep gradients whose optimizer has not asked for a step yet."""
         if self._gradients.arrived is None:
             return
         kept = [(p, p.grad) for p in self._gradients.replica.tensors.trained.values()]
@@ -388,6 +413,7 @@ class ManualWindowSteps(WindowSteps):
         self._window_schedule.updates.take_each(self._each())
 
     def _each(self) -> Iterator[Callable[[], None]]:
+        """Return the step of each optimizer for which a replica has asked."""
         arrived = self._gradients.arrived
         scale = self._window_schedule.scale
         replica = self._gradients.replica
@@ -402,7 +428,7 @@ class ManualWindowSteps(WindowSteps):
 
     def _step_with(self, optimizer: Optimizer, params: set[Any], scale: float) -> None:
         def closure() -> None:
-            if (now := self._window_schedule.scale) != scale:  # the scaler has changed it with another optimizer's step
+            if (now := self._window_schedule.scale) != scale:  # the scaler has changed its factor in an earlier step
                 for p in params:
                     p.grad.mul_(now / scale)
 
@@ -414,10 +440,15 @@ class ManualWindowSteps(WindowSteps):
 
 
 def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that each parameter is of one optimizer at most.
+    """Check that no parameter belongs to two optimizers.
+
+    Args:
+        owner: Name of the strategy, for the message.
+        module: The user's module.
+        optimizers: Its optimizers.
 
     Raises:
-        ValueError: one is of two; names it.
+        ValueError: a parameter belongs to two optimizers.
     """
     names = {p: name for name, p in module.named_parameters()}
     seen: dict[Any, int] = {}
@@ -431,7 +462,12 @@ def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 
 class WindowSchedule:
-    """The size and delay of one replica's windows now; callbacks may change them at any moment."""
+    """The present size and delay of one replica's windows; callbacks may change them at any moment.
+
+    Args:
+        strategy: Strategy of this rank.
+        averager: Averager of the session.
+    """
 
     def __init__(self, strategy: AsyncGradientStrategy, averager: BackgroundAverager) -> None:
         self._strategy = strategy
@@ -439,28 +475,28 @@ class WindowSchedule:
 
     @property
     def updates(self) -> OptimizerUpdates:
-        """Steps of this fit."""
+        """The `OptimizerUpdates` of this fit, which counts steps."""
         assert self._strategy.updates is not None
         return self._strategy.updates
 
     @property
     def warming_up(self) -> bool:
-        """Steps have no delay yet."""
+        """Whether steps have no delay yet."""
         return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
 
     @property
     def in_turn(self) -> bool:
-        """Windows have a size; else each lasts until the one before is reduced."""
+        """Whether windows have a size; else each lasts until the one before is reduced."""
         return self.warming_up or self._strategy.accumulate != "until_reduced"
 
     @property
     def late(self) -> bool:
-        """Steps have a delay by now."""
+        """Whether steps have a delay now."""
         return self._strategy.delay > 0 and not self.warming_up
 
     @property
     def size(self) -> int:
-        """Batches in the window that begins, at the least."""
+        """Smallest number of batches in a window that begins now."""
         accumulate = self._strategy.accumulate
         if (sizes := self._strategy.sizes) is not None:
             return sizes.size
@@ -479,30 +515,38 @@ class WindowSchedule:
 
     @property
     def scale(self) -> float:
-        """The factor by which mixed precision multiplies losses."""
+        """Factor by which mixed precision multiplies losses."""
         return loss_scale(self._strategy.precision_plugin)
 
     @property
     def batch_scale(self) -> float:
-        """The factor by which a batch's gradients are multiplied: Lightning divides the loss, too."""
+        """Factor of a batch's gradients: mixed precision multiplies the loss, and Lightning divides it."""
         return self.scale / self._strategy.module.trainer.accumulate_grad_batches
 
 
 class LastBackward:
-    """The last backward pass of a window whose step has no delay, on the training thread of one replica.
+    """The last backward pass of a window whose step has no delay; its gradients are sent while the pass makes them.
 
-    the training thread                                the engine's thread
-    the pass begins: what the window holds goes into
-    `sent`, and the message is ready       ----------> headers meet
+    training thread                                    engine's thread
+    the pass begins: the window's gradients go
+    into the `sent` bucket                 ----------> headers are exchanged
     the pass makes gradients, from the
-    last parameter on                      ----------> of each part, that in `sent` and that of the pass are summed
-    the batch ends: the window is empty    ----------> the rest, and the commit
-    its step is taken
+    last parameter on                      ----------> each part is sent with the sum of both gradients
+    the batch ends, and the window is
+    emptied                                ----------> the remaining parts are sent, and the commit follows
+    the step is taken
 
-    Until the pass is over the window holds what it has held.
+    The window keeps its gradients until the pass is over, so that a failed pass changes nothing.
 
-    A window leaves as a whole, behind the pass, where its gradients may change without a trace, a module takes its
-    batches by itself, in manual optimization, compressed, and on GPUs.
+    A window is sent as a whole, after the pass, if a hook may change its gradients without a trace, if a module gets
+    its batches by itself, in manual optimization, with compression, and on GPUs.
+
+    Args:
+        module: The user's module.
+        window_schedule: Size and delay of windows.
+        gradients: The component that averages gradients.
+        window: Window of this replica.
+        tell_place: Records how far this replica is in its data.
     """
 
     def __init__(
@@ -520,15 +564,15 @@ class LastBackward:
         self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
         self._samples = 0.0
         self.under_way = False
-        """The window is on its way, and its pass, or the batch that it is of, is not over."""
+        """Whether the window is being sent while its last pass, or the batch of that, is not over."""
 
     def begin(self, samples: float, size: float, step: int) -> None:
-        """Begin a backward pass, and let the window leave with it where that is possible.
+        """Begin a backward pass, and begin to send the window if this is its last pass and that is possible.
 
         Args:
-            samples: of the batch.
-            size: batches that the window is to have.
-            step: steps that were taken before.
+            samples: Number of samples of the batch.
+            size: Number of batches that the window is to have.
+            step: Number of steps that were taken before.
         """
         window = self._window
         window_schedule = self._window_schedule
@@ -549,7 +593,7 @@ class LastBackward:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Return a context for the pass, or its whole batch: where that fails, nobody waits for its gradients."""
+        """Return a context for the pass, or its whole batch; if it fails, other replicas do not wait for gradients."""
         try:
             yield
         except BaseException:
@@ -559,7 +603,7 @@ class LastBackward:
             raise
 
     def finish(self) -> float:
-        """End the batch, which is in the window that has left; return the number of samples in it."""
+        """End the batch and empty the window, which was sent with it; return the number of samples in the window."""
         self.under_way = False
         self._window.clear()
         self._gradients.finish_last()

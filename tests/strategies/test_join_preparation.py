@@ -37,7 +37,7 @@ def test_what_it_raises_is_logged_and_the_next_change_has_it_look_again(caplog: 
     assert door.looked.wait(30.0)
     while (thread := join_preparation._thread) is not None:
         thread.join(0.01)
-    assert "Who waits to join was not looked at" in caplog.text
+    assert "The preparation of a join has failed" in caplog.text
     door.looked.clear()
     join_preparation.look()
     assert door.looked.wait(30.0) and door.looks >= 2

@@ -1,4 +1,4 @@
-"""A joining rank that waits to be taken in."""
+"""A joining rank that waits to be admitted."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_one_that_waits_hears_that_the_store_is_lost_by_its_error() -> None:
     joining = Waits(server.port, dead_after=600.0)
     assert joining.looks.wait(30.0)
     del server
-    with pytest.raises(StoreLost, match="rank 1: while it waited to be taken in, the store failed"):
+    with pytest.raises(StoreLost, match="rank 1: while it waited to be admitted, the store failed"):
         raise joining.ends()
 
 
@@ -144,7 +144,7 @@ def test_one_that_waits_says_so_again_and_again(
     monkeypatch.setattr(startup, "_FIRST_WARNING_S", 0.01)
     server: Any = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     joining = Waits(server.port, dead_after=600.0)
-    until(lambda: caplog.text.count("waiting to be taken in by those who train: do they?") >= 2)
+    until(lambda: caplog.text.count("waiting to be admitted by the ranks that train. Are there any?") >= 2)
     joining.trainer.received_sigterm = True
     with pytest.raises(SIGTERMException):
         raise joining.ends()

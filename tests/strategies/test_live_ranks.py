@@ -119,7 +119,7 @@ def test_rank_0_is_lost_twice_and_all_that_it_had_logged_shown_and_kept_goes_on(
     (told,) = live_ranks(results, [0, 1])
     assert (told["rank"], told["world_size"], told["lost"]) == (0, 1, 2)
     for left in (2, 1):
-        assert f"{left} of 3 replicas are left, and training goes on until none is. Steps" in results[2].stderr
+        assert f"{left} of 3 replicas are left, and training goes on down to the last one. Steps" in results[2].stderr
     for name in ("log", "other"):
         assert epochs_logged(tmp_path / name) == ["0", "1", "2"]
     assert told["log_dir"] == str(tmp_path / "log" / "version_0")

@@ -105,7 +105,7 @@ def test_troubles_while_it_is_taken_in_are_not_those_who_trains(tmp_path: Path) 
     assert not any(result.timed_out for result in results), "\n".join(map(str, results))
     assert "Can't pickle" in results[0].stderr and "training goes on without" in results[0].stderr
     assert results[2].returncode == -9
-    assert "could not be taken in, and waits again" in results[4].stderr
+    assert "could not be admitted, and waits again" in results[4].stderr
     for number in (0, 4):
         assert ended(results[number])["error"].startswith("SIGTERMException"), results[number]
 
@@ -113,7 +113,7 @@ def test_troubles_while_it_is_taken_in_are_not_those_who_trains(tmp_path: Path) 
 def test_whoever_is_lost_when_all_are_connected_the_others_go_on_and_it_comes_again(
     tmp_path: Path,
 ) -> None:
-    """The first one is killed before the sync point; then rank 2 is, and the second one is taken in by who is left."""
+    """The first one is killed before the sync point, then rank 2; the live ranks admit the second one."""
     with ranks(tmp_path, "ready", newcomers=2) as group:
         for number in (0, 2):
             wait_for(tmp_path / f"rank {number} is ready")
@@ -121,8 +121,8 @@ def test_whoever_is_lost_when_all_are_connected_the_others_go_on_and_it_comes_ag
         (tmp_path / "killed").touch()
         results = group.join()
     assert [results[number].returncode for number in (0, 2, 3, 4)] == [0, -9, -9, 0], "\n".join(map(str, results))
-    assert "rank 1 could not be taken in, and training goes on without" in results[0].stderr
-    assert "could not be taken in, and waits again" in results[4].stderr
+    assert "rank 1 could not be admitted, and training goes on without" in results[0].stderr
+    assert "could not be admitted, and waits again" in results[4].stderr
     said = [ended(results[number]) for number in (0, 4)]
     assert len({each["digest"] for each in said}) == 1
     assert [(each["rank"], each["world_size"]) for each in said] == [(0, 2), (1, 2)]

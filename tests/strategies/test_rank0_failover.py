@@ -192,7 +192,7 @@ def test_a_logger_of_which_nothing_is_known_is_told_of_once(caplog: pytest.LogCa
     told = LoggingFailover(trainer_with(Own(), loggers.CSVLogger(tmp_path), leads=True)).describe()
     succeed(trainer_with(Own(), loggers.CSVLogger(tmp_path)), told)
     (record,) = caplog.records
-    assert "and logs with Own. How that goes on" in record.getMessage()
+    assert "and logs with Own. Whether that continues" in record.getMessage()
     caplog.clear()
     succeed(trainer_with(loggers.CSVLogger(tmp_path)), told)
     assert "had the loggers ['Own', 'CSVLogger'], and this one has ['CSVLogger']" in caplog.text
