@@ -79,7 +79,8 @@ class AdaptivePeriod(Schedule):
     replicas measure the same value.
 
     While the learning rate warms up, replicas hardly diverge. Use `Warmup(AdaptivePeriod(), steps=...)` to take the
-    rounds after the warm-up as the first ones. A strategy refuses ``warmup_sync_every``, whose rounds would be the first.
+    rounds after the warm-up as the first ones. A strategy refuses ``warmup_sync_every``, whose rounds would be the
+    first ones.
 
     Args:
         minimum: :math:`n_{\min}`, steps. Default 50.
