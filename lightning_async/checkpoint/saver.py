@@ -209,8 +209,8 @@ class Saver:
         if self.costs.failed_in_a_row >= self._max_failures:
             raise CheckpointError(
                 f"Rank {self._rank}: {self.costs.failed_in_a_row} saves in a row have failed, the last one with: "
-                f"{self._last_error} Training ends here rather than go on without checkpoints: make room, or another "
-                "`dirpath`, and start again; it resumes from the newest checkpoint that is whole."
+                f"{self._last_error.rstrip('.')}. Training ends here rather than go on without checkpoints: make room, "
+                "or pass another `dirpath`, and start again; it resumes from the newest checkpoint that is whole."
             )
         waited_s = self._writer.waited_s
         # A new save, or none: the next warning is due after the whole time again.

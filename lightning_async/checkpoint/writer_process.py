@@ -338,7 +338,8 @@ class DirectoryLock:
                     return self._refusal(holder)
                 time.sleep(_PAUSE_S)
             except OSError as error:
-                return f"{self._store.dirpath} cannot be written into: {error}"
+                where = f"{self._store.dirpath} cannot be written into"
+                return f"{where}: {error} (make that possible, or pass another `dirpath`)"
             else:
                 self._say()
                 return ""
