@@ -159,8 +159,9 @@ class AdaptiveDiLoCo(DiLoCoBase):
     r"""A `DiLoCo` whose outer learning rate and momentum follow from the number of local steps in each round.
 
     .. math::
-        \eta &= 0.3 + 0.025 \min(h, 16), \qquad x = \min\big(1, \max(0, \tfrac{h - 8}{8})\big) \\
-        \mu &= (0.7 - 0.1\, x) \min\big(1, \tfrac{k h}{64}\big)
+        \eta &= 0.3 + 0.025 \min(h, 16) \\
+        \mu &= (0.7 - 0.1\, x) \min\big(1, \tfrac{k h}{64}\big),
+            \qquad x = \min\big(1, \max(0, \tfrac{h - 8}{8})\big)
 
     :math:`h` is the mean number of local steps in the messages, which all replicas know from the headers, so that they
     choose the same values. :math:`k` is the number of rounds before this one: momentum grows over the first 64 steps of

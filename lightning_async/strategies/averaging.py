@@ -173,8 +173,13 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.averager is not None:
-            self.averager.see_loss(closure_loss)
+            self.averager.see_loss(self.loss_of_batch(closure_loss))
         return super().backward(closure_loss, *args, **kwargs)
+
+    def loss_of_batch(self, closure_loss: Tensor) -> Tensor:
+        """Return the loss that Lightning has divided by the number of batches of a step, which ranks may choose."""
+        divided = self.module.automatic_optimization
+        return closure_loss.detach() * (self.module.trainer.accumulate_grad_batches if divided else 1)
 
     @property
     def num_fragments(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

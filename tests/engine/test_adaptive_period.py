@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from lightning_async.algorithms.schedules import Denser
 from lightning_async.engine.averaging.rounds import AveragingPart, disagreement
 from lightning_async.engine.averaging.rule_state import WorkLedger
 from lightning_async.engine.shared_state import Arrival, SyncPointKind
+from lightning_async.trainer.loops.loop_state import without_own
 from tests.comm.faulty import Fail, Fault
 from tests.engine.fault_ranks import HEADER, FaultyRank, values
 from tests.engine.ranks import Rank, bits, run
@@ -120,12 +122,14 @@ def test_a_period_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted(me
         return saved, apart(rank, 0.6, 100, wave=0.5), bits(rank.x), averager.clocks()["trends"]
 
     told = run(2, whole, schedule=schedule, **OPTIONS)
+    loaded = threading.Barrier(2, timeout=60)  # no header goes to a rank that has yet to load
 
     def resumed(rank: Rank, forgets: bool) -> Any:
         averager = rank.averager
         model, shared, clocks = told[averager.summary.rank][0]
         rank.x.copy_(model)
         averager.load_state_dict(shared, {k: v for k, v in clocks.items() if not (forgets and k == "trends")})
+        loaded.wait()
         assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
         averager.sync_points.resume()
         return apart(rank, 0.6, 100, wave=0.5), bits(rank.x), averager.clocks()["trends"]
@@ -138,6 +142,35 @@ def test_a_period_goes_on_from_a_checkpoint_as_if_it_had_not_been_interrupted(me
         assert trends == its_trends
     for periods, *_ in run(2, lambda rank: resumed(rank, True), schedule=schedule, **OPTIONS):
         assert set(periods[1:5]) == {4}, "from a checkpoint of before: what is measured first is the measure"
+
+
+def test_a_rank_that_goes_on_from_anothers_clocks_tells_no_losses_of_that_one() -> None:
+    """Three ranks of unequal losses go on from a checkpoint of two, which was saved amid a period."""
+    loaded = threading.Barrier(3, timeout=60)
+
+    def train(rank: Rank, steps: int) -> None:
+        for _ in range(steps):
+            rank.averager.see_loss(torch.tensor(2.0 + 10.0 * rank.averager.summary.rank))
+            rank.train(1)
+
+    def save(rank: Rank) -> Any:
+        train(rank, 3)
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        return rank.x.clone(), rank.averager.state_dict(), rank.averager.clocks()
+
+    schedule = AdaptivePeriod(4, 48, metric="loss_variance")
+    model, shared, clocks = run(2, save, schedule=schedule, **OPTIONS)[0]
+
+    def resume(rank: Rank) -> float:
+        rank.x.copy_(model)
+        rank.averager.load_state_dict(shared, without_own(clocks))
+        loaded.wait()
+        assert rank.meet(SyncPointKind.VALIDATE) is Arrival.OPEN
+        rank.averager.sync_points.resume()
+        train(rank, 4)
+        return rank.averager.ledger.loss_variance.first
+
+    assert run(3, resume, schedule=schedule, **OPTIONS) == [100.0] * 3
 
 
 def test_fragments_of_unlike_parts_are_measured_as_one() -> None:

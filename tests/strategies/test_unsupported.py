@@ -33,7 +33,7 @@ from lightning_async import (
 from lightning_async.algorithms.averaging import AveragingRule
 from lightning_async.trainer.configuration_checks import warn_of_momentum
 from lightning_async.trainer.environment.settings import check_saved
-from lightning_async.trainer.namespace import pytorch
+from lightning_async.trainer.namespace import pl, pytorch
 from tests.strategies import problem
 from tests.strategies.features import Gan
 from tests.strategies.workers import Net, Outcomes, fit, loader, logged, make_trainer
@@ -98,6 +98,33 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], error: type[Except
 )
 def test_compression_follows_from_the_rule(arguments: dict[str, Any], compression: object) -> None:
     assert AsyncAveragingStrategy(**arguments).config.compression == compression
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("alone")
+def test_the_loss_that_is_averaged_does_not_depend_on_how_many_batches_a_step_has() -> None:
+    seen = []
+
+    class Told(AsyncAveragingStrategy):
+        def backward(self, closure_loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            seen.append((float(closure_loss.detach()), float(self.loss_of_batch(closure_loss))))
+            return super().backward(closure_loss, *args, **kwargs)
+
+    class Eight(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = problem.network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return 0.0 * problem.loss_of(self.net, batch) + 8.0
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    accumulates = pytorch("callbacks").GradientAccumulationScheduler({0: 1, 1: 4})
+    trainer = make_trainer(Told(), devices=1, max_epochs=2, callbacks=[accumulates])
+    trainer.fit(Eight(), loader(problem.batches(0, 4)))
+    assert seen == [(8.0, 8.0)] * 4 + [(2.0, 8.0)] * 4
 
 
 @pytest.mark.parametrize("strategy", [AsyncAveragingStrategy, AsyncGradientStrategy, ParameterServerStrategy])

@@ -147,12 +147,15 @@ def check_optimizers(
         f"{type(each.scheduler).__name__} by {each.frequency} {each.interval}"
         for each in module.trainer.lr_scheduler_configs
     ]
+    number = {"number of optimizers": len(optimizers)}
     values = {
         "automatic_optimization": module.automatic_optimization,
         "optimizers": "; ".join(kinds),
         "schedulers": schedulers,
     }
-    told = world.gather_objects({name: _text(value) for name, value in values.items()})
+    told = world.gather_objects({name: _text(value) for name, value in {**values, **number}.items()})
+    # `rule="auto"` follows from it: replicas with different rules would be no replicas.
+    _refuse(world, [{name: each.pop(name) for name in number} for each in told])
     _warn(world, told) if usual else _refuse(world, told)
 
 

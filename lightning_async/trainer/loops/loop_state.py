@@ -48,7 +48,7 @@ def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
 
 def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
     """Return another rank's clocks for a rank that replaces it, or continues beside it."""
-    return {**clocks, "rule_state": {}, "local": None, "gathered": None}
+    return {**clocks, "rule_state": {}, "local": None, "gathered": None, "losses": (0.0, 0)}
 
 
 def has_none(state: Mapping[str, Any] | None) -> bool:
