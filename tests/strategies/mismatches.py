@@ -100,6 +100,13 @@ class Scheduled(Net):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+class Several(Manual):
+    """Has two optimizers on rank 0 and one on rank 1."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.parameters(), lr=0.05) for _ in range(2 - rank())]
+
+
 @scenario
 def optimizers() -> Any:
     """Of windows of gradients, and of synchronous steps: what would make replicas part that step with the same ones."""
@@ -119,6 +126,8 @@ def optimizers() -> Any:
                 rule=lightning_async.DeltaMean(), schedule=in_step, min_replicas=2
             )
         told[name] = _error(make_trainer(strategy).fit, other() if rank() else Net(), loader(shard((4, 4))))
+    averaging = lightning_async.AsyncAveragingStrategy(min_replicas=2)  # whose rule follows from it
+    told["number"] = _error(make_trainer(averaging).fit, Several(), loader(shard((4, 4))))
     fused = Net(optimizer=lambda ps: torch.optim.SGD(ps, lr=0.05, fused=rank() == 0))
     return told | {
         "kernels": _error(make_trainer(lightning_async.AsyncGradientStrategy(2)).fit, fused, loader(shard((4, 4))))

@@ -39,6 +39,7 @@ def test_optimizers_that_differ_are_refused_where_all_step_with_the_same_gradien
         )
         assert "`schedulers` is [] on rank 0, ['StepLR by 1 epoch'] on rank 1." in told["scheduler"]
         assert " of [4] on rank 0, " in told["groups"] and " of [1, 1, 1, 1] on rank 1." in told["groups"]
+        assert "`number of optimizers` is 2 on rank 0, 1 on rank 1." in told["number"]
         assert "`automatic_optimization` is True on rank 0, False on rank 1." in told["manual"]
 
 
