@@ -111,7 +111,7 @@ def adversaries() -> Any:
             trainer.fit(Gan(), loader(shard((8, 8))))
         found[str(rule)[:6]] = {
             "warnings": [m for m in messages if "is an outer optimizer with momentum" in m],
-            "told": [m for m in messages if m.startswith("Set by what is measured")],
+            "told": [m for m in messages if m.startswith("Set from measurements")],
         }
     return found
 

@@ -177,7 +177,7 @@ def test_a_watcher_goes_on_although_the_others_cannot_be_told(caplog: pytest.Log
     died.wait(50.0)
     assert watch._run()
     assert [other.wait(50.0), main.wait(50.0)] == [-signal.SIGKILL] * 2
-    assert "could not be told" in caplog.text and "Connection reset by peer" in caplog.text
+    assert "could not be informed" in caplog.text and "Connection reset by peer" in caplog.text
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["the system tells", "it does not"])

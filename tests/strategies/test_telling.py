@@ -75,9 +75,7 @@ def test_what_sets_itself_is_told_and_is_in_summary_and_metrics(ranks: Outcomes)
 
 
 def test_models_that_train_against_each_other_are_told_of_momentum(ranks: Outcomes) -> None:
-    begin = (
-        "Set by what is measured (the plain mean as rule for 2 optimizers that step manually): a round every 2 steps"
-    )
+    begin = "Set from measurements (the plain mean as rule for 2 optimizers that step manually): a round every 2 steps"
     for rank, found in enumerate(ranks("adversaries")):
         assert [line.startswith(begin) for line in found["auto"]["told"]] == [True] * (rank == 0)
         assert [len(found[name]["warnings"]) for name in ("auto", "DiLoCo")] == [0, int(rank == 0)]
