@@ -34,7 +34,7 @@ class RoundReport:
 
 
 class Totals(Protocol):
-    """An interface for totals of exchanges other than averaging rounds; a dataclass whose numbers checkpoints hold."""
+    """An interface for totals of exchanges other than averaging rounds: a dataclass, saved in checkpoints."""
 
     title: ClassVar[str]  # first line of the summary
     prefix: ClassVar[str]  # beginning of the metrics' names
@@ -215,7 +215,7 @@ class RunSummary:
         return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Load saved totals, and go on counting from them; totals of another kind of exchange are left out."""
+        """Load saved totals, and continue counting from them; skip totals of another kind of exchange."""
         for name, value in saved.items():
             prefix, dot, own = name.rpartition(".")
             if dot:
@@ -295,11 +295,11 @@ class Reports:
 
     @property
     def round_s(self) -> float:
-        """The shorter of the last two rounds' exchange times, as the first is slow, and others are so by chance."""
+        """The shorter exchange time of the last two rounds, because one round may be slow by chance; 0.0 before two."""
         return min(self._exchanges_s) if len(self._exchanges_s) == 2 else 0.0
 
     def _warn_of_healing(self, step: int, round_id: int) -> None:
-        """Log a warning, and an error from the second time on, as its cause persists and averaging cannot remove it."""
+        """Log that this replica takes over the others' model: a warning at first, an error if it happens again."""
         again = self.summary.healed
         log.log(
             logging.ERROR if again else logging.WARNING,
