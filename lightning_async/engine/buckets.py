@@ -7,8 +7,8 @@
 While the engine's thread composes and serves a header (`announced`), no new message becomes ready, so that what the
 header says stays true. The bucket `sent` holds the snapshot of the parameters; from the first header on it holds the
 rule's message, and after the round the snapshot again. The bucket `received` holds the last target: a
-replica that was absent in a round moves by the difference between the round's target and the last one. While the training thread has yet to take a result, the results of further
-rounds land in a third, borrowed bucket.
+replica that was absent in a round moves by the difference between the round's target and the last one. While the
+training thread has yet to take a result, the results of further rounds land in a third, borrowed bucket.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Buckets:
         return self.sent if sent_is_free else self._bucket()
 
     def turn(self, target: Tensor) -> Tensor:
-        """Make ``target``, the result of a round without this rank, the last target; return the last target before it."""
+        """Make ``target``, the result of a round without this rank, the last target; return the one before it."""
         before = self.received
         self.received = target
         if target is self.sent:

@@ -455,7 +455,7 @@ class ReplayableCalls:
 
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
-        """Yield a set that collects the generations in which the calls of this context and of nested ones are answered."""
+        """Yield a set of the generations in which the calls of this context, and of nested ones, are answered."""
         outer = self._seen
         self._seen = set()
         try:
@@ -500,7 +500,7 @@ class ReplayableCalls:
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
-        """Raise the cause of a call's failure; return if new groups were formed, so that the caller repeats the call."""
+        """Raise the cause of a call's failure; return if new groups were formed: the caller repeats the call."""
         recovery = self.recovery
         if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
             raise error

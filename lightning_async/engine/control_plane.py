@@ -144,7 +144,7 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """Note that the training thread lives, raise the engine's failure, and turn a signal into a vote. Under the lock."""
+        """Note that the training thread lives, raise the engine's failure, or vote to stop on a signal. Under the lock."""
         box = self.shared_state
         box.last_seen = self.now()
         if box.error is not None:
@@ -282,7 +282,10 @@ class EngineLoop:
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
-        """Return whether other ranks need not wait for this one, as its training thread is silent. Under the lock."""
+        """Return whether other ranks need not wait for this one, as its training thread is silent. Under the lock.
+
+        They must wait, however, where a component is indispensable.
+        """
         silent_s = self._now() - self._box.last_seen
         return silent_s > self._timeouts.grace.total_seconds() and not any(
             component.is_indispensable() for component in self._components
@@ -412,7 +415,7 @@ class EngineLoop:
             self._apply(exchange)
 
     def _catch_up(self, id: int, headers: Sequence[Header]) -> None:
-        """Commit the exchange ``id``, which some ranks have committed, if this rank has not. All ranks call this together."""
+        """Commit the exchange ``id`` if others have and this rank has not. All ranks call this together."""
         if (exchange := self.held.catch_up(id, source_of(headers, id), self._box.next_exchange <= id)) is not None:
             log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
             self._apply(exchange)
