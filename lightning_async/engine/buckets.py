@@ -57,7 +57,7 @@ class RoundType(ABC):
 
     @abstractmethod
     def move(self, exchange: Any) -> None:
-        """Move the payload. If that fails, the message and the committed state are as they were, for a repetition."""
+        """Move the payload; if that fails, keep message and committed state, so that the round can be repeated."""
 
     @abstractmethod
     def commit(self, exchange: Any) -> None:
@@ -194,7 +194,7 @@ class Buckets:
                 self._changed.notify_all()
 
     def announce(self) -> Message | None:
-        """Return the message that the header announces which is being composed, if any.
+        """Note that a header is under way; return the message that it announces, if any.
 
         Call this under the lock, while the training thread does not own the buckets.
         """

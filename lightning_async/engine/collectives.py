@@ -375,7 +375,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 
 
 class CallRecovery(NamedTuple):
-    """The engine's functions for a call that has failed."""
+    """The engine's functions by which a failed call has new groups formed, or learns its cause."""
 
     report: Callable[[PeerLost | CollectiveError], None]  # asks for new groups, because of this error
     check: Callable[[], None]  # raises if the engine has failed itself

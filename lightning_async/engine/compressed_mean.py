@@ -32,7 +32,8 @@ class CompressedMean(ABC):
     a ``residual``, and the message is left as it is.
 
     Messages move in parts of the given ``sizes``. In each part, this rank averages and encodes
-    ``num_carried`` elements of the mean for all others; `carried_residual` keeps the errors of this second encoding.
+    ``num_carried`` elements of the mean for all others; `carried_residual` keeps the errors of this second encoding,
+    unless a ``residual`` takes them.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """

@@ -144,7 +144,7 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """Note that the training thread lives, raise the engine's failure, or vote to stop on a signal. Under the lock."""
+        """Note that the training thread lives; raise the engine's failure; vote to stop on a signal. Under the lock."""
         box = self.shared_state
         box.last_seen = self.now()
         if box.error is not None:

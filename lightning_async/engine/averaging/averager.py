@@ -278,7 +278,7 @@ class BackgroundAverager(SyncPointParticipant):
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def _count_unmerged(self) -> None:
-        """Count the committed rounds that this replica did not merge by themselves. Under the lock."""
+        """Count the committed rounds without a merge of their own, see `UnmergedRound`. Under the lock."""
         unmerged = self.component.average.unmerged
         while unmerged:
             self.summary.add_unmerged(unmerged.pop(0))

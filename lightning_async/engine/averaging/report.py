@@ -162,7 +162,7 @@ class RunSummary:
         return {name: value for name, value in self.metrics().items() if name in wanted}
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals so far by the names under which they are logged; facts of rounds follow the first round."""
+        """Return the totals so far by their names for loggers; those about rounds only after the first round."""
         own = self._of_rounds() if self.totals is None else self.totals.metrics()
         found = {
             **own,
@@ -200,7 +200,7 @@ class RunSummary:
     def advice(self, schedule: object) -> str:
         """Return advice for a run that had no averaging round; "" where there is nothing to advise.
 
-        An automatic schedule asks for a round within 8 steps, so a run without one was only short.
+        An automatic schedule needs no advice: it asks for a round within 8 steps, so a run without one was just short.
         """
         if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""

@@ -179,7 +179,7 @@ class AveragingComponent(EngineComponent):
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
 
     def keeps_own_model(self) -> bool:
-        """Return whether a replica keeps its own model beside a sync point's; never during synchronous steps."""
+        """Return whether replicas keep their own models at sync points; never during synchronous steps."""
         return self.rule.restores_local and not self._ledger.synchronous
 
     def weigh_step(self, samples: float) -> float:

@@ -191,7 +191,7 @@ class WorkLedger:
         self.reported = [Work()] * self.num_fragments
 
     def round(self, work: Work | None, steps: float = 0.0, fragment: int = 0) -> None:
-        """Subtract ``work`` and ``steps`` of this replica's message in a committed round; None if it was absent."""
+        """Subtract this replica's ``work`` and ``steps`` in a committed round; ``work`` is None if it was absent."""
         self.last_round = self.now()
         if work is not None:
             self.work[fragment] -= work

@@ -254,7 +254,7 @@ class InParts:
         return bool(self._flags[count:].any()) or not torch.equal(self._flags[:count], expected)
 
     def settle_(self) -> Tensor | None:
-        """Sum again the gradients that changed after they were sent; if one rank calls this, all do.
+        """Sum again the gradients that changed after they were sent. All ranks call this together.
 
         Return 1.0 for every parameter that any replica used. Return None where a replica's backward pass has failed or
         took too long; then the bucket holds no valid sum.

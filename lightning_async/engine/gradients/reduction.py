@@ -42,7 +42,7 @@ class GradientPart(NamedTuple):
 
 
 class GradientsMean(NamedTuple):
-    """The facts of a mean of gradients, equal on all ranks that take a step with it."""
+    """The numbers that describe a mean of gradients, equal on all ranks that take a step with it."""
 
     weight: float = 0.0  # weight of all replicas' gradients
     samples: float = 0.0  # number of samples from which they were computed

@@ -102,10 +102,10 @@ class Window:
         return True
 
     def leave_with(self, samples: float, scale: float = 1.0, step: int = 0) -> bool:
-        """Send the window together with the last backward pass while that computes gradients.
+        """Begin the window's last backward pass, and send the window's gradients while the pass computes them.
 
-        Return whether that is possible now. The caller calls `clear` after the pass; if the pass fails, the window is
-        as before. The arguments are those of `add_`.
+        Return whether they are sent so; if not, nothing has begun. The caller calls `clear` after the pass; if the pass
+        fails, the window is as before. The arguments are those of `add_`.
         """
         self._follow_layout()
         total = self.samples + samples
