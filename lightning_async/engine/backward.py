@@ -20,9 +20,9 @@ _PART_BYTES = 25 << 20
 
 
 class LayoutSpan(NamedTuple):
-    """A run of parameters in a layout that are taken together.
+    """A run of parameters in a layout that are passed on together.
 
-    It holds the parameters ``first`` to ``last`` and the elements ``start`` to ``end``, without ``last`` and ``end``.
+    It consists of the parameters ``first`` to ``last - 1``, which are the elements ``start`` to ``end - 1``.
     """
 
     first: int

@@ -6,9 +6,9 @@
 
 While the engine's thread composes and serves a header (`announced`), no new message becomes ready, so that what the
 header says stays true. The bucket `sent` holds the snapshot of the parameters; from the first header on it holds the
-rule's message, and after the round the snapshot again. The bucket `received` holds the last target, from which a
-replica moves that was absent in a round. While the training thread has yet to take a result, the results of further
-rounds land in a third, borrowed bucket.
+rule's message, and after the round the snapshot again. The bucket `received` holds the last target: a
+replica that was absent in a round moves by the difference between the round's target and the last one. While the
+training thread has yet to take a result, the results of further rounds land in a third, borrowed bucket.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class RoundType(ABC):
 
     @abstractmethod
     def move(self, exchange: Any) -> None:
-        """Move the payload. If that fails, the message and the committed state are as they were, for a repetition."""
+        """Move the payload; if that fails, keep message and committed state, so that the round can be repeated."""
 
     @abstractmethod
     def commit(self, exchange: Any) -> None:
@@ -65,7 +65,7 @@ class RoundType(ABC):
 
     @abstractmethod
     def hand_over(self, exchange: Any) -> None:
-        """Count the round's work off; give the training thread the result. Under `SharedState.changed`."""
+        """Update the counts of work; give the training thread the result, if any. Under `SharedState.changed`."""
 
 
 @dataclass
@@ -128,7 +128,10 @@ class Buckets:
         replica.pack_(self.received)
 
     def begin(self, registered: Callable[[Tensor], Tensor]) -> None:
-        """Take the parameters as they are now for the last target, before any exchange; see `lay_out`."""
+        """Make the present parameters the last target, before any exchange.
+
+        Buckets that are not on the CPU are allocated anew; for ``registered`` see `lay_out`.
+        """
         if self.replica.device.type != "cpu":
             self.lay_out(registered)
             return
@@ -165,7 +168,7 @@ class Buckets:
 
     @contextmanager
     def alone(self, see: Callable[[], None]) -> Iterator[None]:
-        """Let the training thread use the buckets while no header is under way, whose payload could overwrite them."""
+        """Let the training thread use the buckets once no header is under way; a payload could overwrite them."""
         self.take_when(lambda: not self.announced, see)
         with self.used():
             yield
@@ -191,9 +194,9 @@ class Buckets:
                 self._changed.notify_all()
 
     def announce(self) -> Message | None:
-        """Return the message that the header now composed announces, if any.
+        """Note that a header is under way; return the message that it announces, if any.
 
-        Under the lock, after the training thread has let go of the buckets.
+        Call this under the lock, while the training thread does not own the buckets.
         """
         assert self.owner is not BucketOwner.TRAINING, self.owner
         self.announced = True
@@ -223,7 +226,7 @@ class Buckets:
         return self.sent if sent_is_free else self._bucket()
 
     def turn(self, target: Tensor) -> Tensor:
-        """Make ``target``, the result of a round without this rank, the last target; return the one before."""
+        """Make ``target``, the result of a round without this rank, the last target; return the one before it."""
         before = self.received
         self.received = target
         if target is self.sent:
@@ -232,7 +235,7 @@ class Buckets:
 
     @contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Wait until the training thread has let go of the buckets; hold the lock while a result is handed over."""
+        """Wait until the training thread does not own the buckets; hold the lock while a result is handed over."""
         self.to_training.give()
         with self._changed:
             self._changed.wait_for(lambda: self.owner is not BucketOwner.TRAINING)

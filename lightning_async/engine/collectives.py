@@ -78,7 +78,7 @@ class LightningCollectives:
         self._warned: set[str] = set()
 
     def follow(self, before: LightningCollectives) -> None:
-        """Give no warning again that ``before``, the object of an earlier run, has given."""
+        """Note which warnings ``before``, the object of an earlier run, has logged, and do not log them again."""
         self._warned = before._warned
 
     @property
@@ -375,7 +375,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 
 
 class CallRecovery(NamedTuple):
-    """The engine's functions for a call that has failed."""
+    """The engine's functions by which a failed call has new groups formed, or learns its cause."""
 
     report: Callable[[PeerLost | CollectiveError], None]  # asks for new groups, because of this error
     check: Callable[[], None]  # raises if the engine has failed itself
@@ -455,7 +455,7 @@ class ReplayableCalls:
 
     @contextmanager
     def recorded(self) -> Iterator[set[int]]:
-        """Record the generations in which the calls made within were answered; nested records count, too."""
+        """Yield a set of the generations in which the calls of this context, and of nested ones, are answered."""
         outer = self._seen
         self._seen = set()
         try:
@@ -465,7 +465,7 @@ class ReplayableCalls:
             self._seen = outer
 
     def rank_then(self) -> int:
-        """Return this rank's number among those that have answered the last call."""
+        """Return this rank's number in the generation in which the last call was answered."""
         return self._ranks[self.last.generation]
 
     def _returned(self, answer: CallAnswer) -> Any:
@@ -480,7 +480,7 @@ class ReplayableCalls:
             del self._answers[number]
 
     def _usable(self, started: float) -> int:
-        """Wait until the groups are usable; return how often they were formed."""
+        """Wait while new groups are being formed; return the number of times that groups were formed so far."""
         recovery = self.recovery
         with self._changed:
             while self._forming:
@@ -500,7 +500,7 @@ class ReplayableCalls:
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
-        """Raise the cause of a failure; return where new groups were formed, so that the call can be repeated."""
+        """Raise the cause of a call's failure; return if new groups were formed: the caller repeats the call."""
         recovery = self.recovery
         if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
             raise error
@@ -529,7 +529,7 @@ class ReplayableCalls:
         ) from error
 
     def suspend(self) -> None:
-        """Note that new groups are being formed: answers of calls under way do not count any more."""
+        """Note that new groups are being formed: ignore answers that calls under way still get."""
         with self._changed:
             self._forming = True
             self._changed.notify_all()

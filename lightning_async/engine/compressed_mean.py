@@ -31,8 +31,9 @@ class CompressedMean(ABC):
     buffer, and a round that fails leaves nothing to undo. Gradients do not stay anywhere, so their errors are added to
     a ``residual``, and the message is left as it is.
 
-    Messages move in parts of the given ``sizes``. For each part, ``num_carried`` elements of the mean, which this rank
-    averages and encodes for all others, have a residual of their own.
+    Messages move in parts of the given ``sizes``. In each part, this rank averages and encodes
+    ``num_carried`` elements of the mean for all others; `carried_residual` keeps the errors of this second encoding,
+    unless a ``residual`` takes them.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """
@@ -62,9 +63,9 @@ class CompressedMean(ABC):
             message: Message of this rank, finite, or None if it has none. It is overwritten by its decoding; with a
                 residual it is left as it is, and may be the same tensor as ``out``.
             weights: Weight of each rank; zero for a rank without a message.
-            residual: Errors of earlier messages, which are added to this message. It becomes the error of the two, and
-                of this rank's part of the mean. With weights of 1, the sum of all messages and residuals before equals
-                the result and the residuals after.
+            residual: Errors of this rank's earlier messages, which are added to this message. It is overwritten by the
+                error of encoding this sum, plus the error of encoding this rank's part of the mean. With weights of 1,
+                the messages and residuals of all ranks before the call add up to the result plus the residuals after.
 
         Returns:
             The `carried_residual` to keep when the round commits; zeros where there is a residual.
@@ -140,7 +141,7 @@ class CodedMean(CompressedMean):
             carried.zero_()
 
     def _encode(self, part: Tensor, message: Tensor | None, room: int, residual: Tensor | None) -> None:
-        """Encode the message, padded with zeros to ``room`` elements; without a residual it becomes its decoding."""
+        """Encode the message, padded with zeros to ``room`` codes; without a residual, overwrite it by its decoding."""
         numel = len(part) if message is not None else 0
         codes, scales = self._sent.row(room)
         codes[numel:].view(torch.uint8).zero_()

@@ -5,8 +5,8 @@
 
 Components and strategies use `ControlPlane` only. `EngineLoop` is the engine's thread: it answers every header for its
 rank and carries out the decision of all headers. `GroupRecovery` forms the groups of the next generation. A failed
-exchange never leaves ranks with different models: all ranks commit it when all have its payload, or each does at once,
-if a rank that has the payload can still give it to the others.
+exchange never leaves ranks with different models: either all ranks commit it after all have the payload, or each rank
+commits it as soon as it has the payload, and keeps the payload for ranks that lack it.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class ControlPlane:
         self._loop.on_mark = copy
 
     def start(self) -> None:
-        """Start the engine's thread; every replica's parameters are equal now."""
+        """Start the engine's thread; all replicas must hold equal parameters."""
         self.shared_state.last_seen = self.now()
         self.shared_state.last_exchange = self.shared_state.next_exchange
         self.buckets.begin(self.transfer.registered)
@@ -135,7 +135,7 @@ class ControlPlane:
         self._thread.start()
 
     def close(self, timeout: timedelta) -> bool:
-        """End the engine's thread, which waits for no peer then; return whether it has ended. Idempotent."""
+        """End the engine's thread, without waiting for other ranks; return whether it has ended. Idempotent."""
         with self.shared_state.changed:
             self.shared_state.closing = True
             self.shared_state.changed.notify_all()
@@ -144,7 +144,7 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """Note that the training thread lives, raise the engine's failure, and vote for a signal. Under the lock."""
+        """Note that the training thread lives; raise the engine's failure; vote to stop on a signal. Under the lock."""
         box = self.shared_state
         box.last_seen = self.now()
         if box.error is not None:
@@ -174,7 +174,7 @@ class ControlPlane:
             self.shared_state.changed.notify_all()
 
     def ring(self) -> None:
-        """Ask every rank, ready or not, to answer the header that will carry this rank's shared state as it is now."""
+        """Ask every rank, with a message or without, to answer the header that carries this rank's present state."""
         with self.shared_state.changed:
             # A header that is composed already does not carry the newest state: then the next one is rung for.
             seq = max(self._loop.seq, self.shared_state.composed + 1)
@@ -186,7 +186,7 @@ class ControlPlane:
             self.shared_state.changed.notify_all()
 
     def vacated(self) -> Tensor:
-        """Return the bucket `received` to be overwritten, after copying a payload in it that other ranks may lack."""
+        """Return the bucket `received` for overwriting, after saving a copy of a payload that other ranks may lack."""
         self._loop.held.keep()
         return self.buckets.received
 
@@ -282,7 +282,10 @@ class EngineLoop:
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
-        """Return whether the training thread is silent for so long that no rank need wait for it. Under the lock."""
+        """Return whether other ranks need not wait for this one, as its training thread is silent. Under the lock.
+
+        They must wait, however, where a component is indispensable.
+        """
         silent_s = self._now() - self._box.last_seen
         return silent_s > self._timeouts.grace.total_seconds() and not any(
             component.is_indispensable() for component in self._components
@@ -412,7 +415,7 @@ class EngineLoop:
             self._apply(exchange)
 
     def _catch_up(self, id: int, headers: Sequence[Header]) -> None:
-        """Commit an exchange that other ranks have committed, and whose last answer or payload this rank has lost."""
+        """Commit the exchange ``id`` if others have and this rank has not. All ranks call this together."""
         if (exchange := self.held.catch_up(id, source_of(headers, id), self._box.next_exchange <= id)) is not None:
             log.warning("Rank %d: round %d was committed elsewhere; committing it here too.", self._transfer.rank, id)
             self._apply(exchange)
@@ -436,7 +439,7 @@ class EngineLoop:
         self._regroup.attempts = 0
 
     def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Meet all live ranks in a new generation, and ring for its first header: older bells do not count."""
+        """Form a new generation of all live ranks, and ring for its first header, as older bells do not count in it."""
         self._to(Stage.FAILED)
         self.seq = _first_seq(self._regroup.after(error))
         self._to(Stage.IDLE)
@@ -583,7 +586,7 @@ class GroupRecovery:
     def _go_on_without(self, missing: list[str]) -> None:
         """Go on without the ``missing`` ranks, which are not in the next generation.
 
-        Raises `Closed` where they left through the last sync point, and PeerLost where too few ranks are left.
+        Raises `Closed` if they ended in order at the last sync point, and PeerLost if too few ranks are left.
         """
         box = self._shared_state
         left = self._membership.left()

@@ -55,12 +55,12 @@ class EngineComponent:
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
         """Return ``part`` with the facts of ``message``.
 
-        With ``compare``, all ranks stand at one sync point, and the part also holds fingerprints of the model.
+        With ``compare``, because all ranks wait at one sync point, the part also holds fingerprints of the model.
         """
         return part
 
     def is_due(self, parts: Sequence[Any]) -> bool:
-        """Return whether some message must be served before a sync point can open."""
+        """Return whether some rank has a message that must be exchanged before a sync point can open."""
         return False
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
@@ -68,14 +68,14 @@ class EngineComponent:
         return None
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
-        """Return whether the sync point at which all ranks stand may open, and the plan of an exchange before it."""
+        """Return whether the sync point at which all ranks wait may open, and the plan of an exchange needed before."""
         return True, None
 
     def opened(self, here: bool) -> None:
-        """Note that a sync point has opened, with ``here`` where this rank stood at it. Under the lock."""
+        """Note that a sync point has opened; ``here``: this rank's training thread waited there. Under the lock."""
 
     def drop(self) -> None:
-        """Drop this rank's message, as no rank's message holds anything. Under the lock."""
+        """Drop this rank's message, because the plan found nothing to exchange in any message. Under the lock."""
 
 
 class RoundDecision(NamedTuple):
@@ -97,8 +97,9 @@ def decide(
 ) -> RoundDecision:
     """Return the decision for these headers; ``parts`` is indexed by component, then by rank.
 
-    A rank that is behind is helped first. Then, where all ranks stand at a sync point, it opens, or an exchange makes
-    them equal. Otherwise the round of the highest priority for which all are ready goes ahead. Raises as `survey` does.
+    First, a rank that has missed an exchange or an opening catches up. Then, if all ranks wait at a sync point, it
+    opens, or an exchange makes their models equal. Otherwise the round of the highest priority for which all ranks are
+    ready begins. Raises as `survey` does.
     """
     due = any(component.is_due(own) for component, own in zip(components, parts, strict=True))
     common = survey(headers, busy=due)
@@ -134,10 +135,10 @@ class CommonDecision(NamedTuple):
 
 
 def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
-    """Return the part of the decision that needs no component; ``busy``: a message must be served before a sync point.
+    """Return the part of the decision that needs no component; ``busy``: no sync point can open before an exchange.
 
-    Raises GateMismatch where all ranks stand at different sync points, LayoutMismatch where they hold different
-    parameters there, and CollectiveError where their exchanges differ by more than one.
+    Raises GateMismatch where ranks wait at different sync points, LayoutMismatch where they hold different parameters
+    there, and CollectiveError where a rank has missed more than one exchange.
     """
     votes = Vote.NONE
     for header in headers:
@@ -164,7 +165,10 @@ def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
 
 
 def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
-    """Return the sync point at which all ranks stand; NONE where some must go to another one first."""
+    """Return the sync point that can open: SYNCHRONISE if a rank waits there, else the one at which all wait.
+
+    Return NONE if some ranks must go to another one first. Raises GateMismatch where ranks wait at different ones.
+    """
     places = {(h.sync_point, h.sync_point_index if h.sync_point is SyncPointKind.EPOCH_END else 0) for h in headers}
     synchronise = any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
     sync_point = SyncPointKind.SYNCHRONISE if synchronise else headers[0].sync_point
@@ -183,11 +187,11 @@ def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
 
 
 def between_steps(headers: Sequence[Header]) -> Vote:
-    """Return the votes that headers without an exchange leave for the next ones, which repeat them.
+    """Return the votes on which ranks must not act after headers without an exchange; the next headers repeat them.
 
-    A header without an exchange may come when one rank has passed its batch boundary and another has not. If they acted
-    on the vote at their next boundaries, one would take its next synchronous step alone. With an exchange, all ranks
-    that take synchronous steps are in the same step.
+    A header without an exchange may come when one rank has passed its batch boundary and another has not. If both
+    acted on the vote at their next boundaries, one would take its next synchronous step alone. With an exchange, all
+    ranks that take synchronous steps are in the same step.
 
     >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
     (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
@@ -202,7 +206,7 @@ def between_steps(headers: Sequence[Header]) -> Vote:
 
 
 def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:
-    """Return the place in its data of each rank that takes part, by stable id; in a consensus all ranks do."""
+    """Return the place in the data of each rank that takes part, by stable id; in a consensus all take part."""
     ready = max(h.ready for h in headers)
     return {name: h.place for name, h in zip(names, headers, strict=True) if h.ready == ready}
 
@@ -223,7 +227,7 @@ def ready_for(headers: Sequence[Header]) -> int:
 
 
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
-    """Return the checkpoint that a rank asks for, which belongs to the round of these headers; None without one.
+    """Return the checkpoint that belongs to the round of these headers; None if no rank asks for one.
 
     >>> standing = Header(sync_point=SyncPointKind.TRAIN_END)
     >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])

@@ -66,15 +66,15 @@ class Replica:
     snapshot, see `RunningMean`. A complex number counts as two real ones. Buffers and optimizer state may be assigned
     anew while training.
 
-    A round moves one of ``fragments``, which are runs of parameters of about equal bytes. Buffers and optimizer state
-    travel with the last fragment, after which they lie. So each element travels once in as many rounds as there are
-    fragments.
+    The parameters are divided into ``fragments`` runs of about equal size in bytes; each round moves one fragment, in
+    turn. Buffers and optimizer state lie after the last fragment, and move with it. So each element moves once in as
+    many rounds as there are fragments.
 
-    Other tensors move at a consensus only, in their own precision, and only where replicas differ: integer and bool
-    buffers take their maximum, frozen parameters their mean, and so do float64 tensors, whose digits the fp32 bucket
-    cuts.
+    Other tensors move at a consensus only, in their own precision, and only where replicas differ. Integer and bool
+    buffers become the maximum over replicas. Frozen parameters become the mean, and so do float64 tensors, because the
+    fp32 bucket rounds them.
 
-    Buckets live on ``device``, best that of the parameters; on the CPU they are pinned where parameters are on a GPU.
+    Buckets are on ``device``, preferably the parameters' device; on the CPU they are pinned if parameters are on a GPU.
     Only the training thread packs and merges. Raises as `ModuleTensors` does, and ValueError for more ``fragments``
     than parameters.
     """
@@ -210,7 +210,7 @@ class Replica:
         return is_finite([*self.parameters, *self._averages.tensors, *self.watched()]), is_finite(rest)
 
     def judge_packed(self, bucket: Tensor, fragment: int) -> tuple[bool, bool]:
-        """Return the same two answers for the snapshot of a fragment that was packed into ``bucket``."""
+        """Return the two answers of `judge` for a snapshot of ``fragment`` that was packed into ``bucket``."""
         if ops.all_finite(self.of_round(bucket, fragment)):
             return True, True
         if fragment != self.last_fragment:
@@ -231,12 +231,15 @@ class Replica:
         return bucket[self.layout.numel :]
 
     def of_round(self, bucket: Tensor, fragment: int) -> Tensor:
-        """Return the part of a bucket that a round of a fragment moves; the last one includes buffers and the rest."""
+        """Return the part of a bucket that a fragment's round moves; the last has buffers and optimizer state, too."""
         section = self._fragments[fragment]
         return bucket[section.start : self.numel if fragment == self.last_fragment else section.end]
 
     def pack_(self, bucket: Tensor, fragment: int | None = None) -> None:
-        """Pack all tensors into ``bucket`` as fp32, or those of one fragment's round, with buffers as differences."""
+        """Pack all tensors into ``bucket`` as fp32; with ``fragment``, only those that a round of it moves.
+
+        For a round, buffers are packed as differences from `reference`.
+        """
         self.refresh()
         self.pack_parameters_(self.of_rule(bucket), None if fragment is None else (fragment,))
         if fragment not in (None, self.last_fragment):
@@ -307,12 +310,12 @@ class Replica:
 
         Args:
             target: Bucket with the target of a round, or with the model of a consensus.
-            base: Bucket with the origin of the displacement, which this call overwrites.
+            base: Bucket with the values from which the parameters move to ``target``; this call overwrites it.
             with_state: Whether to overwrite buffers and optimizer state, too.
             buffers_too: False where ``target`` holds no buffers, because the rank that broadcasts them was absent.
                 Default: True.
-            still: Whether the parameters are what was packed, so that the digits of float64 beyond fp32 stay. Default:
-                False.
+            still: Whether the parameters have not changed since they were packed; then float64 parameters keep their
+                digits beyond fp32. Default: False.
             of_round: Whether buffers in ``target`` are differences from `reference`. Default: False.
             fragments: Fragments of the parameters to move. Default: all.
         """
@@ -396,7 +399,7 @@ class ModuleTensors:
 
     @property
     def apart(self) -> dict[str, Tensor]:
-        """The tensors that move by themselves, at a consensus only: frozen parameters, integer buffers, and float64."""
+        """The tensors that a consensus moves in their own precision: frozen parameters, integer buffers, float64."""
         frozen = {name: p for name, p in self.parameters.items() if name not in self.trained}
         counters = {n: b for n, b in self._buffers.items() if not (b.is_floating_point() or b.is_complex())}
         wide = {n: t for n, t in {**self.trained, **self.averaged}.items() if real(t).dtype is torch.float64}
@@ -473,7 +476,7 @@ class ModuleTensors:
         return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
 
     def accept_infinite(self) -> None:
-        """Note which buffers and frozen parameters are infinite on purpose (masks), as replicas agree on them."""
+        """Note which buffers and frozen parameters are infinite; replicas agree now, so this is on purpose (masks)."""
         fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
         self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
 
@@ -585,7 +588,7 @@ def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.
 
 
 def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a row of fp64 for each tensor: the part of its snapshot that is left, and 1 if updates took any of it.
+    """Return a row of fp64 for each tensor: the part of its snapshot that is left, and 1 if updates have reduced it.
 
     The part is :math:`d^k` after :math:`k` updates, and :math:`n / (n + k)` for a mean of all :math:`n + k` updates so
     far. It is 0 where a counter went back, because the average has started over. ``then`` is the result of `count` at
@@ -625,8 +628,8 @@ def late_mean(
     :math:`x`. A ``positive`` value stays positive: the result is at least :math:`p\,m`, as the updates since the
     snapshot were positive, or, where updates are unknown, at least the smaller of :math:`x` and :math:`m`.
 
-    The ``mean`` :math:`m` and the ``snapshot`` :math:`s` are given as differences from ``reference``. Where ``gone`` is
-    False, no loss by updates is known, and ``part`` is 1.
+    The ``mean`` :math:`m` and the ``snapshot`` :math:`s` are given as differences from ``reference``. ``gone`` says
+    whether updates are known to have reduced the snapshot's part in the value; where it is False, ``part`` is 1.
 
     >>> now, mean, snapshot, part = (torch.tensor([each]) for each in (5.0, 4.0, 2.0, 0.5))
     >>> yes, zero = torch.tensor([True]), torch.tensor([0.0])

@@ -1,7 +1,8 @@
 """The state that the training thread and the engine's thread of one rank share, beside the buckets, under one lock.
 
 `SharedState` holds that state. `Header` is the part of it that a rank sends to all others before each exchange.
-`SyncPointKind`, `Arrival` and `Vote` are the words in which ranks say where they stand and what they ask of the others.
+`SyncPointKind`, `Arrival` and `Vote` say at which sync point a rank waits, how the
+wait ended, and what a rank asks of all others.
 """
 
 from __future__ import annotations
@@ -101,8 +102,8 @@ _ASKED_FOR = {
 class SharedState:
     """The shared state of one rank's two threads; every field is read and written under the lock `changed`.
 
-    The training thread writes where it stands and what it asks for; the engine's thread writes what all ranks have
-    agreed on.
+    The training thread writes its progress, its sync point and its votes; the engine's thread writes what all ranks
+    have agreed on.
     """
 
     changed: threading.Condition = field(default_factory=threading.Condition)
@@ -157,7 +158,7 @@ class SharedState:
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Return whether the training thread is let go when ``sync_point`` opens. Under the lock."""
+        """Return whether the training thread goes on when ``sync_point`` opens. Under the lock."""
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:

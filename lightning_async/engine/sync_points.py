@@ -46,8 +46,9 @@ class SyncPoints:
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> Arrival:
         """Wait until every rank stands at this sync point and holds the same model, or until a vote ends the wait.
 
-        The model is the work-weighted mean of all replicas, or the model that the rule makes of that mean. Two sync
-        points in a row change no bit. After any `Arrival` but OPEN, the caller does what was voted for and comes back.
+        The model is the work-weighted mean of all replicas, or the model that the rule makes of that mean. A second
+        sync point right after the first changes no bit of it. After any `Arrival` but OPEN, the caller does what was
+        voted for, and calls this again unless it ends training.
         """
         box = self._box
         now = self._control.now

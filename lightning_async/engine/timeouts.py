@@ -19,8 +19,8 @@ class Timeouts:
         grace: Time without a step after which a rank's engine answers rounds without its training thread. Default 10 s.
         dead_after: Time without a heartbeat after which a rank is lost; at least four heartbeats. Default 30 s.
         reform: Longest time for all live ranks to meet again after a failure. Default 300 s.
-        replicas: Time for which fewer than `min_replicas` live ranks wait for others to join or return, with which
-            they go on. Default 0: training ends at once.
+        replicas: Time for which the live ranks, if they are fewer than `min_replicas`, wait for others to join or
+            return before training ends. Default 0: training ends at once.
         attempts: Number of failed rounds in a row that ends training with an error. Default 10.
 
     Raises:

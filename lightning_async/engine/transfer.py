@@ -59,7 +59,7 @@ class Transfer:
         return self.small.rank
 
     def check(self) -> None:
-        """Raise `Closed` if the engine was closed, PeerLost for a death, or the training thread's CollectiveError."""
+        """Raise `Closed` if the engine was closed, PeerLost if a rank was lost, or the error of a collective call."""
         if self._shared_state.closing:
             raise Closed
         self._membership.check()
@@ -87,12 +87,12 @@ class Transfer:
     def meet(self, row: Tensor, every: tuple[timedelta, Callable[[], None]] | None = None) -> Tensor:
         """Gather all ranks' rows, without a deadline while all of them live, because a late rank is no failure.
 
-        ``every`` is a time, and a function that is called each time that it has passed.
+        ``every`` is an interval, and a function that is called after each such interval of waiting.
         """
         return self._wait(self.small.all_gather(row), None, every)
 
     def all_have(self, tally: float, doubt: bool) -> float | None:
-        """Wait until all ranks have the payload; return the sum of their tallies, or None where any has doubts."""
+        """Wait until all ranks have the payload; return the sum of all tallies, or None where any has ``doubt``."""
         rows = self.meet(torch.tensor([tally, doubt], dtype=torch.float64))
         total, doubts = rows.sum(dim=0).tolist()
         return None if doubts else total
@@ -122,10 +122,10 @@ class UncommittedRound:
     """The last exchange of this rank, while some ranks may have committed it and others may not.
 
     two steps    all ranks say that they have the payload, then each commits. A rank that loses the last answer is
-                 `behind`: it has the payload, and commits once the next header tells that others did
-    at once      each rank commits once it has the payload. A rank that fails before is `behind` without the payload,
-                 and gets it from a rank that is `ahead`. That one keeps the payload in the bucket in which it landed,
-                 until the next header has shown that no rank lacks it
+                 `behind`: it has the payload, and commits once the next header says that others did
+    at once      each rank commits once it has the payload. A rank whose move of the payload fails is `behind` without
+                 it, and gets it from a rank that is `ahead`. A rank that is `ahead` keeps the payload in the bucket
+                 in which it landed, until the next header has shown that no rank lacks it
 
     No rank is behind by more than one exchange, because a header meets all ranks before the next exchange begins.
     """
@@ -145,7 +145,7 @@ class UncommittedRound:
         return 0 if self.ahead is None else self.ahead.id
 
     def all_have(self, exchange: InFlightRound) -> bool:
-        """Ask all ranks whether they have the payload until none has doubts; return whether to commit it."""
+        """Wait until all ranks have the payload, and settle it while any has doubts; return whether to commit it."""
         self.behind = exchange  # from here on others may commit it, even if this rank never gets their answer
         while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
             self.behind = None
@@ -170,7 +170,7 @@ class UncommittedRound:
         self.behind = self.ahead = None
 
     def catch_up(self, id: int, source: int | None, is_behind: bool) -> InFlightRound | None:
-        """Return the exchange for this rank to commit where only some ranks have committed ``id``; None if it has.
+        """Return the exchange ``id`` for this rank to commit, as some ranks have; None if this rank already has.
 
         All ranks call this together. ``source`` is the rank that broadcasts the payload, see `source_of`. ``is_behind``
         says that this rank has not committed the exchange.

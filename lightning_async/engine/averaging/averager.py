@@ -73,7 +73,7 @@ class BackgroundAverager(SyncPointParticipant):
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
     def start(self) -> None:
-        """Start the clocks and the engine's thread; every replica's parameters are equal now."""
+        """Start the clocks and the engine's thread; all replicas must hold equal parameters."""
         ledger = self.ledger
         self._last_tick = self._now()
         self.started_at = self._last_tick - self.summary.elapsed_s  # the time before a checkpoint counts
@@ -84,7 +84,7 @@ class BackgroundAverager(SyncPointParticipant):
         self.control.start()
 
     def close(self, timeout: timedelta = timedelta(seconds=10)) -> None:
-        """End the engine's thread, which waits for no peer then. Idempotent."""
+        """End the engine's thread, without waiting for other ranks. Idempotent."""
         if not self.control.close(timeout):
             log.warning("The engine's thread of rank %d did not end within %s.", self.summary.rank, timeout)
 
@@ -138,7 +138,10 @@ class BackgroundAverager(SyncPointParticipant):
         return action
 
     def _leave_synchronous(self) -> None:
-        """Pack the parameters with which replicas leave synchronous training, from which an absent replica moves."""
+        """Pack the parameters at the end of synchronous training as the last target.
+
+        A replica that is absent from the next round moves by the difference from this target.
+        """
         with self._buckets.alone(self.control.see):
             self.replica.pack_(self.control.vacated())
         self.ledger.part()
@@ -207,7 +210,11 @@ class BackgroundAverager(SyncPointParticipant):
         return work.weight(self.config.weighting) > 0.0 or self.ledger.since_round[fragment] > 0.0
 
     def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
-        """Pack the parameters as this rank's message, if that is possible now; return whether they were packed."""
+        """Pack the parameters as this rank's message, if that is possible now; return whether they were packed.
+
+        ``due`` says whether the schedule asked for the message; if not, it is packed because of a sync point. ``lr`` is
+        the inner learning rate.
+        """
         box = self._box
         buckets = self._buckets
         ledger = self.ledger
@@ -231,7 +238,10 @@ class BackgroundAverager(SyncPointParticipant):
         return True
 
     def _mean_loss(self, due: bool) -> Tensor | None:
-        """Return the mean loss since the last message that was ``due``; begin a new mean where this one is."""
+        """Return the mean loss since the last message that the schedule asked for; None without a loss.
+
+        ``due`` says whether the schedule asked for this message; if so, the next mean begins here.
+        """
         mean = torch.as_tensor(self._loss_sum / self._num_losses) if self._num_losses else None
         if due:
             self._forget_losses()
@@ -268,7 +278,7 @@ class BackgroundAverager(SyncPointParticipant):
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def _count_unmerged(self) -> None:
-        """Count the rounds of which no merge tells. Under the lock."""
+        """Count the committed rounds without a merge of their own, see `UnmergedRound`. Under the lock."""
         unmerged = self.component.average.unmerged
         while unmerged:
             self.summary.add_unmerged(unmerged.pop(0))
@@ -286,7 +296,7 @@ class BackgroundAverager(SyncPointParticipant):
         self._in_flight = isinstance(self._buckets.message, LocalMessage)
 
     def at_sync_point(self) -> None:
-        """Merge results that arrive, and pack the steps since the last round, so that they count meanwhile."""
+        """Merge results that arrive; pack the steps since the last round, so that rounds during the wait have them."""
         if self._in_flight:
             self._reports.blocked_s = self._now() - self._stood_at
         if self._take() is not None:
@@ -339,7 +349,7 @@ class BackgroundAverager(SyncPointParticipant):
         }  # fmt: skip
 
     def _local_state(self) -> dict[str, Any] | None:
-        """Return this replica's own model and work where the parameters show a sync point's model; else None."""
+        """Return this replica's own model and work while the module holds a sync point's model; else None."""
         if (model := self._merger.local) is None:
             return None
         return {"model": model, "work": self.ledger.work_dict()}
@@ -358,7 +368,7 @@ class BackgroundAverager(SyncPointParticipant):
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
         """Load the results of `state_dict` and `clocks`, before `start`; raise ValueError for another rule's state.
 
-        Rule state that ``clocks`` lacks starts over.
+        Those fields of this replica's rule state that ``clocks`` lacks keep their initial values.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
@@ -453,10 +463,10 @@ class Merger:
 
     @property
     def local(self) -> Tensor | None:
-        """This replica's own model in a bucket, while the module shows the model of a sync point; else None."""
+        """This replica's own model in a bucket, while the module holds the model of a sync point; else None."""
         return self._local
 
     def go_on_from(self, local: Tensor | None) -> None:
-        """Set the model to restore at the next batch, as a bucket; None keeps the parameters as they are."""
+        """Set the replica's own model (a bucket) to be restored before the next batch; None: restore nothing."""
         self._local = local
         self._component.showing = local is not None

@@ -138,7 +138,7 @@ class AveragedState:
                         yield optimizer, group, param, state, name
 
     def _laws_of(self, kind: Any, optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, _Law]:
-        """Return the laws for a kind of parameter; find them out again where a scheduler has changed an option."""
+        """Return a `_Law` for each state tensor of a kind of parameter; find them again if an option has changed."""
         options = {key: value for key, value in group.items() if key not in ("params", "lr")}
         before = self._laws.get(kind)
         shown = repr(options)
@@ -148,7 +148,7 @@ class AveragedState:
 
 
 class _Law(NamedTuple):
-    """The law by which a state tensor averages over time."""
+    """How an optimizer's state tensor accumulates values over time, for example as a mean with a constant decay."""
 
     decay: float = 1.0  # see `RunningMean`; 1 where it is unknown
     counter: str | None = None  # name of the state's entry that counts updates, if one does
@@ -165,7 +165,7 @@ class _Law(NamedTuple):
 
     @property
     def is_counted(self) -> bool:
-        """Whether updates are counted, or need not be; the kernels of fused SGD count none."""
+        """Whether updates are counted, or need not be, as the decay is 1; the kernels of fused SGD count none."""
         return self.decay == 1.0 or self.counter is not None or self.writes > 0
 
 
@@ -257,9 +257,10 @@ def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
 def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -> dict[str, _Law]:
     """Find out how each tensor of the state averages over time; return an empty dict where that fails.
 
-    A step is taken from two states that differ by 1 in one tensor. What is left of the difference is the decay, if it
-    is the same for all elements, gradients, times and factors in the state. A maximum and an adaptive step size have no
-    constant decay, nor has ASGD's average. Steps are in fp64, which gives more digits than options have.
+    For each tensor, a step is taken from two states that differ by 1 in this tensor. The difference that remains after
+    the step is the decay, if it is the same for all elements, gradients, times and factors in the state. Tensors such
+    as a running maximum, an adaptive step size, or ASGD's average have no constant decay. Steps are in fp64, so that
+    the decay has more digits than the optimizer's options.
     """
     small = nn.Parameter(_small(param.detach().real).detach().double())
     signs = torch.ones_like(small)
@@ -281,7 +282,7 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
 
 
 def _halved(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with factors such as ASGD's ``mu`` halved, as they may become smaller during training."""
+    """Return the state with each number in (0, 1] halved: a factor such as ASGD's ``mu`` may shrink in training."""
     halved = dict(state)
     for name, value in state.items():
         is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -34,7 +34,7 @@ class RoundReport:
 
 
 class Totals(Protocol):
-    """An interface for totals of exchanges other than averaging rounds; a dataclass whose numbers checkpoints hold."""
+    """An interface for totals of exchanges other than averaging rounds: a dataclass, saved in checkpoints."""
 
     title: ClassVar[str]  # first line of the summary
     prefix: ClassVar[str]  # beginning of the metrics' names
@@ -162,7 +162,7 @@ class RunSummary:
         return {name: value for name, value in self.metrics().items() if name in wanted}
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals so far by the names under which they are logged; facts of rounds follow the first round."""
+        """Return the totals so far by their names for loggers; those about rounds only after the first round."""
         own = self._of_rounds() if self.totals is None else self.totals.metrics()
         found = {
             **own,
@@ -200,7 +200,7 @@ class RunSummary:
     def advice(self, schedule: object) -> str:
         """Return advice for a run that had no averaging round; "" where there is nothing to advise.
 
-        An automatic schedule asks for a round within 8 steps, so a run without one was only short.
+        An automatic schedule needs no advice: it asks for a round within 8 steps, so a run without one was just short.
         """
         if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""
@@ -215,7 +215,7 @@ class RunSummary:
         return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Load saved totals, and go on counting from them; totals of another kind of exchange are left out."""
+        """Load saved totals, and continue counting from them; skip totals of another kind of exchange."""
         for name, value in saved.items():
             prefix, dot, own = name.rpartition(".")
             if dot:
@@ -295,11 +295,11 @@ class Reports:
 
     @property
     def round_s(self) -> float:
-        """The shorter of the last two rounds' exchange times, as the first is slow, and others are so by chance."""
+        """The shorter exchange time of the last two rounds, because one round may be slow by chance; 0.0 before two."""
         return min(self._exchanges_s) if len(self._exchanges_s) == 2 else 0.0
 
     def _warn_of_healing(self, step: int, round_id: int) -> None:
-        """Log a warning, and an error from the second time on, as its cause persists and averaging cannot remove it."""
+        """Log that this replica takes over the others' model: a warning at first, an error if it happens again."""
         again = self.summary.healed
         log.log(
             logging.ERROR if again else logging.WARNING,

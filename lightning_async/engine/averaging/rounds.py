@@ -171,7 +171,7 @@ class AveragingComponent(EngineComponent):
             message.scalars = self._agreed.message_(sent, message.fragment)
 
     def _compared(self, part: AveragingPart) -> AveragingPart:
-        """Return the part with fingerprints of what this replica holds, for the sync point at which all ranks stand."""
+        """Return the part with fingerprints of this replica's tensors, for the sync point at which all ranks wait."""
         whole, rest = self._replica.digests()
         if self.keeps_own_model() and not self.showing:
             whole = UNLIKE  # this is the replica's own model, in place of the one that the sync point shows
@@ -179,11 +179,11 @@ class AveragingComponent(EngineComponent):
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
 
     def keeps_own_model(self) -> bool:
-        """Return whether a replica keeps its own model while a sync point shows another; not in synchronous steps."""
+        """Return whether replicas keep their own models at sync points; never during synchronous steps."""
         return self.rule.restores_local and not self._ledger.synchronous
 
     def weigh_step(self, samples: float) -> float:
-        """Return the weight of gradients in a synchronous step: that of a local step with as many samples."""
+        """Return the weight of gradients in a synchronous step: the weight of a local step on ``samples`` samples."""
         return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
 
     def is_due(self, parts: Sequence[AveragingPart]) -> bool:
@@ -238,7 +238,7 @@ class AveragingComponent(EngineComponent):
             self.drop_left_over()
 
     def drop_left_over(self) -> None:
-        """Drop a message that the schedule did not ask for; its work goes into a later one. Under the lock."""
+        """Drop a message that was packed for a sync point only; a later message includes its work. Under the lock."""
         message = self._buckets.message
         if isinstance(message, LocalMessage) and not message.due:
             self.average.abandon()
@@ -262,13 +262,13 @@ def _finite(loss: Tensor | None) -> float:
 
 
 def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tuple[float, float]:
-    r"""Return the factor by which a round's tally is the replicas' disagreement per step, and their losses' variance.
+    r"""Return the factor that turns a round's tally into the replicas' disagreement per step, and the losses' variance.
 
     .. math:: \Big(\big(1 - \sum_i w_i^2\big)\, \bar h\Big)^{-1}
 
-    :math:`\bar h` is the mean number of steps since replicas agreed. The first factor turns the squared distance from
-    the mean into half of that between two replicas, however many take part. Both results are infinite where fewer than
-    two replicas can be compared.
+    :math:`\bar h` is the mean number of steps since replicas agreed. Division by :math:`1 - \sum_i w_i^2` turns the
+    mean squared distance of replicas from their mean into half of the mean squared distance between two replicas,
+    whatever their number. Both results are infinite where fewer than two replicas can be compared.
 
     >>> disagreement((0.5, 0.5), [AveragingPart(steps_apart=4.0, loss=1.0), AveragingPart(steps_apart=4.0, loss=3.0)])
     (0.5, 2.0)
@@ -302,7 +302,7 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Return, by rank, whether others may take over what it holds; at a sync point, all may if no rank is finite."""
+    """Return for each rank whether others may take over its tensors: if finite, or at a sync point where none are."""
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
     at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
@@ -424,7 +424,10 @@ class AveragingRound(_Round):
         self.deliver(exchange)
 
     def _moved_from(self, exchange: Merge) -> Tensor | None:
-        """Return the base of an absent replica: the last target, or the base of a result that it has not merged yet."""
+        """Return the base from which this replica, absent from the round, moves; None: it copies the target.
+
+        The base is the last target, or the base of an earlier result that this replica has not merged yet.
+        """
         buckets = self._buckets
         last = buckets.turn(exchange.target)
         pending = buckets.arrived
@@ -459,12 +462,12 @@ class AveragingRound(_Round):
         self._buckets.message = None
 
     def residuals(self) -> dict[str, Any]:
-        """Return the residuals of this rank's part of the means, by fragment, and the place of that part."""
+        """Return the residuals of this rank's part of the means, by fragment, with its rank and the world size."""
         place = [self._transfer.large.rank, self._transfer.large.world_size]
         return {"place": place, "parts": [compressed.carried_residual for compressed in self._compressed]}
 
     def load_residuals(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `residuals`; residuals of another part than this rank's are left out."""
+        """Load the result of `residuals`; ignore it if the rank, the world size or the sizes of the parts differ."""
         mine, theirs = (
             (list(each["place"]), [part.shape for part in each["parts"]]) for each in (self.residuals(), saved)
         )
@@ -485,7 +488,7 @@ class ConsensusRound(_Round):
         self._average = average
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
-        """Pack the parameters. The message goes, as the bucket would no longer hold it if the round failed."""
+        """Drop this rank's message, and pack the parameters into its bucket, which no longer holds the message."""
         with self._shared_state.changed:
             self._average.abandon()
         self._replica.pack_(self._buckets.sent)
@@ -557,7 +560,7 @@ class ConsensusRound(_Round):
         self._average.forget_debts()
 
     def hand_over(self, exchange: Merge) -> None:
-        """Set the weights of all work to zero, as replicas agree; the clock of rounds goes on."""
+        """Deliver the model, and set all work to zero, unless replicas keep their own models."""
         self._ledger.begin()
         if not self._agreed.rule.restores_local:
             self._ledger.agree()
@@ -586,7 +589,7 @@ class AnchorRound(_Round):
         self._average.forget_debts()
 
     def hand_over(self, exchange: InFlightRound) -> None:
-        """Give nothing to the training thread: the round with the messages follows."""
+        """Give no result to the training thread, because the averaging round of the messages follows."""
         self._ledger.fresh = False
 
 
@@ -612,7 +615,7 @@ class CheckpointMarkers:
         control.on_mark(self._copy)
 
     def ask(self) -> None:
-        """Ask for the next round to be marked; this calls for no header, but goes with the next one."""
+        """Ask for the next round to be marked; the request waits for the next header, and does not cause one."""
         with self._box.changed:
             self._box.asked |= Vote.SAVE
 
@@ -665,7 +668,10 @@ class CheckpointMarkers:
         return marked is not None and self._name in marked.mark.members
 
     def take(self) -> MarkedRound | None:
-        """Return the marked round, once it is merged and until another follows; None where this rank is no member."""
+        """Return a marked round once, after it is merged and before another exchange; None if there is none.
+
+        Also return None where this rank is not among the round's members.
+        """
         with self._box.changed:
             if self._control.buckets.arrived is not None:
                 return None
@@ -674,7 +680,7 @@ class CheckpointMarkers:
         return marked if marked is not None and self._name in marked.mark.members else None
 
     def lost(self, all: bool = False) -> list[Mark]:
-        """Return the marks whose copy this rank did not take in time; with ``all``, also the newest one."""
+        """Return the marks whose copy `take` did not return before the next exchange; with ``all``, the newest, too."""
         with self._box.changed:
             lost = self._box.lost
             self._box.lost = []

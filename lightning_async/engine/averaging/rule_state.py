@@ -79,9 +79,10 @@ class AveragerConfig:
         return {**own, "part_mb": self.part_bytes / 2**20, "timeouts.replicas": self.timeouts.replicas}
 
     def fewest(self, started: int, can_lose: bool = True) -> int:
-        """Return the smallest number of live replicas that train on without lost ones.
+        """Return the smallest number of live replicas that continue training after the others were lost.
 
-        ``can_lose`` says whether the transport can form new groups.
+        ``started`` is the number of replicas at the start of training. ``can_lose`` says whether the transport can form
+        new groups.
 
         >>> [AveragerConfig().fewest(started) for started in (1, 2, 3, 8)]
         [1, 1, 2, 4]
@@ -91,11 +92,17 @@ class AveragerConfig:
         return (started + 1) // 2 if can_lose else started
 
     def survives(self, started: int, can_lose: bool = True) -> int:
-        """Return the smallest number that forms new groups: one, where fewer than `fewest` wait for ranks to join."""
+        """Return the smallest number of live replicas that form new groups after a loss.
+
+        It is `fewest`; but 1 with `timeouts.replicas`, because fewer replicas then wait for others to join.
+        """
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
     def weight_of_reported(self, rule: AveragingRule) -> float:
-        """Return the weight at a sync point of a reported step, whose message left an error in the parameters."""
+        """Return the weight in a consensus of each step of the last committed message; a later step has weight 1.
+
+        It is positive where compression has left a part of that message in this replica's parameters only.
+        """
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
         return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
@@ -145,8 +152,8 @@ class WorkLedger:
     """A ledger of one replica's work: a step adds to it, and a committed round subtracts the work in its message.
 
     Each fragment of the parameters has two counts. ``work`` is the weight in the next mean, and is zero again when
-    replicas agree. ``since_round`` is the clock of rounds, on which an agreement has no effect. Every field is read and
-    written under `SharedState.changed`.
+    replicas agree. ``since_round`` counts steps since the fragment's last round, whether or not replicas have agreed
+    meanwhile. Every field is read and written under `SharedState.changed`.
     """
 
     now: Callable[[], float] = time.monotonic
@@ -179,7 +186,7 @@ class WorkLedger:
         self.since_round = [steps + 1 for steps in self.since_round]
 
     def agree(self) -> None:
-        """Set all work to zero, as all replicas hold it in one model; the clock of rounds goes on."""
+        """Set all work to zero, because one model now holds the work of all replicas; keep ``since_round``."""
         self.work = [Work()] * self.num_fragments
         self.reported = [Work()] * self.num_fragments
 
@@ -257,19 +264,19 @@ class WorkLedger:
         return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
 
     def _trend_of(self, saved: Sequence[Any], num_fragments: int) -> Trend:
-        """Return a saved trend, with as many rounds of each fragment as among ``num_fragments``."""
+        """Return a saved trend; convert its number of rounds from ``num_fragments`` fragments to the present number."""
         trend = Trend(*saved)
         return trend._replace(number=trend.number * self.num_fragments // num_fragments)
 
     def _of_cut(self, counts: list[T]) -> list[T]:
-        """Return counts for these fragments; if their number has changed, each gets the largest saved count."""
+        """Return saved ``counts`` by fragment; if the number of fragments has changed, use the largest for each."""
         return list(counts) if len(counts) == self.num_fragments else [max(counts)] * self.num_fragments
 
 
 class RuleState:
     """The averaging rule, and its state for each fragment, equal on all replicas between rounds.
 
-    Nothing else touches them. Rounds change them under the lock `SharedState.committing`, which the engine's thread
+    Only this object changes them. Rounds do so under the lock `SharedState.committing`, which the engine's thread
     holds during a commit, and the training thread in `mix_` and while it copies them for a checkpoint.
     """
 
@@ -294,7 +301,7 @@ class RuleState:
         return self.num_rounds % self._replica.num_fragments
 
     def begin(self, target: Tensor) -> None:
-        """Begin the rule's state anew, with the parameters in the bucket ``target``, which all replicas hold."""
+        """Initialise the rule's state from the parameters in the bucket ``target``, which are equal on all replicas."""
         replica = self._replica
         layouts = [replica.layout_of(f) for f in range(replica.num_fragments)]
         self._states = [self.rule.init(replica.of_rule(target, f), layout) for f, layout in enumerate(layouts)]
@@ -313,7 +320,7 @@ class RuleState:
         self.num_rounds += 1
 
     def agree_(self, target: Tensor) -> None:
-        """Turn a consensus' mean of the parameters into the model that the sync point shows, in place."""
+        """Replace the mean of all replicas' parameters in ``target`` by the model that all hold at the sync point."""
         for fragment, state in enumerate(self._states):
             mean = self._replica.of_rule(target, fragment)
             shown = self.rule.agree(mean, state)
@@ -358,7 +365,7 @@ class RuleState:
         }
 
     def rule_state_dict(self, own: bool) -> dict[str, Any]:
-        """Copy fields of the rule's state: this replica's ``own`` ones, or those that are equal on all replicas."""
+        """Copy the rule's state: with ``own`` the fields that differ between replicas, else those equal on all."""
         with self._shared_state.committing:
             return self._whole(own)
 
@@ -369,13 +376,13 @@ class RuleState:
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def _by_name(self, own: bool) -> dict[str, list[Any]]:
-        """Return, by field, a list of its values, one for each fragment."""
+        """Return the values of each field by fragment; ``own`` selects the fields, see `rule_state_dict`."""
         states = [self.rule.state_dict(state) for state in self._states]
         names = [name for name in states[0] if (name in self.rule.per_replica) == own]
         return {name: [state[name] for state in states] for name in names}
 
     def _whole(self, own: bool) -> dict[str, Any]:
-        """Copy the state, and join flat fields over fragments, because a checkpoint may be loaded with other ones."""
+        """Copy the state; join the fragments of each flat field, as their number may differ when it is loaded."""
         state = self._by_name(own)
         return {k: torch.cat(parts) if self._is_flat(parts) else _copied(parts) for k, parts in state.items()}
 
@@ -387,7 +394,10 @@ class RuleState:
         return self._is_flat(parts) or (len(parts) == 1 and isinstance(parts[0], Tensor))
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
-        """Load the result of `state_dict`; fields that ``own`` lacks start over. Raise ValueError for another rule."""
+        """Load the results of `state_dict` and `rule_state_dict`; raise ValueError for another rule's state.
+
+        Fields of a replica's own that ``own`` lacks keep their initial values.
+        """
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
         if saved["rule"] != self.name and not (saved["rule_state"] or own):
@@ -403,7 +413,7 @@ class RuleState:
             self._states[fragment] = self.rule.load_state_dict(state, part)
 
     def _part(self, name: str, value: Any, fragment: int) -> Any:
-        """Return one fragment's part of a field of a saved state."""
+        """Return one fragment's part of ``value``, the field ``name`` of a saved state."""
         count = len(self._sizes)
         if isinstance(value, Tensor) and value.shape == (sum(self._sizes),):
             return value.split(self._sizes)[fragment]
@@ -416,7 +426,10 @@ class RuleState:
         return parts[fragment]
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
-        """Return a saved state for the present layout; values of parameters that it did not hold start over."""
+        """Return a saved state rearranged for the present layout; parameters that it lacks keep their present values.
+
+        ``places`` are the names and sizes of the saved parameters; None where the layout is the present one.
+        """
         layout = self._replica.layout
         if places is None or [name for name, _ in places] == list(layout.names):
             return state
@@ -431,7 +444,7 @@ class RuleState:
         return fitted
 
     def follow_layout(self, before: FlatLayout) -> None:
-        """Begin the rule's state anew for a new layout, and keep its values for parameters of the layout ``before``."""
+        """Initialise the rule's state for a new layout; keep its values for parameters of the layout ``before``."""
         old = self._flat_fields()
         self.begin(self._buckets.received)
         for name, parts in self._flat_fields().items():
@@ -471,7 +484,7 @@ def _share(parts: Sequence[Tensor], mine: int, num_shares: int) -> Tensor:
 
 
 def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:
-    """Copy the values of a flat tensor of another layout, for each parameter of the same name and size."""
+    """Copy into ``new`` the values of ``old``, of another layout, for each parameter of the same name and size."""
     was = dict(zip(names, old.split(list(sizes)), strict=True))
     for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
         if name in was and was[name].shape == part.shape:

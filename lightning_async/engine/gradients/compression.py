@@ -58,7 +58,7 @@ class GradientResiduals:
     def move_(self, out: Tensor, present: bool, used: Tensor) -> Tensor | None:
         """Sum as `CompressedSum.move_` does; return the residual for `commit`, or None where the sum is not finite.
 
-        ``used`` is 1.0 for every parameter of which any rank has a gradient; the residuals of all others stay.
+        ``used`` is 1.0 for every parameter of which any rank has a gradient; the residuals of all others do not change.
         """
         self._follow()
         residual = self._spare.copy_(self.residual)
@@ -80,7 +80,7 @@ class GradientResiduals:
         self._sum.commit()
 
     def _follow(self) -> None:
-        """Adapt to parameters that were frozen or unfrozen, and to groups of another size."""
+        """Adapt residual and sum to parameters that were frozen or unfrozen, and to another number of ranks."""
         before = self._layout
         size = self._transfer.large.world_size
         if before is not self._replica.layout:
@@ -118,7 +118,7 @@ class CompressedSum(ABC):
         """
 
     def commit(self) -> None:  # noqa: B027
-        """Keep what the last sum has learnt for the next one, as all ranks have the sum. Default: nothing to keep."""
+        """Keep what the last sum has found for the next sum; called once all ranks have it. Default: keep nothing."""
 
     @property
     @abstractmethod

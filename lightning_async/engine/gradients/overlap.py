@@ -104,10 +104,11 @@ class Overlap:
 
 
 class Outgoing:
-    """The gradients of one backward pass as far as they exist; both threads share it under the lock ``changed``.
+    """The gradients of one backward pass, as far as computed; both threads share it under the lock ``changed``.
 
-    Where one span takes longer than ``patience_s``, the message is ready again only once all gradients exist, because
-    sums on other ranks have timeouts. The engine's thread packs gradients, times ``scale``, by ``plans``.
+    If the engine's thread waits for a span longer than ``patience_s``, headers announce the message again only once all
+    gradients exist, because sums on other ranks have timeouts. The engine's thread multiplies gradients by ``scale``
+    when it packs them; ``plans`` caches the plans for these copies.
     """
 
     def __init__(
@@ -173,7 +174,7 @@ class Outgoing:
             self._changed.notify_all()
 
     def wait(self, there: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Wait until ``there`` holds; return False if the training thread takes too long, or its pass has failed."""
+        """Wait until ``there()`` is true; return False if that takes too long, or the backward pass has failed."""
         waited_s = 0.0
         with self._changed:
             while not self.withdrawn and not there():
@@ -205,8 +206,9 @@ class InParts:
     def sum_(self, expected: Tensor, tagged: bool = False) -> bool:
         """Sum each span as soon as its gradients exist; return whether `settle_` must follow for this replica.
 
-        It must where a gradient changed late, or the used parameters are not those ``expected`` by all replicas (1.0
-        for each). With ``tagged``, the last sum carries this answer along, and the return value is that of any replica.
+        `settle_` must follow where a gradient changed after it was sent, or where the parameters used are not those
+        that all replicas ``expected`` (1.0 for each of them). With ``tagged``, the last sum carries this answer to all
+        ranks, and the return value says whether `settle_` must follow for any replica.
         """
         transfer = self._transfer
         out = self._out
@@ -238,7 +240,7 @@ class InParts:
         return bool(with_tag(self._target)[0]) if tagged else self._doubts(expected)
 
     def _hear(self, there: bool, check: Callable[[], None]) -> bool:
-        """Wait until all gradients exist, and note the flags of `Outgoing`; return whether the gradients exist."""
+        """Wait until all gradients exist, and copy the flags of `Outgoing`; return whether all gradients exist."""
         out = self._out
         there = there and out is not None and out.wait(lambda: out.flags is not None, check)
         if there and out is not None and out.flags is not None:
@@ -252,10 +254,10 @@ class InParts:
         return bool(self._flags[count:].any()) or not torch.equal(self._flags[:count], expected)
 
     def settle_(self) -> Tensor | None:
-        """Sum the gradients that changed late once more; all ranks call this where any needs it.
+        """Sum again the gradients that changed after they were sent. All ranks call this together.
 
-        Return 1.0 for every parameter that any replica used. Return None where any replica's gradients are withdrawn or
-        late; then the bucket is of no use.
+        Return 1.0 for every parameter that any replica used. Return None where a replica's backward pass has failed or
+        took too long; then the bucket holds no valid sum.
         """
         flags = self._flags
         count = len(self._layout)
@@ -334,10 +336,10 @@ def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: P
 
 
 def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
-    """Turn a mean over all samples into a mean over those samples from which each gradient was computed.
+    """Turn a mean over all samples into one over those samples from which each parameter's gradient was computed.
 
     All ranks call this together. ``share`` is this rank's share of all samples. ``behind`` is, for each parameter, the
-    part of this rank's samples from which its gradient was computed; None where this rank has no gradients.
+    fraction of this rank's samples from which the gradient was computed; None where this rank has no gradients.
     """
     total = mean.new_zeros(len(layout))
     if behind is not None:
@@ -349,7 +351,7 @@ def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: floa
 
 
 def _places(trained: Iterable[Any]) -> list[Tensor]:
-    """Return a tensor for the gradient of each parameter: its present one, unless it is shared or not dense."""
+    """Return a tensor for the gradient of each parameter: its present one if dense and not shared, else a new one."""
     places: list[Tensor] = []
     taken: set[int] = set()
     for p in trained:

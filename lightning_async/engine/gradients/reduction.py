@@ -42,7 +42,7 @@ class GradientPart(NamedTuple):
 
 
 class GradientsMean(NamedTuple):
-    """The facts of a mean of gradients, equal on all ranks that take a step with it."""
+    """The numbers that describe a mean of gradients, equal on all ranks that take a step with it."""
 
     weight: float = 0.0  # weight of all replicas' gradients
     samples: float = 0.0  # number of samples from which they were computed
@@ -175,7 +175,7 @@ class SynchronousGradients(EngineComponent):
         return self.rounds.used if len(self.rounds.used) == count else torch.zeros(count)
 
     def _begin(self, message: GradientMessage, weight: float, before: EarlierPasses | None = None) -> None:
-        """Make the message of a backward pass that begins, after the buckets were taken."""
+        """Make the message of a backward pass that begins; the training thread must own the buckets."""
         patience_s = self._control.timeouts.payload.total_seconds() / 2
         base = None if before is None or before.pack is None else self.replica.of_rule(self._buckets.sent)
         count = len(self.replica.layout)
@@ -268,7 +268,7 @@ class SynchronousGradients(EngineComponent):
         return arrived if isinstance(arrived := self._buckets.arrived, Reduction) and not self._taken else None
 
     def unstepped(self) -> tuple[GradientMessage, Tensor] | None:
-        """Return the message and the gradients that were sent, and with which no step was taken; None without any."""
+        """Return the message and the gradients that were sent but not used in a step yet; None if there are none."""
         with self._box.changed:
             message = self._buckets.arrived.message if self.arrived else self._buckets.message
         if not isinstance(message, GradientMessage):
@@ -278,7 +278,7 @@ class SynchronousGradients(EngineComponent):
         return None if out.flags is None else (replace(message, used=out.has(), out=None), out.all())
 
     def wait(self) -> None:
-        """Wait until a mean has arrived: that of this message, or of a step for which this rank was late."""
+        """Wait until a mean arrives: with this rank's message, or of a step that the others took without it."""
         buckets = self._buckets
         self._sync_points.wait(lambda: buckets.message is None or buckets.arrived is not None)
         message = buckets.message
@@ -290,9 +290,10 @@ class SynchronousGradients(EngineComponent):
             message.out = None
 
     def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
-        """Copy the mean that has arrived, if any, times ``scale``, into the gradients; `stepped` follows.
+        """Copy the mean that has arrived, times ``scale``, into the gradients, or set them to None without a mean.
 
-        ``change`` is called with the flat mean and its reduction first, and may change the mean in place.
+        ``change`` is called first, with the flat mean and its reduction, and may change the mean in place. The caller
+        calls `stepped` after the optimizer's step.
         """
         buckets = self._buckets
         self.told = GradientsMean()
@@ -311,7 +312,7 @@ class SynchronousGradients(EngineComponent):
         self._taken = True
 
     def stepped(self) -> None:
-        """Note that the step was taken, so that a sync point may open for this replica."""
+        """Note that the step with the mean was taken, so that a sync point may open for this replica."""
         with self._box.changed:
             self._buckets.arrived = None
             self._taken = False
@@ -347,8 +348,8 @@ class GradientRounds(RoundType):
     """A round type that averages gradients.
 
     A mean that is not finite is never handed over. It has the same bits on all ranks, so no rank commits it. Then each
-    rank looks at the gradients that it has sent. Those that are not finite lose their weight, and the round is repeated
-    without them.
+    rank looks at the gradients that it has sent. Those that are not finite get the weight zero, and the round is
+    repeated without them.
     """
 
     def __init__(self, control: ControlPlane, on_step: Callable[[float | None], None]) -> None:
@@ -444,9 +445,9 @@ class GradientRounds(RoundType):
         return self.drops and not ops.all_finite(self._replica.of_rule(exchange.target))
 
     def _drop(self, exchange: Reduction) -> None:
-        """Take away the weight of gradients that are not finite. All ranks call this together.
+        """Give this rank's gradients the weight zero if they are not finite. All ranks call this together.
 
-        Where all gradients are finite, their sum has overflowed: then all of them lose their weight.
+        If the gradients of all ranks are finite, their sum has overflowed; then all get the weight zero.
         """
         exchange.void = True
         message = exchange.message

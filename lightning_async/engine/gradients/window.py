@@ -50,9 +50,10 @@ class Window:
     def add_(self, samples: float, scale: float = 1.0, step: int = 0, params: Collection[Tensor] | None = None) -> None:
         """Add the parameters' gradients, a mean over ``samples``, to the window, and set them to None.
 
-        Gradients of no samples are dropped. They are divided by ``scale`` (of mixed precision, or a divided loss).
-        ``step`` is the number of steps taken so far. ``params`` are those of an optimizer that steps apart; then
-        `count` counts the batch. Default: all parameters.
+        Gradients are divided by ``scale`` (the loss scale of mixed precision, or the divisor of a divided loss); with
+        no ``samples`` they are dropped. ``step`` is the number of optimizer steps taken so far. ``params`` are the
+        parameters of one optimizer, where each steps on its own; the caller then counts the batch with `count`.
+        Default: all parameters.
         """
         self._follow_layout()
         if not self.batches:
@@ -101,10 +102,10 @@ class Window:
         return True
 
     def leave_with(self, samples: float, scale: float = 1.0, step: int = 0) -> bool:
-        """Send the window together with the last backward pass while that computes gradients.
+        """Begin the window's last backward pass, and send the window's gradients while the pass computes them.
 
-        Return whether that is possible now. The caller calls `clear` after the pass; if the pass fails, the window is
-        as before. The arguments are those of `add_`.
+        Return whether they are sent so; if not, nothing has begun. The caller calls `clear` after the pass; if the pass
+        fails, the window is as before. The arguments are those of `add_`.
         """
         self._follow_layout()
         total = self.samples + samples
@@ -137,7 +138,7 @@ class Window:
         self._behind = self._behind.new_tensor([behind.get(name, 0.0) for name in now.names])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the window for a checkpoint, together with a window that was sent and is in no step yet."""
+        """Copy the window for a checkpoint, plus a window that was sent but not used in a step yet."""
         sum = self._sum.clone()
         samples = self.samples
         since = self.since
@@ -224,7 +225,7 @@ class WindowTotals:
         return {"windows reduced": f"{self.number}", "batches in a window": batches, "a window travels": travels}
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals for loggers; facts of windows follow the first window."""
+        """Return the totals for loggers; before the first window, only the number of windows."""
         of_windows = {
             "window_s": self.each_s, "hidden_share": self.hidden_share, "batches_in_window": self.batches_each,
         }  # fmt: skip
