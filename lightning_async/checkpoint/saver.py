@@ -317,7 +317,7 @@ class Saver:
             self._begun_at.pop(result.number, None)
 
     def _promote(self, harmless: int) -> None:
-        """Mark as good each checkpoint that enough steps without harm have followed, but none that harm has followed."""
+        """Mark as good each checkpoint that enough steps without harm have followed; harm rules a checkpoint out."""
         for number in sorted(self._retention.awaited):
             after = self._steps - self._begun_at[number]
             good = self._good_after is not None and after >= self._good_after
