@@ -104,7 +104,7 @@ def recover(
         entry = next(entry for entry in order if entry.number == number)
         order.remove(entry)
         error = store.trouble(entry, *share)
-        # Each rank has read its share of the files: a bad share makes it bad for all that see the same directory.
+        # Each rank has read a share of the files: one bad share makes the checkpoint bad for all ranks of a directory.
         if not (bad := {place for place, wrong in gather([identity, error is not None]) if wrong}):
             return replace(found, entry=entry)
         _judge(store, entry, error, found)
@@ -148,7 +148,7 @@ def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | No
 
 
 def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
-    """Return all entries; raise on all ranks if one cannot read them, or finds one of a newer format."""
+    """Return all entries; raise on all ranks if any rank cannot read them, or finds one of a newer format."""
     entries = []
     words = ""
     try:

@@ -119,7 +119,7 @@ class Writer:
         self._growth.begin(self._buffers, self._shard(job).size + more)
 
     def save(self, job: SaveJob, queue: bool = False) -> float:
-        """Copy the state, which may change afterwards, and hand the copy over.
+        """Copy the state, and hand the copy over to the process; the state may change once this returns.
 
         Args:
             job: The save.

@@ -110,7 +110,7 @@ def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None
 
 
 def live(workers: Workers, sync_point: int = 0) -> set[str]:
-    """Return the workers for which a worker waits that has passed this number of sync points.
+    """Return the workers that a worker waits for when it has passed this number of sync points.
 
     >>> workers = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
     >>> live(workers, 2), sorted(live(workers, 3))

@@ -108,7 +108,8 @@ class JobBoard:
 class DedicatedServer:
     """A rank that serves: it starts one server for each training of the workers, and ends it afterwards.
 
-    The servers are processes beside the rank, and outlive it. If the rank is started again, workers continue with them.
+    The servers are separate processes, which outlive the rank's process. If the rank is started again, workers continue
+    with the same servers.
 
     Args:
         board: Notes of the job.

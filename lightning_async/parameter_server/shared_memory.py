@@ -42,7 +42,7 @@ class SharedArrays:
         numel: Number of elements of each array.
         shared: Names of arrays that all workers share, each in two places, see `banks`.
         own: Names of arrays of each worker, each in two places.
-        kept: Names of arrays of each worker, each in one place.
+        kept: Names of arrays of each worker, each in one place and, if `spare` is used, in a second one.
         threads: Number of threads that work on large arrays.
 
     Raises:
