@@ -1,7 +1,7 @@
 """Checkpoints on disk and in other ranks' memory: saving, committing, deleting, finding and reading them.
 
-Training waits only while its state is copied into memory. Each rank has a writer process, which writes the copy to disk. The
-writer of the first rank commits the checkpoint once all parts are durable. Nothing here knows Lightning.
+Training waits only while its state is copied into memory. Each rank has a writer process, which writes the copy to
+disk. The writer of the first rank commits the checkpoint once all parts are durable. Nothing here knows Lightning.
 
 - `Saver` is one rank's view of all its saves; `Writer` is its channel to the process that writes.
 - `CheckpointStore` is the directory of checkpoints; `LocalFiles` and `RemoteFiles` are its file systems.

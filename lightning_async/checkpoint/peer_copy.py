@@ -2,8 +2,8 @@
 
     FREE --- a copy is due: the training thread fills the buffer ---> WRITER --- sent or given up ---> FREE
 
-There is one buffer: while it is being sent, no other copy begins. From the first copy on, some other rank
-keeps a complete copy at any moment.
+There is one buffer: while it is being sent, no other copy begins. Once the first copy has arrived, another
+rank keeps a complete copy at any moment.
 """
 
 from __future__ import annotations
