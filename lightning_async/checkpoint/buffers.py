@@ -1,11 +1,11 @@
 """Memory that the trainer fills and the writer's process writes to disk; training waits for this copy only.
 
     FREE --- the trainer begins to copy ---> FILLING --- copied ---> WRITER --- the writer has answered ---> FREE
-    FREE --- a larger state is expected ---> GROWING --- the memory is there ---> FREE
+    FREE --- a larger state is expected ---> GROWING --- allocated ---> FREE
 
 The memory is an anonymous file with a descriptor. It therefore needs no room in /dev/shm, has no name that could be
-left behind, and stays in the writer when the trainer is killed. Its pages are there before they are first written to;
-otherwise the first copy would take ten times as long.
+left behind, and stays in the writer's process when the trainer is killed. Its pages are allocated before the
+first copy, which would otherwise take ten times as long.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SPARE = 1 << 20  # bytes for the text, and for a state that grows a little
 
 
 class BufferOwner(enum.Enum):
-    """The owner of a buffer, see the module's first lines."""
+    """The state of a buffer, which says who may use it; see the module's docstring."""
 
     FREE = "free"
     FILLING = "filling"
@@ -75,7 +75,9 @@ class Buffer:
         return self._whole.numel()
 
     def reserve(self, size: int) -> None:
-        """Get memory for this number of bytes. A buffer that grows loses its contents.
+        """Allocate memory for at least ``size`` bytes.
+
+        A buffer that grows loses its contents.
 
         Raises:
             CheckpointError: There is no memory.
@@ -108,7 +110,7 @@ class Buffer:
     def fill(self, tensors: Sequence[Tensor], text: bytes) -> int:
         """Copy the tensors, each to the place that `layout` gives it, and ``text`` after them.
 
-        Waits until copies from devices have arrived. The trainer must own the buffer.
+        Waits until copies from devices have arrived. ``owner`` must be `BufferOwner.FILLING`.
 
         Returns:
             The offset at which the text begins.
@@ -131,7 +133,7 @@ class Buffer:
         return end
 
     def part_with(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the tensors in this memory, and leave the memory to them; the buffer is empty afterwards."""
+        """Return copies of the tensors that keep this buffer's memory; the buffer is empty afterwards."""
         self.owner = BufferOwner.FILLING
         try:
             self.fill(tensors, b"")
@@ -146,7 +148,7 @@ class Buffer:
         return memoryview(array)[:size]
 
     def release(self) -> None:
-        """Give the memory back; a writer that has the descriptor keeps it."""
+        """Free the memory in this process; a writer that has the descriptor keeps the memory."""
         if self._pinned:
             _cudart().cudaHostUnregister(self._whole.data_ptr())
         self._pinned = False
@@ -159,18 +161,21 @@ class Buffer:
 
 
 class Growth:
-    """A thread that gets memory for buffers: to get hundreds of megabytes takes longer than to fill them."""
+    """A thread that allocates memory for buffers: for hundreds of megabytes, that takes longer than the copy."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
 
     @property
     def active(self) -> bool:
-        """Whether memory is on its way."""
+        """Whether the thread is allocating memory."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, buffers: Sequence[Buffer], size: int) -> None:
-        """Get memory for those of the buffers that are free and smaller than ``size``; wait only for little memory."""
+        """Grow the free buffers that are smaller than ``size``; wait for that only if ``size`` is below `LARGE`.
+
+        Does nothing while the thread of an earlier call is still at work.
+        """
         growing = [buffer for buffer in buffers if buffer.owner is BufferOwner.FREE and buffer.size < size]
         if self.active or not growing:
             return
@@ -199,7 +204,8 @@ class Growth:
 def uncollected() -> Iterator[None]:
     """Suspend garbage collection in a block.
 
-    The many small objects that describe a state would start it, for longer than the copy takes.
+    A state is described by many small objects. They would start the garbage collector, which would take longer than the
+    copy.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -250,9 +256,9 @@ def anonymous_file(name: str) -> int:
 
 
 def _pin(memory: Tensor) -> bool:
-    """Lock memory for the GPU's own copies into it; return whether that was needed and has succeeded.
+    """Page-lock memory, so that a GPU can copy into it directly; return whether it is page-locked now.
 
-    Copies into memory that is not locked are correct, too, but go through a small staging area, piece by piece.
+    Copies into memory that is not page-locked are correct, too, but go through a small staging area, piece by piece.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return False

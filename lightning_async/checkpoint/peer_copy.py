@@ -2,7 +2,8 @@
 
     FREE --- a copy is due: the training thread fills the buffer ---> WRITER --- sent or given up ---> FREE
 
-There is one buffer: while it is being sent, no other copy begins. The other rank has a whole copy at any moment.
+There is one buffer: while it is being sent, no other copy begins. Once the first copy has arrived, another
+rank keeps a complete copy at any moment.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class PeerCopy:
     """A copy that another rank keeps.
 
     Args:
-        at: Address of that rank.
+        at: Address of the rank that keeps the copy.
         label: Label of the copy, see `PeerCopySender.send`.
         own: The state.
     """
@@ -86,18 +87,18 @@ class PeerCopySender:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is being sent, or its memory is on its way."""
+        """Whether a copy is being sent, or memory for one is being allocated."""
         return self._buffer.owner is not BufferOwner.FREE or self._growth.active
 
     def step(self) -> None:
-        """Count a training step, and the time by which a copy has slowed it down."""
+        """Count a training step, and add to `costs` by how much a copy in progress has slowed it down."""
         self.costs.slowed_s += self._usual.step(time.monotonic(), self.busy)
 
     def send(self, to: Address, label: Mapping[str, Any], own: Any) -> bool:
-        """Copy a state, which may change afterwards, and begin to send the copy; must not be called while `busy`.
+        """Copy a state, and start to send the copy; the state may change once this returns.
 
-        The newest copy is the one with the greatest ``"life"`` in its label, and among these the one with the greatest
-        ``"at"``.
+        Must not be called while `busy`. Of several copies of one owner, the newest is the one with the greatest
+        ``"life"`` in its label; among copies of one life, it is the one with the greatest ``"at"``.
 
         Args:
             to: Address of the rank that is to keep the copy.
@@ -105,7 +106,7 @@ class PeerCopySender:
             own: The state.
 
         Returns:
-            Whether the copy has begun. False: there is no memory yet, and it is on its way in the background.
+            Whether sending has started. False: memory for the copy is still being allocated in the background.
 
         Raises:
             TypeError: The state holds an object that cannot be copied; the message names it.
@@ -150,7 +151,7 @@ class PeerCopySender:
         return found
 
     def close(self) -> None:
-        """Break off what is being sent, and end the thread."""
+        """Abort the copy that is being sent, and end the thread."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -208,7 +209,7 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
         keepers: Address of each rank that may keep a copy, by name.
 
     Returns:
-        The copy, or None; and for each rank that could not be asked, the reason.
+        The copy, or None; and the reason for each rank that did not answer, or whose copy is damaged.
     """
     if not keepers:
         return None, {}
@@ -241,7 +242,7 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
 
 
 def _age(label: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the life and the time of a copy, by which copies are compared: clocks differ between lives."""
+    """Return the sort key of a copy: first its life, then its time, because the clocks of two lives may differ."""
     life = label.get("life")
     at = label.get("at")
     return (life if isinstance(life, int) else 0.0, at if isinstance(at, int | float) else 0.0)

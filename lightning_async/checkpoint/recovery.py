@@ -65,7 +65,7 @@ def candidates(
 
 
 def agree(rows: Sequence[Sequence[int]]) -> int | None:
-    """Return the number to try next: the first number of the first rank that every rank has; None if there is none.
+    """Return the number to try next: the first number of ``rows[0]`` that is in every row; None if there is none.
 
     >>> agree([[7, 6, 5], [6, 5], [7, 6, 4]])
     6
@@ -78,9 +78,9 @@ def agree(rows: Sequence[Sequence[int]]) -> int | None:
 def recover(
     store: CheckpointStore, strategy: str = "auto", best: Best | None = None, gather: Gather = lambda value: [value]
 ) -> Recovered:
-    """Return the first candidate that is whole on all ranks, which call this together.
+    """Return the first candidate that every rank finds whole; all ranks must call this together.
 
-    Each rank may have a view of its own on the directory.
+    Ranks may see different directories under the same path, for example on local disks.
 
     Args:
         store: The checkpoints.
@@ -104,7 +104,7 @@ def recover(
         entry = next(entry for entry in order if entry.number == number)
         order.remove(entry)
         error = store.trouble(entry, *share)
-        # Each rank has read its share of the files: a bad share makes it bad for all that see the same directory.
+        # Each rank has read a share of the files: one bad share makes the checkpoint bad for all ranks of a directory.
         if not (bad := {place for place, wrong in gather([identity, error is not None]) if wrong}):
             return replace(found, entry=entry)
         _judge(store, entry, error, found)
@@ -126,7 +126,7 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
-    """Return the identity of this rank's directory, and this rank's share of its files: number, and how many shares."""
+    """Return the identity of this rank's directory, and the share of files to read: index and number of shares."""
     identity = store.files.identity(store.dirpath)
     # Processes of one directory are told apart by random texts: ranks may be unknown here.
     me = uuid.uuid4().hex
@@ -135,7 +135,7 @@ def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]
 
 
 def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | None, found: Recovered) -> bool:
-    """Return whether this rank can use a checkpoint; put a damaged one into quarantine, and note the reason."""
+    """Return whether ``error`` is None; put a damaged checkpoint into quarantine, and note the error in ``found``."""
     if isinstance(error, DamagedCheckpoint):
         try:
             store.quarantine(entry)
@@ -148,7 +148,7 @@ def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | No
 
 
 def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
-    """Return all entries; raise on all ranks if one cannot read them, or finds one of a newer format."""
+    """Return all entries; raise on all ranks if any rank cannot read them, or finds one of a newer format."""
     entries = []
     words = ""
     try:
@@ -167,7 +167,7 @@ def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
 def _refuse_to_begin_anew(
     store: CheckpointStore, strategy: str, whole: Sequence[int], unreadable: Sequence[dict[str, str]]
 ) -> None:
-    """Raise if there are checkpoints that may be whole; if all were damaged, training may begin from the start."""
+    """Raise on all ranks if any checkpoint may be whole; if all are damaged, training may start from the beginning."""
     told = [f"rank {rank}: {path}: {why}" for rank, paths in enumerate(unreadable) for path, why in paths.items()]
     # Training from the start would overwrite, or hide, checkpoints that may be needed.
     if told or any(whole):

@@ -3,8 +3,8 @@
 `RetentionThread` deletes checkpoints that a policy does not keep, but none that may still be needed, see `doomed`.
 `LostParts` sees to it that no rank waits for a part that will never come:
 
-    open --- the writers of lost ranks bring their parts ---> committed, as if no rank were lost
-    open --- none of them writes, or begins soon ---> given up: reported as failed in the name of the lost ranks
+    open --- the writer processes of lost ranks still write their parts ---> committed, as if no rank were lost
+    open --- no process will write a lost rank's part ---> given up: reported as failed in the lost rank's name
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WHY = "it was lost before its part was written"
 
 
 class RetentionThread:
-    """A thread that deletes old checkpoints and marks good ones, one after the other; both take longer than a step.
+    """A thread that deletes old checkpoints and marks good ones, because either takes longer than a training step.
 
     Args:
         store: The checkpoints.
@@ -160,11 +160,11 @@ def saved(entries: Sequence[CheckpointEntry]) -> list[Saved]:
 
 
 class LostParts:
-    """The saves that one rank has begun together with others, of whom some may be lost.
+    """The unfinished saves that one rank shares with other ranks, some of which may be lost.
 
-    A part that a lost rank had handed over is still written by its writer. For any other part of a lost rank, the first
-    live rank writes that it has failed, as for any other failure. `look` runs on one thread, and all other methods on
-    another.
+    The writer process of a lost rank outlives it, and still writes a part that was handed over to it. For each other
+    part of a lost rank, the lowest live rank of the save reports a failure in the lost rank's name. `look` runs on one
+    thread, and all other methods on another.
 
     Args:
         store: The checkpoints.
@@ -191,8 +191,8 @@ class LostParts:
         Args:
             number: Number of the save.
             committed: Whether this rank has committed it.
-            failed: Whether the part has failed. With a lost rank in the save, that counts as given up: the lost rank
-                may have written that it failed as it left.
+            failed: Whether this rank's part has failed. If a rank of the save is lost, the save then counts as given
+                up, because a failure that the lost rank reported as it left may be the reason.
         """
         save = self._open.get(number)
         if save is None:
@@ -204,21 +204,21 @@ class LostParts:
         return save.given_up and not committed
 
     def concerned(self, lost: Collection[int]) -> bool:
-        """Return whether this rank must find out the end of a save in which ``lost`` ranks take part."""
+        """Note lost ranks; return whether this rank, as the lowest live rank of a save of theirs, must settle it."""
         for save in self._open.values() if lost else ():
             # Kept for good: a lost rank that comes back has no part of this save.
             save.gone |= frozenset(lost).intersection(save.ranks)
         return any(self._is_mine(save) for save in self._open.values())
 
     def look(self) -> None:
-        """Find out the end of saves in which lost ranks take part; report the parts that will not come."""
+        """Settle the saves of lost ranks: report each part that no process will write as failed."""
         for save in list(self._open.values()):
             if self._is_mine(save):
                 save.since = self._now() if save.since is None else save.since
                 save.known = self._settle(save, sorted(save.gone))
 
     def given_up(self) -> list[int]:
-        """Return the numbers of saves that are given up and that this rank has finished with, each once."""
+        """Return the numbers, each once, of saves that were given up and in which this rank's own part has ended."""
         numbers = [save.number for save in self._open.values() if save.given_up and not save.mine]
         for number in numbers:
             del self._open[number]
@@ -229,7 +229,7 @@ class LostParts:
         return not save.known and len(left) < len(save.ranks) and self._rank == min(left)
 
     def _settle(self, save: _Open, gone: list[int]) -> bool:
-        """Settle a save in which ranks are ``gone``; return whether its end is known."""
+        """Report the parts that ranks ``gone`` will not write as failed; return whether the save is settled."""
         store = self._store
         temporary = save.temporary
         # The first rank's writer has committed it in spite of the loss.
@@ -254,7 +254,10 @@ class LostParts:
         return (begun or soon) and bool(has_writer(self._store, rank))
 
     def _without_the_first(self, save: _Open, first: int, failed: bool) -> bool:
-        """Settle a save whose first rank is lost: only that rank's writer, which outlives it, could commit it."""
+        """Settle a save whose first rank is lost; return whether it is settled.
+
+        Only the writer process of the first rank, which outlives that rank, could still commit the save.
+        """
         if not failed and has_writer(self._store, first):
             return False
         if self._store.files.exists(f"{save.final}/{MANIFEST}"):
@@ -268,7 +271,7 @@ class LostParts:
 
 @dataclass
 class _Open:
-    """A save whose end is not known yet."""
+    """A save of which it is not settled yet whether it is committed or given up."""
 
     number: int
     temporary: str
@@ -283,12 +286,12 @@ class _Open:
 
 
 def abandon_saves_of(store: CheckpointStore, rank: int, timeout_s: float) -> None:
-    """Finish the saves that a returning rank had begun in its earlier life, or report that its parts will not come.
+    """Wait for the writer of a returning rank's earlier life; report the parts that it has not written as failed.
 
     Args:
         store: The checkpoints.
         rank: The rank that comes back.
-        timeout_s: Longest wait for the writer of its earlier life, in seconds.
+        timeout_s: Longest wait for that writer, in seconds.
     """
     until = time.monotonic() + timeout_s
     # A part that is still being written may complete a checkpoint.

@@ -35,11 +35,12 @@ class Saver:
         run: Name of this run in unfinished checkpoints; the same on all ranks.
         keep: Policy that says which checkpoints to keep; applied after each commit, by the rank that committed.
         resumed_from: Number of the checkpoint that training was resumed from, which stays. Default: None.
-        good_after: Number of steps without harm after which a checkpoint is good. Default: None, none ever is.
+        good_after: Number of steps without harm after which a checkpoint is marked as good. Default: None, no
+            checkpoint is.
         buffers: Number of buffers, see `Writer`. Default: 2.
-        max_failures: Number of failed saves in a row that ends training. Default: 3.
+        max_failures: Number of failed saves in a row after which `poll` raises, which ends training. Default: 3.
         pickles: Whether objects are saved as pickles. Default: False.
-        lost: Returns the ranks without which training continues. Default: none.
+        lost: Returns the lost ranks, without which training continues. Default: no rank is lost.
         now: Clock, in seconds. Default: `time.monotonic`.
     """
 
@@ -88,7 +89,7 @@ class Saver:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written."""
+        """Whether a save is being written, or memory for one is being allocated."""
         return self._writer.busy
 
     def save(
@@ -110,8 +111,8 @@ class Saver:
             shared: State that is equal on all ranks.
             own: State of this rank.
             manifest: Further fields of the `Manifest`.
-            queue: Whether to write this save after the one that is being written, or raise `SaveBusy`. Default: False,
-                wait for that one.
+            queue: Whether to queue this save behind one that is being written, and raise `SaveBusy` if no buffer is
+                free. Default: False, first wait until no save is being written.
         """
         started = self._now()
         # The writer does one save at a time: wait for the one that it is writing.
@@ -138,7 +139,7 @@ class Saver:
     def save_alone(
         self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
     ) -> bool:
-        """Save a checkpoint of this rank alone, which other ranks may also try to save: the first one counts.
+        """Save a checkpoint with this rank's part only, unless another rank has begun the same save.
 
         Args:
             number: Number of the save.
@@ -171,26 +172,26 @@ class Saver:
         self._retention.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
 
     def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
-        """Get the memory for saves before the first one; raise TypeError if the state cannot be saved."""
+        """Allocate the memory for saves before the first one; raise TypeError if the state cannot be saved."""
         self._writer.reserve(SaveJob(1, step, self._run, tuple(ranks), shared, own))
 
     def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
-        """Get memory in the background for a state that has grown, for example when optimizers have stepped.
+        """Allocate memory in the background for a state that has grown, for example when optimizers have stepped.
 
         Args:
             step: Number of optimizer steps taken.
             ranks: Ranks that take part in saves.
             shared: State that is equal on all ranks.
             own: State of this rank.
-            more: Number of bytes that saves have in addition. Default: 0.
+            more: Number of bytes that later saves need in addition to this state. Default: 0.
         """
         self._writer.expect(SaveJob(1, step, self._run, tuple(ranks), shared, own), more)
 
     def step(self, harmless: int | None = None) -> None:
-        """Count a step. Its time counts as a cost if it is longer than usual while a save is being written.
+        """Count a training step, and add to `costs` by how much a save in progress has slowed it down.
 
         Args:
-            harmless: Number of steps up to this one without harm. Default: None, nobody watches.
+            harmless: Number of steps in a row without harm, this one included. Default: None, nothing watches for harm.
         """
         self._steps += 1
         if harmless is not None:
@@ -228,7 +229,7 @@ class Saver:
 
         Args:
             timeout_s: Longest wait, in seconds.
-            settled: Whether to wait for lost ranks' parts, too. Default: False.
+            settled: Whether to wait, too, until the saves of lost ranks are settled, see `LostParts`. Default: False.
 
         Returns:
             Whether this rank's writer is idle.
@@ -251,7 +252,7 @@ class Saver:
         self._retention.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the last save, and end the writer and the thread."""
+        """Wait for the last save, then end the writer process and the retention thread."""
         began = self._now()
         self.wait(timeout_s)
         for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
@@ -259,7 +260,7 @@ class Saver:
         self._retention.close(timeout_s)
 
     def _settled_within(self, timeout_s: float, settled: bool) -> bool:
-        """Wait until nothing is being written; return whether that was so within the time."""
+        """Wait as `wait` does, without a warning; return whether the wait ended within the time."""
         until = self._now() + timeout_s
         while True:
             for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
@@ -316,7 +317,7 @@ class Saver:
             self._begun_at.pop(result.number, None)
 
     def _promote(self, harmless: int) -> None:
-        """Mark checkpoints as good that enough steps without harm have followed; drop those that harm has followed."""
+        """Mark as good each checkpoint that enough steps without harm have followed; harm rules a checkpoint out."""
         for number in sorted(self._retention.awaited):
             after = self._steps - self._begun_at[number]
             good = self._good_after is not None and after >= self._good_after

@@ -1,13 +1,13 @@
 """The part of a state that each rank writes, and the way back from the parts to the state, for any number of ranks.
 
-A checkpoint holds one *shared* tree, which is equal on all ranks, and one *own* tree of each rank. The tensors of the
-shared tree are divided among the ranks, each tensor whole, so that the bytes balance. The first rank writes the shared
-tree's plain values.
+A checkpoint holds one *shared* tree, which is equal on all ranks, and one *own* tree of each rank. Each
+tensor of the shared tree is written by one rank, and all ranks get about equally many bytes. The first rank writes the
+shared tree's plain values.
 
 | file | holds |
 | --- | --- |
 | ``rank-0.bin`` | tensors, raw, each at a multiple of 64 bytes |
-| ``rank-0.json`` | ``own`` and ``shared``: trees in the terms of `comm.serialization`, and the place of each tensor |
+| ``rank-0.json`` | ``own`` and ``shared``: trees as `comm.serialization` makes them, and each tensor's place |
 
 To read these files executes no code. If the user has asked for it, objects are saved among the tensors as pickles, and
 the manifest says so. A reader then has to ask for pickles, too, and loads them only after every byte was verified.
@@ -77,7 +77,7 @@ class Loaded:
 def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
     """Return the rank that writes each tensor: the largest first, each to the rank with the fewest bytes so far.
 
-    No rank has more than the mean and one tensor. All ranks find the same plan.
+    No rank has more bytes than the mean plus one tensor. All ranks compute the same plan.
 
     >>> plan([5, 9, 4, 8], ranks=[0, 2])
     [2, 0, 0, 2]
@@ -135,8 +135,8 @@ def load(
         store: The checkpoints.
         entry: The checkpoint.
         rank: Rank whose ``own`` state to read.
-        mapped: Whether tensors are views of local files, read when they are used. They are valid as long as the
-            checkpoint exists, so that over a network it must not be deleted. Default: False, tensors are copies.
+        mapped: Whether tensors are memory-mapped views of local files, read when they are used. On a network file
+            system the checkpoint must not be deleted while they are in use. Default: False, tensors are copies.
         pickles: Whether to load pickled objects, which executes their code. Default: False, such a checkpoint is
             refused.
 
@@ -164,7 +164,7 @@ def load(
 def load_own(
     store: CheckpointStore, entry: CheckpointEntry, rank: int, *keys: str, mapped: bool = False, pickles: bool = False
 ) -> Any | None:
-    """Return a rank's own state, or the value at ``keys`` in it; None if there is none.
+    """Return a rank's own state, or the value at ``keys`` in it; None if the checkpoint does not have it.
 
     Args:
         store: The checkpoints.
@@ -262,7 +262,7 @@ class _Part:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """Turn an error of malformed contents into `DamagedCheckpoint`, with the path."""
+        """Raise `DamagedCheckpoint` with the path if the block finds malformed contents."""
         try:
             yield
         except CheckpointError:
@@ -287,7 +287,11 @@ class _Dump:
 
 
 def _unpickler(entry: CheckpointEntry, manifest: Manifest, pickles: bool) -> Callable[[bytes], Any] | None:
-    """Return the function that loads a checkpoint's pickled objects, None if it has none; raise without ``pickles``."""
+    """Return the function that loads a checkpoint's pickled objects; None if it has no pickled objects.
+
+    Raises:
+        CheckpointError: It has pickled objects, and ``pickles`` is False.
+    """
     if not manifest.pickles:
         return None
     if not pickles:

@@ -112,7 +112,7 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """Close all locks in a forked process, such as a loader's worker, which may outlive this one."""
+    """Close all locks in a forked process, such as a data loader's worker, which may outlive its parent."""
     for lock in list(_locks):
         lock.close()
 
@@ -185,7 +185,7 @@ class LocalFiles:
         self.sync(os.path.dirname(new))
 
     def commit(self, temporary: str, final: str) -> None:
-        """Give a written folder its final name; after a power failure, all of it is there or nothing."""
+        """Give a written folder its final name; after a power failure, that name has all contents or does not exist."""
         # In this order: the final name must never be durable before the contents are.
         self.sync(temporary)
         self.rename(temporary, final)
@@ -226,7 +226,7 @@ class LocalFiles:
             yield
 
     def identity(self, folder: str) -> str:
-        """Return a text that two processes share only if they see the same folder, not two of the same name."""
+        """Return a text that is equal for two processes only if they see the same folder, not just the same path."""
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:  # two hosts may have the same name
                 host = file.read().strip()
@@ -255,13 +255,13 @@ class LocalFiles:
 
         Args:
             path: Path of the file, which is made if it is missing.
-            shared: Whether other processes may hold the lock with ``shared``, too. Default: False.
+            shared: Whether to take a shared lock, which several processes can hold. Default: False, an exclusive one.
 
         Returns:
             The lock; None if the file system has no locks.
 
         Raises:
-            BlockingIOError: Another process holds the lock.
+            BlockingIOError: Another process holds a lock that excludes this one.
         """
         self._make(os.path.dirname(path))
         with _naming(path):
@@ -277,7 +277,7 @@ class LocalFiles:
         return lock
 
     def _make(self, folder: str) -> None:
-        """Make a folder durably: first the one above it, whose contents then name it."""
+        """Make a folder durably: make its parent first, then the folder, and sync the parent, which holds its name."""
         if not folder or os.path.isdir(folder):
             return
         above = os.path.dirname(folder)

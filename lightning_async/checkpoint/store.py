@@ -4,7 +4,7 @@
     000017-step-1200 --- damaged: quarantine ---> 000017-step-1200.damaged-1
     000017-step-1200 --- remove ---> 000017-step-1200.removed ---> nothing
 
-A folder with a final name holds a whole checkpoint at any moment. Where folders cannot be renamed in one step (fsspec),
+A folder gets its final name only once its checkpoint is complete. Where folders cannot be renamed in one step (fsspec),
 files are written under the final name, and the last one, ``manifest.json``, makes them a checkpoint. This module
 imports the standard library only.
 """
@@ -60,16 +60,16 @@ class CheckpointStore:
         return 1 + max((int(found["number"]) for found in self._matches()), default=0)
 
     def begun(self, number: int, run: str) -> bool:
-        """Return whether this number is taken: a checkpoint has it, or one rank of the run writes it alone."""
+        """Return whether a save of this number exists: a finished one, or one that a rank of the run writes alone."""
         rests = [match["rest"] or "" for match in self._matches() if int(match["number"]) == number]
         return any(not rest.startswith(".tmp-") or rest.startswith(f".tmp-{run}-") for rest in rests)
 
     def hold(self, temporary: str) -> contextlib.AbstractContextManager[None]:
-        """Make the folder, which `clean` leaves alone during the block, or until this process dies."""
+        """Make the folder; `clean` does not delete it during the block, unless this process dies."""
         return self.files.hold(temporary)
 
     def add_rank(self, temporary: str, manifest: RankManifest) -> None:
-        """Write that all files of a rank are durable."""
+        """Write the manifest of a rank, which states that all its files are durable."""
         self.publish(f"{temporary}/{_rank_manifest(manifest.rank)}", manifest.to_bytes())
 
     def publish(self, path: str, data: bytes) -> None:
@@ -86,7 +86,10 @@ class CheckpointStore:
         self.discard_if_committed(temporary)
 
     def discard_if_committed(self, temporary: str) -> None:
-        """Delete a folder that was made again after another rank had renamed it; no other process would."""
+        """Delete a temporary folder that was made again after its save was committed.
+
+        A late rank makes the folder again if the committing rank has already renamed it. No other process deletes it.
+        """
         final, _, run = temporary.rpartition(".tmp-")
         if self.files.atomic and run and self.files.exists(f"{final}/{MANIFEST}"):
             self.discard(temporary)
@@ -105,13 +108,16 @@ class CheckpointStore:
         return [rank for rank in missing if rank not in failed], failed
 
     def discard_if_hopeless(self, temporary: str, ranks: Collection[int]) -> None:
-        """Delete a folder whose first rank has failed, once all ranks have answered; the last one to answer does it."""
+        """Delete a folder if its first rank has failed, and all other ranks have written a part or a failure.
+
+        Each rank calls this after it has written, so that the last one deletes the folder.
+        """
         silent, failed = self.silent_and_failed(temporary, ranks)
         if min(ranks) in failed and not silent:
             self.discard(temporary)
 
     def commit(self, temporary: str, manifest: Manifest) -> CheckpointEntry:
-        """Make a checkpoint of a folder in which all of ``manifest.ranks`` are ready; durable once this returns.
+        """Make a checkpoint of a folder in which all ``manifest.ranks`` have written their parts; durable at return.
 
         Raises:
             CheckpointError: A rank's part is missing.
@@ -141,12 +147,12 @@ class CheckpointStore:
         return CheckpointEntry(final.rpartition("/")[2], final, manifest.number, manifest.step, manifest)
 
     def discard(self, temporary: str) -> None:
-        """Delete an unfinished folder; its manifest goes first, so that no remains look like a checkpoint."""
+        """Delete an unfinished folder; the manifest first, so that a partly deleted folder is no checkpoint."""
         self.files.unlink(f"{temporary}/{MANIFEST}")
         self.files.remove(temporary)
 
     def entries(self, number: int | None = None, name: str | None = None) -> list[CheckpointEntry]:
-        """Return the checkpoints, the newest first; only those of a ``number`` or a ``name``, if given."""
+        """Return the checkpoints, the newest first; if given, only those with this ``number`` or ``name``."""
         wanted = [
             match
             for match in self._matches()
@@ -160,7 +166,7 @@ class CheckpointStore:
 
         Args:
             entry: The checkpoint.
-            part: Which share of the files to read. Default: 0.
+            part: Index of the share of the files to read. Default: 0.
             parts: Number of shares. Default: 1, all files are read.
 
         Raises:
@@ -192,7 +198,7 @@ class CheckpointStore:
         self.files.sync(entry.path)
 
     def quarantine(self, entry: CheckpointEntry) -> str:
-        """Rename a damaged checkpoint, so that it is not found any more; return its new path."""
+        """Rename a damaged checkpoint, so that `entries` does not return it any more; return its new path."""
         # Earlier damaged checkpoints of the same number stay, under other names.
         taken = set(self.files.names(self.dirpath))
         k = next(k for k in range(1, len(taken) + 2) if f"{entry.name}.damaged-{k}" not in taken)
@@ -202,7 +208,7 @@ class CheckpointStore:
         return path
 
     def remove(self, entry: CheckpointEntry) -> None:
-        """Delete a checkpoint; no part of it ever stands under its final name."""
+        """Delete a checkpoint, so that a partly deleted one is never taken for a checkpoint."""
         gone = f"{entry.path}.removed"
         if self.files.atomic:
             self.files.remove(gone)
@@ -325,7 +331,7 @@ class Manifest:
         metrics: Logged metrics, by which policies keep checkpoints and find the best one.
         versions: Versions of packages.
         notes: Anything else, in plain values.
-        files: All files except this one; filled in by the commit.
+        files: Size and checksum of each file except the manifest itself; filled in by the commit.
         pickles: Whether files hold pickled objects, which execute code when they are loaded; filled in by the commit.
     """
 

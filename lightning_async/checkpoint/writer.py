@@ -84,7 +84,7 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written, as of the last `poll`, or memory is on its way, see `expect`."""
+        """Whether a save is being written, as of the last `poll`, or memory is being allocated, see `expect`."""
         return bool(self._flights) or self._growth.active
 
     @property
@@ -103,23 +103,23 @@ class Writer:
             self._process = WriterChannel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: SaveJob) -> None:
-        """Get the memory for a save now."""
+        """Allocate the memory for a save now."""
         size = self._shard(job).size
         for buffer in self._buffers:
             if buffer.owner is BufferOwner.FREE:
                 buffer.reserve(size)
 
     def expect(self, job: SaveJob, more: int = 0) -> None:
-        """Get the memory for a save in the background; `busy` meanwhile.
+        """Allocate the memory for later saves in the background; `busy` is True until then.
 
         Args:
-            job: A save like those to come.
-            more: Number of bytes that saves have in addition. Default: 0.
+            job: A save of the same state as the later ones.
+            more: Number of bytes that later saves need in addition to this state. Default: 0.
         """
         self._growth.begin(self._buffers, self._shard(job).size + more)
 
     def save(self, job: SaveJob, queue: bool = False) -> float:
-        """Copy the state, which may change afterwards, and hand the copy over.
+        """Copy the state, and hand the copy over to the process; the state may change once this returns.
 
         Args:
             job: The save.
@@ -177,7 +177,7 @@ class Writer:
         return self.poll()
 
     def close(self, timeout: float) -> list[Result]:
-        """Wait for the last save, end the process, and give the memory back; return the results.
+        """Wait for the last save, end the process, and free the memory; return the results.
 
         A save that is not written within ``timeout`` seconds has a `Result` with an error; its process finishes it, and
         then ends.
@@ -302,12 +302,12 @@ class Result:
 
     Args:
         number: Number of the save.
-        seconds: Seconds since it was handed over.
+        seconds: Seconds since the save was handed over.
         bytes: Number of bytes of this rank's files.
         committed: Whether this rank has committed it. Other ranks only know that their part is durable.
-        error: Reason of a failure. Default: None, there was none.
-        lost: Whether the other ranks, which wait for this one's part, have not been told of the failure. Default:
-            False.
+        error: Reason why the save has failed. Default: None, it has not failed.
+        lost: Whether the other ranks still wait for this rank's part, because the writer process died before it could
+            report the failure to them. Default: False.
     """
 
     number: int
@@ -370,7 +370,14 @@ class WriterChannel:
         self.pid = self._process.popen.pid
 
     def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
-        """Send a job: the descriptor of its memory, and its place there."""
+        """Send a job, which is JSON at ``offset`` in the memory of ``descriptor``.
+
+        Args:
+            descriptor: Descriptor of the job's memory.
+            offset: First byte of the JSON.
+            length: Number of bytes of the JSON.
+            again: Whether an earlier process has died during this job.
+        """
         socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
 
     def answers(self) -> list[dict[str, Any]]:
@@ -391,7 +398,7 @@ class WriterChannel:
         wait_for(self._channel, timeout)
 
     def stopped_s(self) -> float:
-        """Return the seconds for which the process has been stopped; 0 if the system does not say."""
+        """Return for how many seconds the process has been stopped (SIGSTOP); 0 if the system does not say."""
         now = time.monotonic()
         if now >= self._looks_at:
             self._looks_at = now + _STANDSTILL_LOOK_S
@@ -420,7 +427,8 @@ class WriterChannel:
 class Standstill:
     """The seconds for which a process has been stopped (SIGSTOP), found by looking at it in intervals.
 
-    At most some seconds count between two looks: in a job that is suspended, the process that looks is stopped, too.
+    Between two looks at most `_LONGEST_LOOK_S` seconds count: if the whole job is suspended, the process that looks is
+    stopped as well, and that time must not count in full.
     """
 
     def __init__(self) -> None:

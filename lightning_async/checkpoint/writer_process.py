@@ -96,7 +96,7 @@ def _is_closed(channel: socket.socket) -> bool:
 
 
 def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ()) -> bool:
-    """Wait until the channel is readable or closed; return whether it is.
+    """Wait until the channel is readable or closed; return whether it is one of these.
 
     Args:
         channel: The channel.
@@ -134,8 +134,8 @@ def perform(
     Args:
         job: The job, as `Writer` composes it.
         memory: Memory that holds the files' contents.
-        again: Whether another process has died during this job, and may have done a part of it. Default: False.
-        orphaned: Returns whether the trainer, or its training, has ended. Default: neither has.
+        again: Whether an earlier process has died during this job, and may have written some files. Default: False.
+        orphaned: Returns whether the trainer's process has ended, or has closed its channel. Default: it never has.
 
     Raises:
         CheckpointError: Another rank has failed, or did not answer before the deadline.
@@ -225,13 +225,13 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
 
 
 class DirectoryLock:
-    """A program's lock on a directory of checkpoints while it writes there; each rank has one, and one rank holds it.
+    """A lock that keeps other programs from writing into a directory of checkpoints.
 
-    Only one program at a time writes into a directory, and it first waits until an earlier program's writers have
-    finished. There are three kinds of lock files:
+    Each rank of a program has a `DirectoryLock`. A program first waits until the writers of earlier ones have finished.
+    There are three kinds of lock files:
 
-    - ``.claim`` is locked by one process of the program that trains there, as long as it lives, and names it;
-    - ``.ranks`` is locked, shared, by all ranks of that program, because the one that holds ``.claim`` may be lost;
+    - ``.claim`` is locked by one rank's process as long as it lives, and contains the names of program and process;
+    - ``.ranks`` has a shared lock of each rank of that program, because the rank that locks ``.claim`` may be lost;
     - ``.writer-0`` is locked by the process that writes rank 0's part, which outlives its trainer.
 
     The kernel releases a lock when its process ends, however it ends. On file systems without locks (fsspec), other
@@ -240,7 +240,7 @@ class DirectoryLock:
     Args:
         store: The checkpoints.
         program: Name of the program, the same on all its ranks.
-        does: What the program does there, for messages. Default: it trains.
+        does: What the program does in the directory, for messages. Default: it trains.
     """
 
     def __init__(self, store: CheckpointStore, program: str, does: str = "trains into it") -> None:
@@ -253,13 +253,13 @@ class DirectoryLock:
         self._shared: Lock | None = None
 
     def take(self, gather: Gather = lambda value: [value]) -> None:
-        """Take the directory for this program. All of its ranks call this together.
+        """Lock the directory for this program; all of its ranks must call this together.
 
         Args:
             gather: Gathers a plain value of each rank. Default: for a single rank.
 
         Raises:
-            CheckpointError: Another program has the directory, or it cannot be written to; raised on all ranks.
+            CheckpointError: Another program has locked the directory, or it cannot be written to; raised on all ranks.
         """
         told = gather(self._take())
         # All ranks raise together, and none keeps the directory.
@@ -270,7 +270,7 @@ class DirectoryLock:
             self._shared = self._store.files.lock(self._shared_path, shared=True)
 
     def join(self) -> None:
-        """Share the directory with this program's other ranks; raise CheckpointError if they train elsewhere."""
+        """Share the lock of this program's other ranks; raise CheckpointError if they have not locked the directory."""
         try:
             lock = self._store.files.lock(self._path)
         except BlockingIOError:
@@ -287,14 +287,14 @@ class DirectoryLock:
         self.take()
 
     def keep(self) -> None:
-        """Take the lock in place of a rank that held it and may be lost, without waiting."""
+        """Lock ``.claim`` if the rank that had locked it has ended; otherwise do nothing, without waiting."""
         if self._lock is None and self._shared is not None:
             with contextlib.suppress(OSError):  # another rank was quicker, or a process tests the lock just now
                 self._lock = self._store.files.lock(self._path)
                 self._say()
 
     def wait(self, gather: Gather = lambda value: [value], timeout_s: float = 600.0) -> None:
-        """Wait, in turns of some seconds, until processes of an earlier program have stopped writing there.
+        """Wait until an earlier program's processes have stopped writing into the directory; all ranks must call this.
 
         Args:
             gather: Gathers a plain value of each rank. Default: for a single rank.
@@ -324,7 +324,7 @@ class DirectoryLock:
         self._shared = None
 
     def _take(self) -> str:
-        """Take the lock; return the reason why that fails, or an empty text if this program has the directory."""
+        """Try to lock ``.claim``; return why that fails, or an empty text if a rank of this program has locked it."""
         until = time.monotonic() + GRACE_S
         while True:
             try:
@@ -345,7 +345,7 @@ class DirectoryLock:
                 return ""
 
     def _check_ranks(self) -> None:
-        """Raise BlockingIOError if another program's ranks train on without the rank that had taken the directory."""
+        """Raise BlockingIOError if another program's ranks still train here, though the one with ``.claim`` is lost."""
         try:
             shared = self._store.files.lock(self._shared_path)
         except BlockingIOError:
@@ -389,7 +389,7 @@ def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
 
 
 def has_writer(store: CheckpointStore, rank: int) -> bool | None:
-    """Return whether a process lives that may write a rank's part; None if that is unknown."""
+    """Return whether a process is alive that may still write a rank's part; None if that is unknown."""
     free = _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}")
     return None if free is None else not free
 

@@ -50,11 +50,11 @@ class ServerAnswer:
         resent: Number of times that the request was sent on a new connection to a server.
         dropped: For each server, whether the push was dropped as too late.
         durable: Version of each server's newest snapshot, which survives the loss of its host; -1: there is none.
-        lost: Number of this worker's pushes that were acknowledged, and then lost with a server's host.
-        in_step: Whether the next version is made of a push of each worker.
-        called: In the mode ``"sync"``, whether a worker has called all workers with this round. All workers get the
-            call with the same round.
-        restored: Number that grows whenever a server begins with a snapshot, because versions go back then.
+        lost: Number of this worker's pushes that a server had acknowledged, and then lost with its host.
+        in_step: Whether the next update combines one push of each worker.
+        called: In the mode ``"sync"``, whether any worker made its push of this round with ``call=True``. All workers
+            get the same value for a round.
+        restored: Number that grows whenever a server starts from a snapshot, because versions go back then.
     """
 
     versions: tuple[int, ...]
@@ -81,7 +81,7 @@ class Client:
         compression: Compression of pushes. Default: None, pushes are fp32.
         consistent: Whether a pull takes one version of all servers, see `consistency`.
         table: Number of the servers' table.
-        overlap: Whether gradients may be of weights before the last pull, see `ShardConnection`.
+        overlap: Whether gradients may be computed at weights older than the last pull, see `ShardConnection`.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Client:
         return [_floats(line.dial.incoming) for line in self._lines]
 
     def bring(self, field: str) -> None:
-        """Send the contents of `gradients` as a field of the optimizer's state, for `start`."""
+        """Send the contents of `gradients` as the optimizer state's field of this name, before `start`."""
         self._ask_with_all({"do": "bring", "field": field})
 
     def start(
@@ -132,17 +132,18 @@ class Client:
         anew: bool = False,
         warmup_steps: int | None = None,
     ) -> ServerAnswer:
-        """Join, and pull; servers without weights take those that are in `gradients`.
+        """Join the servers, and pull; servers that have no weights take the contents of `gradients` as their weights.
 
         Args:
             optimizer: Name of the optimizer, see `make_optimizer`. Default: ``"delta"``, pushes are added to the
                 weights.
             arguments: Arguments of the optimizer. Default: none.
-            fields: Names of the fields of the optimizer's state that `bring` has sent. Default: none, the state is new.
+            fields: Names of the optimizer state's fields that `bring` has sent. Default: none, the state is new.
             scalars: Scalars of the optimizer's state. Default: none.
             staleness: Policy that the servers' `WorkerRules` must have. Default: None, any policy.
-            anew: Whether servers that have weights replace them by these, and evict all other workers. Default: False.
-            warmup_steps: Number of warm-up steps of these weights. Default: None, the servers' own.
+            anew: Whether servers that have weights replace them by the contents of `gradients`, too, and evict all
+                other workers. Default: False.
+            warmup_steps: Number of warm-up steps, see `WorkerRules`. Default: None, that of the servers' rules.
 
         Raises:
             PeerLost: A server does not answer in time.
@@ -179,15 +180,15 @@ class Client:
         call: bool = False,
         bases: Sequence[int] | None = None,
     ) -> ServerAnswer:
-        """Push the contents of `gradients` once, whichever server dies, and pull.
+        """Push the contents of `gradients`, and pull; each server applies the push once, even if servers die meanwhile.
 
         Args:
             lr: Learning rate in place of the optimizer's own. Default: None, the optimizer's own.
             weight: Number of samples in the mean that is pushed, for the mode ``"sync"``. With 0 the push is empty, and
-                the residual stays here.
+                the residual of compression is not sent.
             pull: Whether to pull the weights, too.
             sync_point: Number of sync points that this worker has passed, see `rest`.
-            call: In the mode ``"sync"``, whether to call all workers with this round, see `ServerAnswer.called`.
+            call: In the mode ``"sync"``, whether to set `ServerAnswer.called` for all workers in this round.
             bases: Version of each server's weights at which the push was computed. Default: the versions of the last
                 pull.
 
@@ -221,16 +222,21 @@ class Client:
         return replace(pulled, **how, resent=answer.resent + pulled.resent)
 
     def begin_parts(self) -> None:
-        """Note that `gradients` are filled again, from the end to the beginning."""
+        """Note that no part of the next push has been sent yet.
+
+        The caller then fills `gradients` from the end to the beginning, and sends each part with `leave`.
+        """
         for line in self._lines:
             line.begin_part()
 
     def leave(self, parts: Sequence[tuple[int, int]]) -> None:
-        """Send a part of the next push ahead of it, to servers that share no memory. Does nothing with compression.
+        """Send a part of the next push early, to servers that share no memory with this worker.
+
+        Does nothing with compression.
 
         Args:
-            parts: Range of each server's `gradients`: the tail, the part before those that were sent, or a part that
-                has changed since it was sent.
+            parts: Start and end of the part in each server's `gradients`: the tail, the part directly before those that
+                were sent, or a part that has changed since it was sent.
         """
         itemsize = torch.float32.itemsize
         for line, (start, end) in zip(self._lines, parts, strict=True):
@@ -246,7 +252,7 @@ class Client:
         return tuple(self._ask_all({"do": "read", "field": field}))
 
     def rest(self, sync_point: int) -> None:
-        """Let no worker wait for this one until a push comes from beyond the sync point of this number."""
+        """Tell the servers that pushes up to this sync point do not wait for this worker; later pushes do again."""
         self._ask_all({"do": "rest", "sync_point": sync_point})
 
     def give_up(self) -> None:
@@ -263,7 +269,7 @@ class Client:
         """Close all connections; idempotent.
 
         Args:
-            leave: Whether to tell the servers first that no worker is to wait for this one.
+            leave: Whether to tell the servers first that no worker has to wait for this one any more. Default: True.
         """
         for line in self._lines:
             line.close(leave)
@@ -304,16 +310,18 @@ class Client:
 
 
 class ShardConnection:
-    """A worker's connection to one server, which may be several processes in turn.
+    """A worker's connection to one server, also when one process of the server replaces another.
 
-    Used by one thread at a time, except for `give_up`. A request without an answer is repeated.
+    Used by one thread at a time, except for `give_up`. When the server's process dies, the connection is made again,
+    and a request without an answer is repeated.
 
     Args:
         server: Number of the server, for messages.
         dial: Dial of the server; the connection closes it.
         hello: First message on each new channel: the ``worker``, and other facts that identify it.
         absent_s: Seconds after which a server that cannot be reached is lost.
-        overlap: Whether gradients may be of weights before the last pull. The server then keeps two places for pulls.
+        overlap: Whether gradients may be computed at weights older than the last pull. The server then has two places
+            for the weights that this worker has pulled.
     """
 
     def __init__(
@@ -367,14 +375,19 @@ class ShardConnection:
 
     @property
     def lost(self) -> int:
-        """Number of pushes that were answered, and lost since."""
+        """Number of pushes that the server had answered, and then lost with its memory."""
         return sum(end - start for start, end in self._missing)
 
     def begin_part(self) -> None:
         self._left = None
 
     def leave(self, at: int, size: int) -> None:
-        """Send a part of the next push ahead of it; if that fails, the part is sent with the push."""
+        """Send a part of the next push early; if that fails, the push itself sends the part.
+
+        Args:
+            at: First byte of the part.
+            size: Number of bytes of the part.
+        """
         channel = self._channel
         if channel is None or channel.shares_memory:
             return
@@ -463,7 +476,7 @@ class ShardConnection:
         return self._channel is not None
 
     def _go_back(self, reply: Mapping[str, Any]) -> None:
-        """Go back to the snapshot of a server that has lost its memory, and with it the pushes after that snapshot."""
+        """Note the pushes that a server has lost with its memory, because it has restored an earlier snapshot."""
         kept = reply["push"]
         known = [(start, min(end, kept)) for start, end in self._missing if start < kept]
         self._missing = [*known, (kept, max(kept, self.pushed))]
@@ -525,7 +538,7 @@ class PushResiduals:
         self.residual = torch.zeros(numel)
 
     def encode_(self, memory: Tensor) -> int:
-        """Encode `source` into the beginning of ``memory``, uint8; return the number of the message's bytes."""
+        """Encode `source` plus the residual into the beginning of ``memory``, uint8; return the number of bytes."""
         size = self.message_bytes
         self._compression.encode_(memory[:size], self.source, self.residual)
         return size
@@ -583,7 +596,10 @@ def forget(dial: Dial, workers: Sequence[str], timeout_s: float = 10.0) -> None:
 
 
 def tell_over(dial: Dial, timeout_s: float = 5.0) -> None:
-    """Tell a server that training is over, so that it ends when nobody is connected. An answer is not necessary."""
+    """Tell a server that training is over, so that it ends once no worker is connected.
+
+    Does not raise if the server does not answer. Closes ``dial``.
+    """
     # A server that does not hear this ends later, once the workers' processes are gone.
     with contextlib.suppress(PeerLost), contextlib.closing(dial):
         _tell(dial, {"do": "over"}, timeout_s)

@@ -7,9 +7,9 @@ answers with the number of the last push of each worker that it has applied. The
 cut. Then the worker pulls at the cut: a server applies waiting pushes that belong to the cut, sends the weights once
 all of these are applied, and ends the hold.
 
-A push that one server has applied is on its way to the others, unless its worker is gone. Then no more of the push will
-come, and servers count the parts that have come. A hold ends after a limit, or with the worker's connection; if the
-limit was too short, the worker asks again.
+If one server has applied its part of a push, the other servers' parts are on their way, and the pull waits for them. If
+the push's worker is gone, they never come: the pull does not wait for them, and contains the parts that were applied. A
+hold ends after a limit, or with the worker's connection; if the limit was too short, the worker asks again.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class WorkerRules:
             more than ``max_staleness`` pushes ahead of the slowest one waits.
         num_workers: Number of workers that must join before the first round of ``"sync"``. Default: 1.
         max_staleness: Number of pushes that a worker may be ahead in ``"ssp"``. Default: 3.
-        warmup_steps: Number of first versions that are made as in ``"sync"``, whatever the mode. Default: 0.
-        dead_after_s: Seconds after which a worker is evicted that is silent, or does not come back. Default: 60.
+        warmup_steps: Number of updates at the beginning that are made as in ``"sync"``, whatever the mode. Default: 0.
+        dead_after_s: Seconds after which servers evict a worker that sends no requests, or does not connect again.
+            Default: 60.
         staleness: Policy for late pushes, its short name, or ``"auto"``, see `algorithms.staleness`; not for
             ``"sync"``. Default: ``"none"``.
 
@@ -76,7 +77,7 @@ class WorkerRules:
             )
 
     def in_step(self, version: int, warmup_steps: int | None = None) -> bool:
-        """Return whether the next version is made of a push of each worker.
+        """Return whether the next update combines one push of each worker.
 
         Args:
             version: The present version.
@@ -109,7 +110,7 @@ def stated_staleness(staleness: str | StalenessPolicy | Mapping[str, Any] | None
 
 
 def live(workers: Workers, sync_point: int = 0) -> set[str]:
-    """Return the workers that others wait for at this number of passed sync points.
+    """Return the workers that a worker waits for when it has passed this number of sync points.
 
     >>> workers = {"a": {"live": True, "rests": -1}, "b": {"live": True, "rests": 2}}
     >>> live(workers, 2), sorted(live(workers, 3))
@@ -121,7 +122,9 @@ def live(workers: Workers, sync_point: int = 0) -> set[str]:
 def round_due(
     worker_rules: WorkerRules, version: int, workers: Workers, waiting: Collection[str], sync_point: int = 0
 ) -> bool:
-    """Return whether to apply the waiting pushes: all live workers have pushed, and enough workers have ever come.
+    """Return whether to apply the waiting pushes: all live workers have pushed.
+
+    Before the first update, `num_workers` workers must also have joined.
 
     >>> entry = {"live": True, "rests": -1}
     >>> two = WorkerRules(mode="sync", num_workers=2)
@@ -226,7 +229,7 @@ class ConsistentReads:
 
 
 def missing(cut: Cut, workers: Workers) -> bool:
-    """Return whether a push of the cut is not applied yet; pushes of forgotten workers do not count.
+    """Return whether some push of the cut has not been applied yet; pushes of forgotten workers do not count.
 
     >>> workers = {"a": {"client": "3f", "push": 4}}
     >>> missing({("a", "3f"): 5}, workers), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, workers)
@@ -239,7 +242,7 @@ def missing(cut: Cut, workers: Workers) -> bool:
 def pull(
     ask: Callable[[Mapping[str, Any]], list[dict[str, Any]]], field: str | None, timeout_s: float, worker: str
 ) -> list[dict[str, Any]]:
-    """Pull all servers' weights at one cut.
+    """Pull weights that contain the same pushes on all servers.
 
     Args:
         ask: Sends a request to all servers, and returns their replies.
@@ -251,7 +254,7 @@ def pull(
         The reply of each server.
 
     Raises:
-        ChannelTimeout: Only some servers have a push, and its worker is not known to be gone.
+        ChannelTimeout: Some servers have a push that others have not received in time, though its worker may be alive.
     """
     limit_s = _HOLD_S
     until = time.monotonic() + timeout_s

@@ -1,10 +1,10 @@
 """Discovery: workers and servers that are ranks find each other, and servers know which workers are there.
 
     the first worker                          each server, from start to end
-    call: training 3 wants servers  ------->  starts its own
+    call: training 3 wants servers  ------->  starts a server process
                                     <-------  answer: training 3, addresses of server 0
     all workers connect, and train
-    call: training 3 is over        ------->  ends them, once no worker is connected any more
+    call: training 3 is over        ------->  ends the process, once no worker is connected
     (the workers' processes end)              receives no worker's heartbeat any more: ends
 
 `JobBoard` holds these notes in the store, `DedicatedServer` follows them on a rank that serves, and `Attendance` finds
@@ -108,7 +108,8 @@ class JobBoard:
 class DedicatedServer:
     """A rank that serves: it starts one server for each training of the workers, and ends it afterwards.
 
-    The servers are processes beside the rank, and outlive it. If the rank is started again, workers continue with them.
+    The servers are separate processes, which outlive the rank's process. If the rank is started again, workers continue
+    with the same servers.
 
     Args:
         board: Notes of the job.
@@ -133,7 +134,7 @@ class DedicatedServer:
         return self._run is not None
 
     def follow(self) -> None:
-        """Follow the last call; raise AsyncTrainingError if the system does not let a server start."""
+        """Start or end servers as the workers' last call says; raise AsyncTrainingError if one cannot be started."""
         call = self._board.called()
         # Nothing has changed: there is no call, an unknown training is over, or this one is being served.
         if not call or (call["over"] and call["run"] != self._run) or (not call["over"] and call["run"] == self._run):
@@ -148,10 +149,10 @@ class DedicatedServer:
             self._restart(descriptor)
 
     def drain(self, is_enough: Callable[[], bool], woken: int) -> None:
-        """Serve until no worker is connected; start no server again.
+        """Tell the servers to end once no worker is connected, and wait for that; no server is started again.
 
         Args:
-            is_enough: Returns whether to stop earlier.
+            is_enough: Returns whether to stop waiting early.
             woken: Descriptor that ends a wait when it becomes readable.
         """
         # Copies, because `_let_go` closes the originals.
@@ -174,7 +175,7 @@ class DedicatedServer:
         self._let_go(lambda server: server.close(_DRAIN_S))
 
     def fail(self, why: str) -> None:
-        """Give up, for a reason that workers get once they cannot use its servers any more."""
+        """Write the reason of a failure for the workers, and let the servers end once no worker is connected."""
         if self._run is not None:
             self._board.answer(self._run, self.number, {"error": why})
         self._let_go(lambda server: server.leave())
@@ -204,8 +205,8 @@ class DedicatedServer:
         """Start a server and return its address.
 
         Args:
-            before: Address of a server that is gone. The new server has its newest snapshot, or tells workers that the
-                weights are lost. None: this is the first server.
+            before: Address of a server that is gone, which the new server takes over, with its newest snapshot. Without
+                a snapshot, workers learn that the weights are lost. None: there was no server before.
         """
         server = self._how.begin(self.number) if before is None else self._how.again(self.number, before)
         self._own[os.pidfd_open(server.supervisor)] = server
@@ -223,7 +224,7 @@ class Attendance:
 
     Args:
         beats: Heartbeats of workers and servers.
-        num_workers: Number of workers that are to come.
+        num_workers: Number of workers that are expected.
         dead_after_s: Seconds of silence after which a worker is dead.
         now: Clock, in seconds. Default: `time.monotonic`.
     """
@@ -250,7 +251,7 @@ class Attendance:
         return len(self._seen_at)
 
     def over(self) -> bool:
-        """Return whether all workers have come and ended since, or all that have come are silent."""
+        """Return whether all expected workers have come and ended, or all that have come are silent for too long."""
         now = self._now()
         left = {name for name in self._beats.left() if name.startswith(_WORKER)}
         self._seen_at |= {name: self._seen_at.get(name, now) for name in left}
@@ -266,7 +267,7 @@ class Attendance:
 
 
 class WorkerVersion(NamedTuple):
-    """A worker's part of headers, compared in the order of the fields.
+    """The version of a worker's weights, as its headers report it; fields are compared in their order.
 
     Args:
         restored: `ServerAnswer.restored` of the worker's weights. Default: 0.

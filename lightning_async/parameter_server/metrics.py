@@ -19,11 +19,12 @@ class PushTotals:
         pushes: Number of pushes.
         pulls: Number of pulls.
         version: Number of optimizer steps in the weights that were pulled last.
-        earlier: Number of these steps that are older than the servers' weights.
+        earlier: Number of these steps that were taken before the servers last began with this worker's weights, see
+            `begin`.
         lag: Lag of the last push.
         lag_sum: Sum of the lags of all pushes that were not empty.
         timed_pushes: Number of pushes that were not empty.
-        sent_bytes: Bytes of pushes, as they travel.
+        sent_bytes: Bytes of pushes, after compression.
         pulled_bytes: Bytes of pulled weights.
         asked_s: Seconds that requests took.
         waited_s: Seconds for which the training thread has waited for requests.
@@ -56,12 +57,12 @@ class PushTotals:
             self.asked_s += time.monotonic() - began
 
     def begin(self) -> None:
-        """Count versions from here: servers have begun with this worker's weights."""
+        """Note that servers have begun with this worker's weights, so that their versions count from 0 again."""
         # Servers count from zero again, while this worker's total continues.
         self.earlier = self.version
 
     def pulled(self, version: int) -> None:
-        """Count a pull of weights with this number of steps since servers have begun."""
+        """Count a pull of weights; ``version`` is the servers' number of steps since `begin`."""
         self.pulls += 1
         self.version = self.earlier + version
 
@@ -71,7 +72,7 @@ class PushTotals:
         self.pulled_bytes += pulled
 
     def late(self, lag: int) -> None:
-        """Count a push, applied this number of updates after the weights at which it was computed."""
+        """Count a push that was not empty, and its lag: updates since the weights at which it was computed."""
         self.lag = lag
         self.lag_sum += lag
         self.timed_pushes += 1
@@ -112,13 +113,14 @@ class WorkerSteps:
 
     .. math:: p = p_0 + w + \frac{K\, (v - w)}{N}
 
-    with the version :math:`v`, of which the first :math:`w` are made of a push of each worker, :math:`K` pushes in each
-    of the others, and :math:`N` workers, counted when a version comes.
+    where :math:`p_0` is the mean when training begins, and :math:`v` is the version. Each of the first :math:`w`
+    versions combines one push of each worker, and each later version combines :math:`K` pushes. :math:`N` is the number
+    of workers when a version is pulled.
 
     Args:
         steps: Number of steps of each worker when training begins.
-        in_step: Number of versions :math:`w` that are made of a push of each worker.
-        pushes: Number of pushes :math:`K` in each of the other versions.
+        in_step: Number of first versions :math:`w`, each of which combines one push of each worker.
+        pushes: Number of pushes :math:`K` in each later version.
 
     >>> progress = WorkerSteps([10, 14], in_step=2)
     >>> progress.see(2, num_workers=2), progress.see(7, num_workers=2), progress.see(9, num_workers=1)
@@ -132,7 +134,7 @@ class WorkerSteps:
         self._version = 0
 
     def begin(self, version: int) -> None:
-        """Note that servers have weights of this version, before the first step."""
+        """Note the version of the servers' weights before the first step."""
         self._version = version
 
     def see(self, version: int, num_workers: int) -> int:
@@ -146,7 +148,7 @@ class WorkerSteps:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The mean number of steps at first, and now."""
+        """The mean number of steps when training began, and now."""
         return int(self.first), int(self._mean)
 
     def plain(self) -> dict[str, Any]:

@@ -48,7 +48,7 @@ class ServerRates(NamedTuple):
     scale: float = 1.0
 
     def of(self, own: float) -> float:
-        """Return the learning rate of the step for an optimizer whose ``own`` rate is this."""
+        """Return the learning rate of the step; without `lr`, it is computed from the optimizer's ``own`` rate."""
         return (own if self.lr is None else self.lr) * self.factor
 
 
@@ -59,7 +59,8 @@ class ShardSpan(NamedTuple):
         old: Arrays before the step; only read.
         new: Arrays after the step; overwritten completely.
         gradient: Gradient in fp32, bf16 or fp16.
-        reply: Memory for the weights that workers pull, new or predicted ones; overwritten. None: no reply is wanted.
+        reply: Memory that the step fills with the weights that workers pull next, new or predicted ones. None: the
+            weights are not wanted.
         whole: Number of elements of the whole shard.
     """
 
@@ -128,8 +129,8 @@ class DanaStep(ServerOptimizer):
     """SGD with a momentum for each worker, by `ops.server_dana_`; see `algorithms.staleness.Dana`.
 
     The field ``momentum_buffer`` is the sum of all workers' momenta, and workers pull the field ``ahead``. For a step
-    of one worker, the banks also hold that worker's ``momentum``. The momentum of a step that workers take together
-    belongs to no worker, and the first step of a single worker drops it.
+    with one worker's push, the banks also hold that worker's ``momentum``. A step with all workers' pushes together
+    changes no worker's momentum; the next step with one worker's push then starts ``momentum_buffer`` from zero.
 
     Args:
         lr: Learning rate, as in torch's SGD.
@@ -277,7 +278,7 @@ def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
 
 
 def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
-    """Return the scalars of an optimizer that begins with this state; with fields, it has taken a step."""
+    """Return the scalars of an optimizer that begins with this state; a state with fields counts as a step taken."""
     return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
 
 

@@ -130,7 +130,7 @@ class ServerProcess:
         """End the server, and free its memory; idempotent.
 
         Args:
-            drain_s: Seconds for which other workers may still be connected.
+            drain_s: Longest wait until no worker is connected, in seconds. Default: 0.
             snapshot_s: Seconds for a last snapshot, if the server takes snapshots.
 
         Returns:
@@ -155,10 +155,10 @@ class ServerProcess:
         return int(status != 0)
 
     def leave(self, within_s: float = 1.0) -> None:
-        """Leave the server to other processes: it ends when no worker is connected.
+        """Stop managing the server, which then ends by itself once no worker is connected.
 
         Args:
-            within_s: Longest wait for that end, in seconds.
+            within_s: Longest wait for the server's end, in seconds. Default: 1.
         """
         if (process := self._process) is None:
             return
@@ -236,7 +236,7 @@ class ServerStart(NamedTuple):
 class Guard:
     """A thread that replaces each server of this rank whose supervisor is killed.
 
-    The guard does not replace a server that has ended by itself.
+    The guard does not replace a server whose supervisor has exited without being killed.
 
     Args:
         start: Settings with which servers are started.

@@ -271,7 +271,7 @@ class Server:
         return self._cuts.allow(pushes, self._store.known, self._sessions.channels)
 
     def _until(self, worker: str, channel: PeerChannel, there: Callable[[], bool]) -> None:
-        """Wait until ``there`` returns True, and forget workers that are late meanwhile."""
+        """Wait until ``there`` returns True; meanwhile forget workers that stay away, and apply complete rounds."""
         while not there():
             # The wait releases the lock, so the worker may have a newer connection, or none, afterwards.
             self._changed.wait(_HELD_S)
@@ -280,7 +280,7 @@ class Server:
                 self._changed.notify_all()
 
     def _wait(self, worker: str, channel: PeerChannel, number: int, sync_point: int) -> None:
-        """Wait until no other worker is too far behind this one, or evict those that stay too far behind."""
+        """Wait until the rules let this worker continue after its push; evict workers that keep it waiting too long."""
         since = time.monotonic()
         limit_s = self._worker_rules.dead_after_s
         while True:
@@ -339,9 +339,9 @@ class WorkerSessions:
     that leaves, is silent for too long, or does not come back. It then frees the worker's memory, and refuses the
     worker's life.
 
-    Two clocks measure these times by the work of others, and each advances little while nobody works. Silence is
-    measured by a clock that advances while other workers push, so that a pause of all workers, such as a validation,
-    counts as silence of nobody. Absence is measured by a clock that advances while other workers send requests.
+    Two clocks measure these times. Both advance little while no worker is active, so that a pause of all workers, such
+    as a validation, evicts nobody. The clock of silence advances when workers push; the clock of absence advances when
+    workers send requests.
     """
 
     def __init__(self, store: Store, worker_rules: WorkerRules, now: Callable[[], float] = time.monotonic) -> None:
@@ -411,7 +411,7 @@ class WorkerSessions:
             self._active_at[worker] = self._clock if served else math.inf
 
     def pushed(self, sync_point: int = 0) -> set[str]:
-        """Note a push from beyond this sync point; return the live workers that have been silent for too long."""
+        """Note a push whose worker has passed this many sync points; return live workers silent for too long."""
         now = self._now()
         # The minimum keeps a common pause of all workers from counting as silence.
         self._clock += min(now - self._pushed_at, _IDLE * self._worker_rules.dead_after_s)
@@ -440,9 +440,9 @@ class WorkerSessions:
         self._store.remember(workers)
 
     def rest(self, worker: str, sync_point: int) -> None:
-        """Let no worker wait for this one until a push comes from beyond that sync point.
+        """Let pushes up to this sync point not wait for the worker; later pushes wait for it again.
 
-        When all workers rest at the sync point, they have the same weights, so the method makes their clocks equal.
+        Once all workers rest at the sync point, they have the same weights, and get the same clock.
         """
         workers = self._store.workers
         workers[worker]["rests"] = sync_point
@@ -490,13 +490,13 @@ class TableInitialization:
             raise RequestError("settings", f"worker {worker!r} comes with plan {fingerprint}, the server has {mine}.")
 
     def bring(self, field: str, memory: Tensor) -> None:
-        """Keep a field of the optimizer's state for `begin`."""
+        """Keep a copy of ``memory`` for `begin`, as the optimizer state's field of this name."""
         self._brought[field] = memory.view(torch.float32).clone()
 
     def begin(self, header: Mapping[str, Any], memory: Tensor) -> None:
-        """Take the worker's weights, or keep those that are there; raise RequestError if settings differ.
+        """Initialize the store with the worker's weights, unless it has weights; raise RequestError if settings differ.
 
-        The server takes the weights if it has none, or if the header says ``anew``.
+        If the header says ``anew``, weights that the store has are replaced.
         """
         # Taken even if the server has weights already, to free the memory.
         state = {name: self._brought.pop(name, None) for name in header["fields"]}
@@ -562,7 +562,7 @@ class RequestTransfer:
         """Apply a push to the store.
 
         Returns:
-            The version that lies in the channel for the worker now, or None if the channel was not filled.
+            The version of the weights that were written to the channel for the worker; None if none were written.
         """
         if gradient.compression is not None and self._decoded.numel() != gradient.numel:
             self._decoded = torch.empty(gradient.numel)
@@ -574,13 +574,13 @@ class RequestTransfer:
         return self._store.version if there else None
 
     def give(self, worker: str, channel: PeerChannel, header: Mapping[str, Any], there: bool = False) -> int:
-        """Put weights, or a field, into the channel for the worker.
+        """Write weights, or a field, to the channel for the worker, unless they are there already.
 
         Args:
             worker: Name of the worker.
             channel: Connection to the worker.
             header: The request, with the ``field`` that it asks for.
-            there: Whether the channel holds the weights already.
+            there: Whether `apply` has written the weights to the channel already. Default: False.
 
         Returns:
             The number of bytes for the worker.

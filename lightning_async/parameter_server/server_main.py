@@ -46,8 +46,10 @@ def main(life: int, handed: list[int], settings: dict[str, Any]) -> None:
     """Serve, with the memory as an earlier server process has left it.
 
     Args:
-        life: Pipe to the supervisor: a byte is an order, see `supervisor`, and at its end this process ends.
-        handed: Descriptors of the memories, `TABLES` in number, and then of the sockets that workers dial.
+        life: Pipe from the supervisor. Each byte is an order, see `supervisor`; when the supervisor is gone, the pipe
+            is closed, and this process ends.
+        handed: Descriptors: first of the tables' memories, `TABLES` in number, then of the sockets to which workers
+            connect.
         settings: Settings of `ServerProcess`, the server's ``address``, and whether its starter is gone (``orphaned``).
     """
     # Workers use the cores, too: torch's own threads would wait for each other at every operation.
@@ -98,7 +100,10 @@ def _end(server: ServerTables) -> None:
 
 
 class _Calls:
-    """The callers of one listening socket, each answered on a thread of its own; strangers do no harm.
+    """The callers of one listening socket, each answered on a thread of its own.
+
+    The number and the time of connections without a first message are limited, so that strangers do not exhaust
+    threads.
 
     Args:
         server: Tables of the server that answers.
@@ -213,7 +218,7 @@ class ServerTables:
         server.serve(channel, (header, size))
 
     def take_last(self) -> None:
-        """Take a last snapshot of each table, if the server takes snapshots; nothing is applied after it."""
+        """Take a last snapshot of each table, if the server takes snapshots; no push is applied afterwards."""
         for server in self._all:
             if server.snapshots is not None:
                 server.snapshots.take(last=True)

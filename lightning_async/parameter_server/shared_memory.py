@@ -42,7 +42,7 @@ class SharedArrays:
         numel: Number of elements of each array.
         shared: Names of arrays that all workers share, each in two places, see `banks`.
         own: Names of arrays of each worker, each in two places.
-        kept: Names of arrays of each worker, each in one place.
+        kept: Names of arrays of each worker, each in one place and, if `spare` is used, in a second one.
         threads: Number of threads that work on large arrays.
 
     Raises:
@@ -86,7 +86,7 @@ class SharedArrays:
         return self._slots[number]
 
     def spare(self, number: int) -> Arrays:
-        """Return the second place of the arrays that have one place in `slot`.
+        """Return a second copy of each array of ``kept``, of which `slot` returns the first.
 
         Args:
             number: Number of the worker's slot.
@@ -144,7 +144,7 @@ class SharedArrays:
 
 
 def piece_of(array: Tensor, here: slice) -> Tensor:
-    """Return a piece of an array for `SharedArrays.share_out`; if there is only one piece, the array itself."""
+    """Return the piece that `SharedArrays.share_out` names; if there is only one piece, the array itself."""
     return array if here is WHOLE else array[here]
 
 
@@ -199,10 +199,10 @@ class Journal:
 
 
 class _Texts:
-    """An encoder of records in JSON that does not encode entries again which are the same object as before.
+    """An encoder of records as JSON that reuses the text of each entry that is the same object as in the last record.
 
-    The same holds for the entries of a mapping of mappings, such as the workers' entries. Records must never be changed
-    in place.
+    In a mapping of mappings, such as the workers' entries, it reuses the text of each inner mapping. Records must never
+    be changed in place.
     """
 
     def __init__(self) -> None:

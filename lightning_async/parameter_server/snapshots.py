@@ -63,7 +63,10 @@ class Snapshots:
 
     @property
     def version(self) -> int:
-        """The version that the folder holds in full, with all earlier ones; -1 if none. Used under the lock."""
+        """The newest version whose pushes are all in the folder's newest snapshot; -1 if there is none.
+
+        Used under the lock. A push that waits in a buffer changes no version, so that a snapshot may lack it.
+        """
         if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
             return -1
         version = self._taken["version"]
@@ -80,7 +83,7 @@ class Snapshots:
         return all(entry["push"] <= before.get((name, entry["life"]), 0) for name, entry in now["workers"].items())
 
     def begin(self) -> None:
-        """Take snapshots in intervals, on a thread."""
+        """Start a thread that takes a snapshot every ``every_s`` seconds, if that is finite."""
         if self._every_s < math.inf:
             threading.Thread(target=self._now_and_then, name="lightning_async snapshots", daemon=True).start()
 
@@ -88,7 +91,8 @@ class Snapshots:
         """Write the present version; workers wait while it is copied.
 
         Args:
-            last: Whether to keep the lock, so that nothing is applied afterwards.
+            last: Whether to keep the lock until the process ends, so that no push is applied afterwards. Default:
+                False.
 
         Raises:
             OSError: The snapshot cannot be written.

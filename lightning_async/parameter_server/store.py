@@ -117,7 +117,7 @@ class Store:
 
     @property
     def incarnation(self) -> str:
-        """An id that changes when versions do not continue earlier ones, as in a store that was restored."""
+        """An id that changes when versions start again, with new weights, or go back, with a restored snapshot."""
         return self.record["incarnation"]
 
     @property
@@ -131,7 +131,7 @@ class Store:
 
     @property
     def workers(self) -> dict[str, dict[str, Any]]:
-        """A copy of the workers' entries in the record, to be changed and given to `remember`."""
+        """A copy of the workers' entries in the record, to be changed and passed to `remember`."""
         return {name: dict(entry) for name, entry in self.known.items()}
 
     @property
@@ -210,10 +210,10 @@ class Store:
             worker: Name of the worker.
             number: Number of the push.
             gradient: The gradient, flat, in fp32, bf16 or fp16.
-            lag: Number of updates since the worker has pulled.
+            lag: Number of updates since the weights at which the gradient was computed.
             lr: Learning rate in place of the optimizer's own. Default: None.
-            reply: Memory of the shard's size. It is filled as by `pull` if that costs nothing. Default: None.
-            spare: Whether the gradient was computed at weights in the worker's spare place.
+            reply: Memory of the shard's size. It is filled as by `pull` if the update itself can do so. Default: None.
+            spare: Whether the gradient was computed at the weights in the worker's spare place, see `ShardArrays`.
 
         Raises:
             OSError: There is no memory for the worker's own arrays.
@@ -245,7 +245,7 @@ class Store:
         return weight is not None and reply is not None
 
     def apply(self, gradient: Tensor, pushes: Mapping[str, int], lr: float | None = None, called: bool = False) -> int:
-        """Apply a gradient that several workers have made together; return the new version.
+        """Apply the mean gradient of several workers' pushes; return the version afterwards.
 
         A gradient that is not finite changes nothing, but its pushes are counted.
 
@@ -253,7 +253,7 @@ class Store:
             gradient: The gradient, see `push`.
             pushes: Number of each worker's push.
             lr: Learning rate in place of the optimizer's own. Default: None.
-            called: Whether one of the workers has called all workers.
+            called: Whether one of the workers has pushed with ``call=True``, see `Client.push`.
         """
         updates = self._updates()
         changes = dict[str, Any]()
@@ -275,8 +275,10 @@ class Store:
         Args:
             worker: Name of the worker.
             target: Memory of the shard's size.
-            spare: Whether to keep the worker's copy of these weights, if any, in its spare place.
-            plain: Whether to copy the weights themselves, even if workers compute gradients ahead of them.
+            spare: Whether a copy that the policy needs of these weights goes to the worker's spare place. Default:
+                False.
+            plain: Whether to copy the weights themselves, even if workers compute gradients at predicted ones. Default:
+                False.
         """
         kept = self._held.own(worker, spare)[0].get(PULLED)
         seen = self.params if plain else self._held.visible
@@ -346,10 +348,10 @@ class Store:
 class ShardArrays:
     """The record and the arrays of one server.
 
-    Each array that updates change has two places, and the record says which of them is valid. A copy of the weights
-    that a worker has pulled has one place: the server writes it before it answers, and a worker without an answer asks
-    again before it pushes. A worker that pulls while it computes a gradient at earlier weights has two places, and
-    names one in each request.
+    Each array that updates change has two places, and the record says which of them is valid. The copy of the
+    weights that a worker has pulled has one place, because it can be written again: the server writes it before it
+    answers the pull, and a worker without an answer repeats the pull before it pushes. A worker that pulls while it
+    computes a gradient at earlier weights has a second, spare place, and says in each request which place it means.
     """
 
     def __init__(self, descriptor: int, threads: int) -> None:
@@ -380,7 +382,7 @@ class ShardArrays:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """All arrays of the shard's size, by name; each name of an array of a worker contains the worker's slot."""
+        """All arrays of the shard's size, by name; the name of a worker's own array contains the worker's slot."""
         parts = dict(self.before().old)
         for slot, bank in slots_of(self.record).items():
             parts |= {f"{name} {slot}": array for name, array in self.shard.slot(slot)[bank].items()}
@@ -421,11 +423,11 @@ class ShardArrays:
         self.record = record
 
     def before(self, own: tuple[Arrays, Arrays] = ({}, {}), bank: int = 0) -> StateBeforePush:
-        """Return the state that an update finds.
+        """Return the state from which an update starts.
 
         Args:
-            own: Arrays of the worker, see `own`.
-            bank: The valid one of the two. Default: 0.
+            own: Both banks of the worker's own arrays, as the method `own` returns them. Default: none.
+            bank: Index of the valid bank of ``own``. Default: 0.
         """
         # The banks hold the optimizer's fields from the first step on; an optimizer of torch makes its own there.
         banks = self.shard.banks
@@ -445,7 +447,7 @@ class ShardArrays:
 
         Args:
             worker: Name of the worker.
-            spare: Whether to return the second place of the pulled weights in place of the first one.
+            spare: Whether to return the spare place of the pulled weights, and not the first one. Default: False.
 
         Raises:
             OSError: There is no memory.
@@ -531,7 +533,7 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def restored(snapshot: Record) -> dict[str, Any]:
-    """Return the entries in which a restored store's record differs from its snapshot; ``restored`` grows each time."""
+    """Return the record's entries that change when this snapshot is restored; ``restored`` grows each time."""
     # The clock makes the number grow even if the same snapshot is restored twice.
     when = max(snapshot.get("restored", 0) + 1, int(time.time()))
     return {"incarnation": secrets.token_hex(8), "lives": snapshot["lives"] + LOST_LIVES, "restored": when}
@@ -568,7 +570,7 @@ def slots_of(record: Record) -> dict[int, int]:
 
 
 def check_room(record: Record, names: Mapping[str, Any]) -> None:
-    """Raise ValueError if these workers might not fit into the journal."""
+    """Raise ValueError if the journal may have no room for the entries of these workers."""
     rest = len(json.dumps({**record, "workers": {}}))
     if len(json.dumps([*names])) + _WORKER_BYTES * len(names) + rest + _GROWTH_BYTES > ROOM:
         raise ValueError(f"a server remembers {len(names) - 1} workers, and has no room for one more.")

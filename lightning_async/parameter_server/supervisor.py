@@ -1,6 +1,6 @@
 """The process above a server: it starts the server again, and holds open all that the next server needs.
 
-    starter ---- a socket: orders, or its end ----> supervisor ---- a pipe: orders, or its end ----> server
+    starter ---- a socket: orders, or closing ----> supervisor ---- a pipe: orders, or closing ----> server
                                                     memory, listening sockets: open in both
 
 The supervisor imports no torch and uses little memory, so that little can kill it. The server's memory is an anonymous
@@ -42,8 +42,9 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
     """Keep a server running, until an order to stop, or until the server ends by itself.
 
     Args:
-        control: Descriptor of a connected socket. A byte is an order; at its end, the server ends once no worker is
-            connected.
+        control: Descriptor of a socket that is connected to the starter. Each byte is an order: `STOP`, `END` or
+            `DRAIN`. When the starter closes the socket, or ends, the server ends once no worker has been connected for
+            a while.
         handed: Descriptors for the server, see `server_main.main`.
         settings: Settings of the server, see `server_main.main`.
     """
@@ -74,7 +75,7 @@ def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
 
 
 def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, orphaned: bool) -> tuple[str, bool]:
-    """Wait until the server has ended.
+    """Pass orders on to the server until it has ended.
 
     Args:
         server: The server's process.
@@ -83,7 +84,8 @@ def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, or
         orphaned: Whether the starter is gone already.
 
     Returns:
-        The order that has ended the server (empty if none), and whether the starter is gone.
+        ``"ended"`` or ``"killed"`` after the order `END` or `STOP`, otherwise an empty text; and whether the starter is
+        gone.
     """
     death = os.pidfd_open(server.pid)
     stop = ""

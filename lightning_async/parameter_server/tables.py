@@ -77,7 +77,7 @@ class ParameterGroups:
         return any(self.workers[table].pulled for table in self._asked)
 
     def take_(self) -> None:
-        """Write the pulled weights to the parameters of the tables that were asked last."""
+        """Write the pulled weights to the parameters of the tables of the last request."""
         for table in self._asked:
             if self.workers[table].pulled:
                 self.workers[table].take_()
@@ -87,7 +87,7 @@ class ParameterGroups:
 
     @contextmanager
     def backward(self, send: Send | None) -> Iterator[None]:
-        """Run a backward pass that sends gradients, see `StreamingPush`; without ``send`` they go after the pass."""
+        """Send gradients during the block's backward pass, see `StreamingPush`; without ``send``, only after it."""
         for worker in self.workers:
             worker.begin_gradients()
             if send is not None:
@@ -169,7 +169,7 @@ class ParameterGroups:
             fill_state(optimizer, self.workers[table])
 
     def _count(self, answers: Sequence[ServerAnswer], filled: bool) -> None:
-        """Add the answers of all tables that were asked to the totals."""
+        """Add the answers to the last request to the totals; ``filled`` says whether its pushes had contents."""
         self.called = any(answer.called for answer in answers)
         for table in self._asked:
             pushed, pulled = self.workers[table].traffic
@@ -204,7 +204,9 @@ class ParameterGroup(NamedTuple):
 
 
 def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGroup]:
-    """Return names and arguments by which servers can make the same optimizers; learning rates come with every push.
+    """Return the name and arguments with which servers make the optimizer of each parameter group.
+
+    Learning rates are sent with every push.
 
     Args:
         owner: Name of the strategy, for messages.
@@ -231,7 +233,7 @@ def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGrou
 def described_again(
     owner: str, optimizers: Sequence[Optimizer], before: Sequence[ParameterGroup]
 ) -> list[ParameterGroup]:
-    """Describe optimizers again after they have loaded a checkpoint; the first learning rates stay."""
+    """Describe optimizers that have loaded a checkpoint, but with the learning rates of ``before``."""
     found = described(owner, optimizers)
     rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
     return [now._replace(arguments={**now.arguments, **rate}) for now, rate in zip(found, rates, strict=True)]

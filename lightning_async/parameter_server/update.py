@@ -4,7 +4,7 @@
     weigh      the policy gives the push a weight, or drops it
     correct    the policy changes the gradient, in a copy of each piece
     gather     add the push to a buffer, until it holds as many pushes as the policy wants
-    step       fill one bank from the other; then the weights that workers pull, where they differ
+    step       fill one bank from the other; then predict the weights that workers pull, if the policy does
 
 `ShardUpdates` does all of them, on a shard's pieces.
 """
@@ -135,14 +135,15 @@ class ShardUpdates:
         late: bool = True,
         reply: Tensor | None = None,
     ) -> tuple[Scalars, Means]:
-        """Fill the new bank; return the optimizer's scalars, and the means.
+        """Fill the new bank with the result of a step; return the optimizer's new scalars, and the new means.
 
         Args:
             before: State before the push.
             gradient: Gradient in fp32, bf16 or fp16.
             weight: Weight of the push, see `weigh`.
             lr: Learning rate in place of the optimizer's own, or None.
-            late: Whether the policy applies. It does not for a gradient that several workers have made together.
+            late: Whether the gradient is one worker's push, to which the policy applies. False: it is the mean of
+                several workers' pushes. Default: True.
             reply: Memory to fill with the weights that workers pull. Default: None.
         """
         policy = self.policy
@@ -206,12 +207,12 @@ def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[
 
 
 def own_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Return the names of the arrays of each worker that updates change."""
+    """Return the names of each worker's own arrays that are changed by updates."""
     return (MOMENTUM,) if policy.momentum_by_worker else ()
 
 
 def kept_arrays(policy: StalenessPolicy) -> tuple[str, ...]:
-    """Return the names of the arrays of each worker that hold its last pull."""
+    """Return the names of each worker's own arrays that hold the weights of its last pull."""
     return (PULLED,) if policy.adjusts or "moved" in policy.measures else ()
 
 

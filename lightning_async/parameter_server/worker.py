@@ -85,7 +85,7 @@ class Worker:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Bytes of one push, as it travels, and of one pull, summed over all servers."""
+        """Bytes of one push, after compression, and of one pull, each summed over all servers."""
         feedback = self.client.feedback
         pushed = [each.message_bytes for each in feedback] or [each.nbytes for each in self.client.gradients]
         return sum(pushed), sum(each.nbytes for each in self.client.weights)
@@ -126,13 +126,13 @@ class Worker:
         """Return the names of parameters that other code has written to, see `ExternalWrites.since`.
 
         Args:
-            coming: Whether newer weights are on their way, so that values cannot be compared.
+            coming: Whether newer weights are being pulled now, so that values cannot be compared with pulled ones.
             every: Whether to compare the values of all parameters.
         """
         return self._written.since(None if coming else self._incoming, every)
 
     def push(self, **how: Any) -> ServerAnswer:
-        """Push, see `Client.push`, and note what the servers answer."""
+        """Push, see `Client.push`, and keep the versions that the servers answer with."""
         answer = self.client.push(**how, bases=self._bases)
         # A push without a pull leaves the memory of pulled weights as it is.
         self.pulled = how.get("pull", True)
@@ -162,8 +162,8 @@ class Worker:
     def take_(self) -> None:
         """Write the pulled weights to the parameters.
 
-        Afterwards the base of `fill_change` equals the parameters: half precision may hold less than the servers'
-        weights.
+        Afterwards `fill_change` counts changes from the parameters' own values, so that rounding to half precision is
+        not pushed as a change.
         """
         self._written.begin()
         self._taken = self.versions
@@ -193,7 +193,7 @@ class Worker:
         return dict(zip(self.plan.names, whole, strict=bool(feedback)))
 
     def load_residual(self, carried_residual: Mapping[str, Tensor]) -> None:
-        """Put this residual into the next push, for parameters that are here with the same shape."""
+        """Load a residual of compression for the next push; skip parameters whose name or shape this worker lacks."""
         if not (feedback := self.client.feedback):
             return
         shards = [each.residual for each in feedback]
@@ -212,7 +212,7 @@ class Worker:
         return self._known_parts("weights", self.client.weights)
 
     def _known_parts(self, what: str, shards: Sequence[Tensor]) -> list[Parts]:
-        """Return the parts of shards, computed again only if a new connection has moved the shards' memory."""
+        """Return each parameter's parts in the shards, cached under ``what`` until the shards' memory moves."""
         at = [shard.data_ptr() for shard in shards]
         if self._laid_out.get(what, ([], []))[0] != at:
             self._laid_out[what] = at, self._parts(shards)
@@ -271,14 +271,14 @@ def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) 
 class StreamingPush:
     """A push that sends gradients during the backward pass, on the training thread.
 
-    On GPUs nothing is sent during the pass. Nor is it any more once most gradients have changed after they were sent,
-    as clipping changes them.
+    Nothing is sent during the pass if parameters are on a GPU, or if in an earlier pass more than half of the elements
+    changed after they were sent, for example by clipping.
 
     Args:
         params: Parameters of the model, in the plan's order.
         plan: Partition of the parameters among servers.
         client: Client of the servers.
-        put: Puts the gradients of the parameters with these numbers into the client's memory.
+        put: Copies the gradients of the parameters with these numbers into the client's memory for the next push.
     """
 
     def __init__(
@@ -352,7 +352,7 @@ class StreamingPush:
 
 
 class ExternalWrites:
-    """Writes to parameters since weights were pulled by other code than the optimizer, such as a callback.
+    """Writes to parameters by code other than the optimizer, such as a callback, since the last pull or push.
 
     Args:
         names: Names of the parameters.
@@ -380,7 +380,8 @@ class ExternalWrites:
         """Return the names of parameters that other code has written to, even if a pull has overwritten the value.
 
         Args:
-            pulled: Pieces of each parameter that were pulled, to compare values. None: newer weights are on their way.
+            pulled: For each parameter, the pieces of the pulled weights, with which values are compared. None: newer
+                weights are being pulled now, and values are not compared.
             every: Whether to compare all parameters, and not only those whose version in autograd has changed. Writes
                 to ``.data`` change no version.
         """
