@@ -146,8 +146,8 @@ class FitCheck:
 
         Raises:
             ValueError: The ranks have unequal numbers of epochs, but a callback, scheduler or the like needs all ranks
-                together at an epoch's end. Or all ranks take the same steps, and a scheduler ends before training does, or
-                watches a metric that each rank computes from its own batches.
+                together at an epoch's end. Or all ranks take the same steps, but a scheduler ends earlier, or watches
+                a metric that each rank computes from its own batches.
         """
         trainer = self._trainer
         world = self._world

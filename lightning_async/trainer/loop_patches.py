@@ -336,9 +336,10 @@ class LoopPatches:
     def go_on(
         self, world: LightningCollectives, name: str, places: list[list[Any]], told: dict[str, Any] | None = None
     ) -> None:
-        """Continue in a world with a joining rank.
+        """Continue with the collectives ``world`` of a larger set of ranks, after a rank has joined.
 
-        ``told`` is another rank's `for_joining_ranks` on the joining rank, and None on the others.
+        On the joining rank, ``told`` is what `for_joining_ranks` has returned on a live rank. On the live ranks it is
+        None.
         """
         if told is not None:
             self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
@@ -347,7 +348,7 @@ class LoopPatches:
         self.joiner_data.deal(name, places, None if told is None else told["epoch"])
 
     def after_batch_start(self) -> None:
-        """Tell the others this rank's position, as a batch begins."""
+        """Announce this rank's position to the other ranks as a batch begins, unless gradients are accumulating."""
         # Within an accumulation, the batch's gradients are in no step yet, so the position stays.
         if self._view.shrinks and not self._trainer.fit_loop.epoch_loop._should_accumulate():
             self.tell_place()

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class StepRunner:
-    """The steps of one replica in one session. This base takes them as they come, and exchanges nothing.
+    """The steps of one replica in one session. This base class takes each step at once, and exchanges nothing.
 
     The training thread calls, for each batch: `start_batch`; within `batch`, for each backward pass, `backward` as a
     context and then `after_backward`; `step` for each optimizer step; `after_batch`. Before a sync point it calls
@@ -48,7 +48,7 @@ class StepRunner:
         """Use the gradients that a backward pass has computed."""
 
     def skip_batch(self) -> None:
-        """Leave the batch uncounted, because `training_step` has returned None in automatic optimization."""
+        """Do not count the batch, because `training_step` has returned None in automatic optimization."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Take one optimizer step.
@@ -67,17 +67,17 @@ class StepRunner:
         """End the passes of a batch."""
 
     def finish_batch(self) -> None:
-        """Take the steps that were put off to the end of a batch. Idempotent."""
+        """Take the steps that were postponed to the end of the batch. Idempotent."""
 
     def call_all(self) -> bool:
-        """Call all ranks together with the next message, after the same step; return False if that is impossible.
+        """Call all ranks to a sync point after the same step, by the next message; return False if that is impossible.
 
-        If it is impossible, each rank comes when it learns of the call.
+        If it is impossible, each rank comes to the sync point at the batch boundary after it has learned of the call.
         """
         return False
 
     def complete_summary(self) -> None:
-        """Add counts from other places to the run's summary, at the last sync point."""
+        """Add counts that other processes hold, such as servers, to the run's summary, at the last sync point."""
 
     def close(self) -> None:
         """Restore the optimizers, without waiting for other ranks."""
