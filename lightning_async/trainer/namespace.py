@@ -410,7 +410,7 @@ class CompiledMark:
         self._mark: Any = None
 
     def hide(self, module: Any) -> None:
-        """Remove the mark, because the Trainer is about to look."""
+        """Remove the mark, because the Trainer is about to look for it."""
         self.show()
         if getattr(module, _MARK, None) is not None:
             self._module = module
@@ -427,7 +427,7 @@ class CompiledMark:
                 self.hide(module)
 
     def show(self) -> None:
-        """Restore the mark, after the Trainer has looked."""
+        """Restore the mark, after the Trainer has looked for it."""
         if self._module is not None:
             setattr(self._module, _MARK, self._mark)
             self._module = self._mark = None

@@ -24,10 +24,11 @@ class StepRunner:
     stops_here = True
     """Whether this replica may leave training at this batch, once all know that a rank was told to stop.
 
-    If False, the replica has a mean with which to step. The others take that step before they leave, one batch later.
+    If False, the replica still has to step with a mean of gradients. The others take that step before they leave, one
+    batch later.
     """
     accumulates: bool | None = None
-    """Whether batches have gradients that are in no step, and not on their way to one; None: Lightning's loop knows."""
+    """Whether gradients of trained batches wait for a step and have not been passed on to it; None: ask Lightning's loop."""
     missed_steps: int | None = None
     """Number of the others' synchronous steps that this replica has missed; None if it takes none."""
     called = False
@@ -64,7 +65,7 @@ class StepRunner:
         return run(closure)
 
     def after_batch(self) -> None:
-        """End the passes of a batch."""
+        """End a batch, after its forward and backward passes."""
 
     def finish_batch(self) -> None:
         """Take the steps that were postponed to the end of the batch. Idempotent."""

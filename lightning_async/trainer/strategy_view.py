@@ -149,5 +149,5 @@ class _LightningsView(StrategyView):
 
 
 def view_of(strategy: Any) -> Any:
-    """Return a strategy of this package itself, and a view of any other strategy."""
+    """Return ``strategy`` if it is of this package, and otherwise a `StrategyView` of it."""
     return strategy if isinstance(strategy, StrategyView) else _LightningsView(strategy)

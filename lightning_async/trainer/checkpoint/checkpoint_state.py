@@ -174,9 +174,9 @@ def whole(
     """Return ``(checkpoint, resume)``: Lightning's checkpoint for one rank, and the state for `Resume`.
 
     A rank that took no part in the save, or had no samples in the epoch, begins from the agreed state, with the loop
-    progress of the first saved rank that had samples. All ranks begin so if the job was started with a different number
-    of ranks. With ``mapped``, tensors are read when they are used. With ``pickles``, pickled objects are loaded, and
-    the caller has verified the checkpoint; see `shards.load`.
+    progress of the first saved rank that had samples. If the job was started with a different number of ranks, all
+    ranks begin from the agreed state. With ``mapped``, tensors are read when they are used. With ``pickles``, pickled
+    objects are loaded, and the caller has verified the checkpoint; see `shards.load`.
     """
     loaded = load(store, entry, names.mine, mapped, pickles)
     ranks = loaded.manifest.ranks

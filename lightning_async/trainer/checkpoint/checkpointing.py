@@ -49,8 +49,8 @@ class Checkpointing:
 
     It patches a Trainer and drives five parts. `CheckpointDirectory` reserves the directory for this training.
     `CheckpointRecovery` finds the checkpoint to resume from. A `SaveCoordinator` decides when to save. `Resume`
-    captures and restores the fit's position. `Saver` writes files. ``call`` brings all ranks to a sync point, for
-    `save_together`.
+    captures and restores the fit's position. `Saver` writes files. The function ``call`` makes all ranks come to a sync
+    point, where `save_together` is called.
     """
 
     def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +66,7 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self.resume.told = self._preempted.is_told
         self._left_alone = False
-        """Whether this rank was told to leave, and could not meet the others any more."""
+        """Whether this rank was told to stop, and could not reach the sync point of the stop with the other ranks."""
         self._undo: list[Undo] = []
         self._number = 0
         self._first_step = 0
@@ -437,7 +437,7 @@ class CheckpointDirectory:
         self._claim.join()
 
     def follow(self) -> None:
-        """Renew this rank's claim on the directory when the live ranks have changed."""
+        """Take over the directory's lock if live ranks have changed, because the rank that held it may be lost."""
         left = names_of(self._trainer).left
         # The rank that held the lock may be among the lost ones.
         if self._claim is not None and left != self._left:

@@ -49,7 +49,7 @@ class Peers:
         self._silent: dict[str, str] = {}
         self._asked = False
         self._known: tuple[Any, ...] = ()
-        """The live ranks, and their `RankMap`, for which `_after` and `_to` were found."""
+        """The live ranks, and their `RankMap`, when `_after` and `_to` were determined."""
         self._after: tuple[Any, ...] = ()
         """The rank that is to keep this rank's copies, and its `RankMap`; `_to` is its address."""
         self._to: Address | None = None

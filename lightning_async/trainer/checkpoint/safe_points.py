@@ -451,7 +451,7 @@ class Limits:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the user's limits to hooks for the duration of the block."""
+        """Let hooks read the user's limits within the block, while `lift` has raised them."""
         given = self._given
         self.put_back()
         yield

@@ -257,9 +257,9 @@ class LockstepSaves(SaveCoordinator):
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
         """Save alone after an exception; return whether a save was made.
 
-        The state that all ranks share is complete on this rank, so one rank's save is enough: a rank that finds another
-        rank's save of the same step writes none. If a signal has told all ranks to stop and all are at the same safe
-        point, they save together.
+        The state that all ranks share is complete on this rank, so one rank's save is enough: a rank makes none if
+        another rank has already begun the same save. If a signal has told all ranks to stop and all are at the same
+        safe point, they save together.
         """
         trainer = self._fit.trainer
         # Nothing was trained since the last save, and that save was written.
@@ -472,8 +472,8 @@ class AsyncSaves(_SyncPointSaves):
     """Saves of asynchronous replicas.
 
     A save belongs to a round. The rank on which a save is due marks the next round. Each rank that takes part in that
-    round keeps a share of its result, and writes it at its own next batch boundary together with its own state. Nobody
-    waits.
+    round keeps a share of the round's result, and writes it at its own next batch boundary together with its own state.
+    No rank waits for another.
     """
 
     @property

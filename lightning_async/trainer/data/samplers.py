@@ -151,7 +151,7 @@ class SamplerResize:
         return found
 
     def _number_partitions(self, loop: Any) -> None:
-        """Set the partitions' numbers in the order of stable ids, so that each key's samples stay on the same rank."""
+        """Give the partitions all ranks' stable ids and this rank, so that each key's samples stay on the same rank."""
         kwargs = self._trainer.strategy.distributed_sampler_kwargs
         live_ranks = self._strategy.live_ranks
         names = tuple(map(str, range(kwargs["num_replicas"]))) if live_ranks is None else live_ranks.names

@@ -80,7 +80,7 @@ class TrainerSettings:
         return same
 
     def _everywhere(self) -> Settings:
-        """Return the settings that must be equal in evaluation, too, where collective callbacks would hang."""
+        """Return the settings that must be equal in evaluation, too, because collectives of callbacks would hang."""
         kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
         together = sorted(
             getattr(callback, "compared", type(callback).__name__)

@@ -1,8 +1,9 @@
 """Accumulation of gradients in windows of any length, weighted by samples.
 
 Lightning accumulates over multiples of a number of batches, counted from the start of an epoch. If that number changes
-within the epoch, gradients are stepped with too late, or twice. Lightning also divides the loss by that number in an
-epoch's last window, which may be shorter. Here a window begins when the last one has ended, and ends when it is full.
+within the epoch, an optimizer step comes too late, or uses gradients twice. Lightning also divides the loss by that
+number in an epoch's last window, which may be shorter. Here a window begins when the last one has ended, and ends when
+it is full.
 """
 
 from __future__ import annotations

@@ -160,8 +160,8 @@ def keep_whole(loggers: Sequence[Any]) -> list[Undo]:
 class LoggingFailover:
     """The failover of logging to the next rank 0, which logs to the same place and shows the progress bar.
 
-    Loggers are told in advance where to write, because the training thread may log as soon as the rank has changed.
-    Everything else waits for the next batch.
+    The loggers of all ranks learn in advance where to write, because the training thread may log as soon as its rank
+    has become 0. Everything else waits for the next batch.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -50,7 +50,7 @@ class Saving(CollectiveCallback):
             self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
 
     def _end_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Call all ranks together when a save is due, instead of saving alone."""
+        """Call all ranks to a sync point when a save is due, instead of saving alone."""
         if self._view.sync_points is None:
             original(*args, **kwargs)
         elif self._is_due(checkpoint) and self.call_together is not None:

@@ -167,7 +167,7 @@ class FitSyncPoints:
         self.on_model_changed: list[Callable[[], None]] = []
         """Functions that all ranks call together when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None
-        """Function that is called likewise, but not at sync points within a batch."""
+        """Function that all ranks call together then, except at sync points within a batch."""
         self.on_called: Callable[[], None] = lambda: None
         """Function that goes to `SyncPointKind.DECIDE`, because another rank has called all ranks together."""
 

@@ -241,7 +241,7 @@ class OptimizerUpdates:
         self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
 
     def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
-        """Call ``steps``, one for each optimizer that has gradients, as one step of manual optimization."""
+        """Take a step of manual optimization for each optimizer that has gradients, by calling each of ``steps``."""
 
         def run() -> None:
             scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
