@@ -169,7 +169,7 @@ def override_for_users(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
 
 
 def sync_metrics_through(world: Callable[[], LightningCollectives | None], module: Any) -> list[Undo]:
-    """Make torchmetrics communicate through ``world()``, and not at all while replicas are asynchronous."""
+    """Make torchmetrics use the collectives of ``world()``, and none while replicas are asynchronous."""
 
     def available() -> bool:
         there = world()

@@ -28,7 +28,7 @@ class StepRunner:
     batch later.
     """
     accumulates: bool | None = None
-    """Whether gradients of trained batches wait for a step and have not been passed on to it; None: ask Lightning's loop."""
+    """Whether gradients of trained batches wait for a step and are not passed on to it yet; None: ask Lightning."""
     missed_steps: int | None = None
     """Number of the others' synchronous steps that this replica has missed; None if it takes none."""
     called = False

@@ -282,7 +282,8 @@ class Resume:
     def _lengthen(self, left: int) -> None:
         """Set the epoch's length to the ``left`` batches, unless the user limits it by ``limit_train_batches``.
 
-        After a division among another number of ranks, batches may be smaller, and so more than usual.
+        After a division among another number of ranks, batches may be smaller, so the epoch may have more of them than
+        usual.
         """
         trainer = self._trainer
         if trainer.limit_train_batches != 1.0:

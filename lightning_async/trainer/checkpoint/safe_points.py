@@ -52,9 +52,9 @@ class _Kept:
 
 
 class LastSafeState(NamedTuple):
-    """The state that `Resume.capture` would have returned at the last safe point.
+    """A state from which the fit can resume, as `Resume.capture` returns it.
 
-    It also holds the callbacks' states of that moment if hooks have run since.
+    It also has the callbacks' states of that moment if hooks have run since.
     """
 
     resume: dict[str, Any] | None

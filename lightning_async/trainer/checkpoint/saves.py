@@ -581,7 +581,7 @@ class ServerSaves(_SyncPointSaves):
 
     @property
     def _step(self) -> int:
-        """The step number. Saves by steps rely on that it is equal on all ranks with data in synchronous mode."""
+        """The step number. In synchronous mode all ranks with data have the same one, which saves by steps require."""
         return self._averager.step if self._in_step else self._averager.global_step()
 
     @property

@@ -316,8 +316,8 @@ def follower(loader: Any) -> Source | None:
 class LostRankData:
     """The redistribution of lost ranks' samples at the end of an epoch.
 
-    Whichever ranks are lost, every sample of the epoch is then trained on once, counting only work that a round has
-    merged.
+    Every sample of the epoch is then trained on once, whichever ranks are lost. A batch counts as trained on only once
+    a round has merged its result.
 
     At the start of an epoch all ranks tell each other their parts, and each message holds the sender's position. At the
     sync point that ends the epoch, the live ranks divide the batches of lost ranks that no round has merged, and

@@ -36,9 +36,9 @@ _ends: list[str] = []
 def note_end(exception: BaseException) -> None:
     """Record the exception with which the Trainer ends, so that launchers can show it.
 
-    The exception is written into the error file of torch.distributed.elastic, unless torch's ``@record`` around a main
-    function overwrites it, and the loss of the store gets an exit code of its own. Of a `PeerLost` only the message is
-    shown, because another rank has caused it.
+    It is written into the error file of torch.distributed.elastic, which torch's ``@record`` around a main function may
+    overwrite afterwards. After the loss of the store, the process ends with an exit code for it. Of a `PeerLost` only
+    the message is shown, because another rank has caused it.
     """
     # Servers end by SystemExit without a code. A signal raises a subclass of it.
     if type(exception) is not SystemExit or exception.code:
@@ -185,7 +185,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of scripts, which gives the other ranks time to end before it kills them when one dies.
+    """Lightning's launcher of scripts, which kills the other ranks only some time after one has died.
 
     Lightning kills all others within seconds, and does not say what went wrong in training. Here the others learn of
     the death first, so each ends with an error that names the dead rank. One that has not ended in time is killed.

@@ -92,7 +92,7 @@ def _save(writer: Any, save: Callable[[], None]) -> None:
 
 
 def _rewrite(writer: Any) -> None:
-    """Add columns by a new file that replaces the old one, so that a killed process leaves either file complete."""
+    """Add columns in a new file that replaces the old one; if the process is killed, one of the two is complete."""
     with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
         _write(writer, file.read())
 

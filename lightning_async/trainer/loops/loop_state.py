@@ -277,7 +277,7 @@ def _blank(result: Any) -> Any:
 def _mark(state: Any) -> Any:
     """Return an object of a metric's state by whose identity an update is noticed.
 
-    Updates in place do not change it, but the metric's update count.
+    Updates in place keep that object. They are noticed by the metric's update count.
     """
     # A list state only grows or is replaced, so its last entry identifies it.
     return (state[-1] if state else None) if isinstance(state, list) else state

@@ -37,7 +37,7 @@ class LearningRates:
             self.follow()
 
     def follow(self) -> None:
-        """Step each scheduler that steps per batch as often as the mean number of steps requires by now."""
+        """Step each scheduler that steps per batch until it has the steps due at the replicas' mean step number."""
         steps = self._view.shared_steps
         if steps is None:
             return

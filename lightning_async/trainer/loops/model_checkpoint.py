@@ -82,13 +82,13 @@ class Saving(CollectiveCallback):
         return False
 
     def catch_up(self) -> None:
-        """Save what is due when training ends, because no batch follows at whose end it could be saved."""
+        """Save what is due when training ends, because there is no later batch at which to save it."""
         world = self._view.world
         if world is not None and self._view.sync_points is not None and not self._view.failed:
             self.decide(world)
 
     def _save(self, checkpoint: Any) -> None:
-        """Save a file of rank 0's step, because the file holds rank 0's loops; another replica may be ahead."""
+        """Save with the step number of rank 0, whose loops are in the file; another replica may be ahead."""
         trainer = self._trainer
         checkpoint._last_time_checked = time.monotonic()
         checkpoint._last_global_step_saved = -1
@@ -102,7 +102,7 @@ class Saving(CollectiveCallback):
             checkpoint._save_last_checkpoint(trainer, candidates)
 
     def _monitor_candidates(self, original: Any, trainer: Any) -> dict[str, Any]:
-        """Return rank 0's values on every rank: they are parts of file names, which must be equal for collectives."""
+        """Return rank 0's values on every rank, because ranks must agree on the file names that contain them."""
         candidates = original(trainer)
         world = self._view.world
         if world is None or world.asynchronous:

@@ -65,7 +65,7 @@ class SharedLearningRates:
             strategy.lr_scheduler_configs = configs
 
     def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
-        """Step the schedulers of epochs if any rank has reached the epoch's last batch; all its steps have been taken.
+        """Step the schedulers of epochs after the epoch's last step, if any rank has reached its last batch.
 
         Returns a function to call at the very end of the epoch. On a rank without batches, it steps the schedulers that
         watch a metric.
