@@ -86,7 +86,7 @@ def warn_of_momentum(module: Any, num_optimizers: int, rule: AveragingRule) -> N
 def check_callbacks(callbacks: list[Any]) -> None:
     """Raise ValueError for a callback that changes the model or data of one replica only.
 
-    The message comes before the callback's own refusal of the strategy.
+    This check runs before the callback's own check of the strategy, so that the user reads this message.
     """
     kinds = pytorch("callbacks")
     for callback in callbacks:
@@ -142,12 +142,12 @@ class FitCheck:
         self._world = world
 
     def run(self) -> bool:
-        """Check all ranks; return whether they meet at the end of each epoch.
+        """Check all ranks; return whether all have the same number of epochs, so that they meet at the end of each.
 
         Raises:
-            ValueError: The ranks have unequal numbers of epochs, and something works on all ranks together at the end
-                of an epoch. Or all ranks take the same steps, and a scheduler ends before training does, or watches a
-                rank's own metric.
+            ValueError: The ranks have unequal numbers of epochs, but a callback, scheduler or the like needs all ranks
+                together at an epoch's end. Or all ranks take the same steps, but a scheduler ends earlier, or watches
+                a metric that each rank computes from its own batches.
         """
         trainer = self._trainer
         world = self._world
@@ -174,7 +174,10 @@ class FitCheck:
         return False
 
     def _check_length(self) -> None:
-        """Refuse schedulers that fail after their last step, if another rank has data for more steps."""
+        """Raise ValueError for a `OneCycleLR` with fewer steps than training has, given the data of all ranks.
+
+        All ranks take as many steps as the rank with the most data, which only a comparison of all ranks shows.
+        """
         trainer = self._trainer
         if updates_of(trainer) is None or not trainer.strategy.in_step or searches_lr(trainer):
             return
@@ -201,7 +204,10 @@ class FitCheck:
             )
 
     def _check_watched(self) -> None:
-        """Refuse schedulers that watch a metric at steps, because the metric would be of this rank's batch only."""
+        """Raise ValueError for a scheduler that watches a metric at each step if ranks share learning rates.
+
+        The metric would be of one rank's batch only, and ranks would choose different learning rates.
+        """
         trainer = self._trainer
         if updates_of(trainer) is None or not trainer.lightning_module.automatic_optimization:
             return

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class Validation:
-    """Patches of the time of validations, of validations themselves, and of the end of an epoch."""
+    """Patches of Lightning's loops with which all ranks validate together and end each epoch together."""
 
     def __init__(self, view: StrategyView, trainer: Any, meeting: FitSyncPoints, lost_rank_data: LostRankData) -> None:
         self._view = view
@@ -97,11 +97,12 @@ class Validation:
             epoch._should_check_val_fx(data_fetcher)
 
     def _should_validate(self, original: Any, data_fetcher: Any) -> bool:
-        """Return whether to validate, because this rank's clock or another rank asks for it.
+        """Return whether to validate now, because this rank's interval or another rank asks for it.
 
-        A validation that is due with the last batch of an epoch waits until all ranks are there (`_end_epoch`), and
-        sees the model of the whole epoch. At any other time the first rank asks all. The request of another rank's
-        clock for the same validation, earlier or later, is fulfilled by it.
+        A validation that is due with the last batch of an epoch runs when all ranks have arrived at the epoch's end
+        (`_end_epoch`), with the model of the whole epoch. At any other time, the first rank whose interval is complete
+        makes all ranks validate. A rank that completes the same interval later does not validate again, unless the
+        interval is a time.
         """
         sync_points = self._view.sync_points
         epoch = self._trainer.fit_loop.epoch_loop
@@ -120,7 +121,10 @@ class Validation:
         return due or (asked and not self._comes() and self._trainer.enable_validation)
 
     def _comes(self) -> bool:
-        """Return whether this rank's own clock will request the same validation, when ranks step together."""
+        """Return whether this rank's own interval will be complete within this epoch, if ranks step together.
+
+        If so, it requests the validation that another rank has asked for.
+        """
         trainer = self._trainer
         fit = self._trainer.fit_loop
         every = trainer.val_check_batch
@@ -132,7 +136,7 @@ class Validation:
         return count.current.ready + every - clock.ready % every <= fit.max_batches
 
     def _end_early(self, missed: int) -> None:
-        """Count the validations that this rank misses, or validate now if no sync point ends the epoch."""
+        """Record the validations that this rank misses, or validate now if no sync point ends the epoch."""
         if self._meets_at_end:
             self._missed += missed
         else:
@@ -184,7 +188,7 @@ class Validation:
             self._meeting.rendezvous(SyncPointKind.EPOCH_END, self._trainer.current_epoch)
 
     def _is_last(self) -> bool:
-        """Return whether this rank reaches its limits with this epoch, if ranks may reach them separately."""
+        """Return whether this epoch is this rank's last one; False if the strategy cannot lose ranks."""
         fit = self._trainer.fit_loop
         epochs = fit.epoch_progress.current.processed + 1
         steps = fit.epoch_loop.global_step
@@ -194,9 +198,9 @@ class Validation:
 class ShortEpochs:
     """Patches for an epoch whose data is shorter than its loader's length, and ends with a ``StopIteration``.
 
-    Lightning then skips everything that belongs to the last batch, because no batch was known to be the last. Here the
-    schedulers of epochs step, and the validations run that the missing batches would have brought. ``end_early`` is
-    called with the number of missed validations. By default it validates once if that number is positive.
+    Lightning then skips all that it does at an epoch's last batch, because it did not know which batch was the last.
+    These patches step the schedulers of epochs, and make up for the validations that were due after the missing
+    batches: ``end_early`` is called with their number. By default it validates once if that number is positive.
     """
 
     def __init__(self, trainer: Any, end_early: Callable[[int], None] | None = None) -> None:
@@ -237,7 +241,7 @@ class ShortEpochs:
         return self._trainer.fit_loop.epoch_loop.batch_progress.current.completed
 
     def _missed_validations(self) -> int:
-        """Return the number of validations that are due with missing batches of this epoch."""
+        """Return the number of validations that would have been due at the missing batches of this epoch."""
         trainer = self._trainer
         fit = trainer.fit_loop
         every = trainer.val_check_batch
@@ -332,9 +336,10 @@ class LoopPatches:
     def go_on(
         self, world: LightningCollectives, name: str, places: list[list[Any]], told: dict[str, Any] | None = None
     ) -> None:
-        """Continue in a world with a joining rank.
+        """Continue with the collectives ``world`` of a larger set of ranks, after a rank has joined.
 
-        ``told`` is another rank's `for_joining_ranks` on the joining rank, and None on the others.
+        On the joining rank, ``told`` is what `for_joining_ranks` has returned on a live rank. On the live ranks it is
+        None.
         """
         if told is not None:
             self._validation.sync_points_epochs = bool(told["sync_points_epochs"])
@@ -343,13 +348,13 @@ class LoopPatches:
         self.joiner_data.deal(name, places, None if told is None else told["epoch"])
 
     def after_batch_start(self) -> None:
-        """Tell the others this rank's position, as a batch begins."""
+        """Announce this rank's position to the other ranks as a batch begins, unless gradients are accumulating."""
         # Within an accumulation, the batch's gradients are in no step yet, so the position stays.
         if self._view.shrinks and not self._trainer.fit_loop.epoch_loop._should_accumulate():
             self.tell_place()
 
     def tell_place(self) -> None:
-        """Note that the next message holds all that this rank has done, including the batch under way."""
+        """Note this rank's position, which the next message announces: all batches up to the current one."""
         if self._view.shrinks and self._view.sync_points is not None:
             self._lost_rank_data.tell_place(self._view.sync_points)
 

@@ -138,7 +138,7 @@ def _before(original: Any, call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _InPlaceOf:
-    """A temporary replacement of a method that pickles and deep copies as the method that the object ``had``."""
+    """A temporary replacement of a method; pickles and deep copies contain the original method ``had`` instead."""
 
     def __init__(self, had: Any, call: Callable[..., Any]) -> None:
         self._had = had
@@ -153,20 +153,23 @@ class _InPlaceOf:
 
 
 class _InPlaceOfAll(_InPlaceOf):
-    """A replacement of a function that is not bound to the object: deep copies keep it, and pickles do not."""
+    """A replacement of a function that is not bound to its object.
+
+    Pickles contain the original function, and deep copies this replacement.
+    """
 
     def __deepcopy__(self, memo: Any) -> _InPlaceOfAll:
         return self
 
 
 def override_for_users(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
-    """Do as `override`, on an object that a user may pickle or copy during training, such as a callback."""
+    """Replace a method as `override` does, on an object that a user may pickle or copy in training, as a callback."""
     original = getattr(owner, name)
     return set_for_now(owner, name, _InPlaceOf(original, _before(original, call)))
 
 
 def sync_metrics_through(world: Callable[[], LightningCollectives | None], module: Any) -> list[Undo]:
-    """Route torchmetrics' collectives through ``world()``, except while replicas are asynchronous."""
+    """Make torchmetrics use the collectives of ``world()``, and none while replicas are asynchronous."""
 
     def available() -> bool:
         there = world()
@@ -205,7 +208,7 @@ def searches_lr(trainer: Any) -> bool:
 
 
 def pulls(module: Any) -> bool:
-    """Return whether `training_step` fetches its batches from the loader itself, so they are unknown before."""
+    """Return whether `training_step` takes its batches from the loader itself, so that no batch is known before it."""
     signature = pytorch("utilities.signature_utils")
     return signature.is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True)
 
@@ -242,7 +245,7 @@ def loss_scale(precision: Any) -> float:
 
 
 def scaled_zero(precision: Any, device: torch.device) -> Tensor:
-    """Return a scaled zero in place of a loss, because a gradient scaler creates its scale with the first loss."""
+    """Return a loss of zero, multiplied by the gradient scale, because a scaler creates its scale at the first loss."""
     zero = torch.zeros((), device=device)
     scaler = scaler_of(precision)
     return zero if scaler is None else scaler.scale(zero)
@@ -302,7 +305,7 @@ def counting(owner: str, function: Callable[[Any], float]) -> Callable[[Any], fl
 
 
 def make_equal(world: LightningCollectives, module: Any) -> None:
-    """Start all replicas from rank 0's model; raise `LayoutMismatch` with the first difference of their layouts."""
+    """Copy rank 0's model to all replicas; raise `LayoutMismatch` with the first difference of their layouts."""
     mine = describe(module)
     for rank, theirs in enumerate(world.gather_objects(mine)):
         difference = FlatLayout.first_difference(mine, theirs)
@@ -343,8 +346,8 @@ class OwnSteps:
     def _let_skip(self, result: Any, original: Callable[[Any], Any], kwargs: Any) -> Any:
         """Let `training_step` return None.
 
-        Lightning refuses None with several ranks, because others would wait for the gradients for ever. Here they do
-        not.
+        With several ranks, Lightning refuses None, because the others would wait forever for this rank's gradients.
+        Under this package's strategies no rank waits.
         """
         self.skipped = False
         try:
@@ -407,7 +410,7 @@ class CompiledMark:
         self._mark: Any = None
 
     def hide(self, module: Any) -> None:
-        """Remove the mark, because the Trainer is about to look."""
+        """Remove the mark, because the Trainer is about to look for it."""
         self.show()
         if getattr(module, _MARK, None) is not None:
             self._module = module
@@ -424,7 +427,7 @@ class CompiledMark:
                 self.hide(module)
 
     def show(self) -> None:
-        """Restore the mark, after the Trainer has looked."""
+        """Restore the mark, after the Trainer has looked for it."""
         if self._module is not None:
             setattr(self._module, _MARK, self._mark)
             self._module = self._mark = None

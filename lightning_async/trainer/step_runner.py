@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 
 class StepRunner:
-    """The steps of one replica in one session. This base takes them as they come, and exchanges nothing.
+    """The steps of one replica in one session. This base class takes each step at once, and exchanges nothing.
 
     The training thread calls, for each batch: `start_batch`; within `batch`, for each backward pass, `backward` as a
     context and then `after_backward`; `step` for each optimizer step; `after_batch`. Before a sync point it calls
@@ -24,10 +24,11 @@ class StepRunner:
     stops_here = True
     """Whether this replica may leave training at this batch, once all know that a rank was told to stop.
 
-    If False, the replica has a mean with which to step. The others take that step before they leave, one batch later.
+    If False, the replica still has to step with a mean of gradients. The others take that step before they leave, one
+    batch later.
     """
     accumulates: bool | None = None
-    """Whether batches have gradients that are in no step, and not on their way to one; None: Lightning's loop knows."""
+    """Whether gradients of trained batches wait for a step and are not passed on to it yet; None: ask Lightning."""
     missed_steps: int | None = None
     """Number of the others' synchronous steps that this replica has missed; None if it takes none."""
     called = False
@@ -48,7 +49,7 @@ class StepRunner:
         """Use the gradients that a backward pass has computed."""
 
     def skip_batch(self) -> None:
-        """Leave the batch uncounted, because `training_step` has returned None in automatic optimization."""
+        """Do not count the batch, because `training_step` has returned None in automatic optimization."""
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
         """Take one optimizer step.
@@ -64,20 +65,20 @@ class StepRunner:
         return run(closure)
 
     def after_batch(self) -> None:
-        """End the passes of a batch."""
+        """End a batch, after its forward and backward passes."""
 
     def finish_batch(self) -> None:
-        """Take the steps that were put off to the end of a batch. Idempotent."""
+        """Take the steps that were postponed to the end of the batch. Idempotent."""
 
     def call_all(self) -> bool:
-        """Call all ranks together with the next message, after the same step; return False if that is impossible.
+        """Call all ranks to a sync point after the same step, by the next message; return False if that is impossible.
 
-        If it is impossible, each rank comes when it learns of the call.
+        If it is impossible, each rank comes to the sync point at the batch boundary after it has learned of the call.
         """
         return False
 
     def complete_summary(self) -> None:
-        """Add counts from other places to the run's summary, at the last sync point."""
+        """Add counts that other processes hold, such as servers, to the run's summary, at the last sync point."""
 
     def close(self) -> None:
         """Restore the optimizers, without waiting for other ranks."""

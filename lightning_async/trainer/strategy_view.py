@@ -81,17 +81,17 @@ class StrategyView:
 
     @property
     def in_lockstep(self) -> bool:
-        """Whether all ranks must have equally many batches before a step. Replicas of our engine need not."""
+        """Whether all ranks must train on equally many batches before a step. Asynchronous replicas need not."""
         return not self.asynchronous and self.num_averaged > 1
 
     @property
     def equal_gradients(self) -> bool:
-        """Whether ranks that step together have the same gradients, each rank all of them."""
+        """Whether ranks that step together all have the same gradients, and each rank all of them."""
         return self.replicated
 
     @property
     def averages_parameters(self) -> bool:
-        """Whether another mechanism than this package's makes ranks equal from time to time."""
+        """Whether something other than this package averages parameters now and then, such as DDP's model averaging."""
         return False
 
     @property
@@ -101,7 +101,7 @@ class StrategyView:
 
     @property
     def patience(self) -> timedelta:
-        """The time for which too few replicas wait for others."""
+        """The time for which training waits for ranks to join when there are fewer replicas than required."""
         return timedelta(0)
 
     @property
@@ -116,13 +116,13 @@ class StrategyView:
         """Begin another training with the next batch. All ranks are at a sync point with one model."""
 
     def begin_again(self) -> None:
-        """Become asynchronous again, before a batch or sync point, if a checkpoint was restored during training."""
+        """Become asynchronous again if `start_over` was called since; called before each batch and sync point."""
 
     def on_model_changed(self) -> None:
-        """Follow another model, which a sync point has given to all replicas."""
+        """Adapt to a model that a sync point has replaced on all replicas."""
 
     def end_epoch(self) -> None:
-        """Count an epoch of this rank."""
+        """Count an epoch that this rank has finished."""
 
     def summarise(self) -> None:
         """Complete the summary, at the last sync point."""
@@ -149,5 +149,5 @@ class _LightningsView(StrategyView):
 
 
 def view_of(strategy: Any) -> Any:
-    """Return a strategy of this package itself, and a view of any other strategy."""
+    """Return ``strategy`` if it is of this package, and otherwise a `StrategyView` of it."""
     return strategy if isinstance(strategy, StrategyView) else _LightningsView(strategy)

@@ -95,9 +95,10 @@ class CheckpointRecovery:
         return checkpoint
 
     def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
-        """Return whether training stopped within an epoch at limits that have changed since, so the epoch continues.
+        """Return whether a resume continues an epoch in which training stopped at limits that have changed since.
 
-        All ranks call this together.
+        It does if all ranks have steps left under the present limits, and a rank's epoch ended before its data did. All
+        ranks call this together.
         """
         if entry.manifest is None or entry.manifest.reason != "the end":
             return False
@@ -108,9 +109,10 @@ class CheckpointRecovery:
         return all(goes for goes, _ in told) and any(rest for _, rest in told)
 
     def _go_on(self, resume: Any, store: CheckpointStore, entry: CheckpointEntry, opened: Callable[[Any], Any]) -> None:
-        """Pass a resume state to `Resume`: this rank's own, or one made of other ranks' states if it has none.
+        """Pass a resume state to `Resume`: this rank's own, or one made from other ranks' states.
 
-        ``opened`` adapts each state that is read.
+        This rank's own state is used as it is if the saved epoch was divided among as many ranks as there are now.
+        ``opened`` is applied to each state that is read.
         """
         assert entry.manifest is not None
         resume = opened(resume)
@@ -134,7 +136,7 @@ class CheckpointRecovery:
             self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
 
     def end(self, original: Any) -> None:
-        """Mark the training as finished if the checkpoint is of its end, and warn if nothing is left to train."""
+        """Stop training again if it had stopped at the present limits; warn if nothing is left to train."""
         original()
         entry = self.entry
         limits = self._resume.points.limits
@@ -149,7 +151,10 @@ class CheckpointRecovery:
             )  # fmt: skip
 
     def explain(self, exception: BaseException) -> None:
-        """Log advice if the fit failed before its first batch after a resume, when the checkpoint may not fit it."""
+        """Log advice if the fit fails before the end of its first batch after a resume.
+
+        The program's model, optimizers or data may differ from those of the checkpoint.
+        """
         if self.entry is not None and not self.got_on and isinstance(exception, Exception):
             log.error(
                 "Rank %d failed at its first batch after going on from %s, or before. If this program's model, "
@@ -168,7 +173,7 @@ def _reopen(checkpoint: dict[str, Any]) -> None:
 
 
 def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a resume state that continues the interrupted epoch, not the one after it."""
+    """Return a copy of a resume state that continues the interrupted epoch instead of starting the next one."""
     if state is None:
         return None
     return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
@@ -214,9 +219,9 @@ class _Wrapping(_CheckpointIO):
 
 
 class DirectoryIO(_Wrapping):
-    """A Lightning checkpoint plugin that reads directories of this package by ``load``.
+    """A Lightning checkpoint plugin that reads directories of this package by the function ``load``.
 
-    Everything else is passed to the wrapped plugin.
+    Saves, and checkpoints of other formats, are passed to the wrapped plugin.
     """
 
     def __init__(self, inner: Any, load: Callable[[CheckpointStore, CheckpointEntry], dict[str, Any]]) -> None:
@@ -232,7 +237,7 @@ class DirectoryIO(_Wrapping):
 
 
 class MemoryIO(_Wrapping):
-    """A Lightning checkpoint plugin that serves one checkpoint from memory, under the name ``path``."""
+    """A Lightning checkpoint plugin that returns a checkpoint held in memory when Lightning loads ``path``."""
 
     def __init__(self, inner: Any, path: str, checkpoint: dict[str, Any]) -> None:
         super().__init__(inner)

@@ -33,7 +33,7 @@ _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "
 class TrainerState:
     """The state of one rank's Trainer: Lightning's checkpoint, and what only this replica has.
 
-    Without ``pickles``, hyper-parameters that are objects are left out.
+    Without ``pickles``, hyper-parameters that can be saved only by pickling are not captured.
     """
 
     def __init__(self, trainer: Any, pickles: bool = False) -> None:
@@ -45,8 +45,8 @@ class TrainerState:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return ``(shared, own)``, the two parts of Lightning's checkpoint; tensors by reference.
 
-        ``alike`` names the shared part. Buffers are never shared, because a BatchNorm's statistics differ between
-        ranks.
+        ``alike`` names what is equal on all ranks and goes into ``shared``: ``"parameters"``, ``"optimizer_states"`` or
+        both. Buffers always go into ``own``, because BatchNorm's statistics differ between ranks.
         """
         own = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if callbacks is not None:
@@ -94,10 +94,10 @@ class TrainerState:
     def capture_own(self) -> dict[str, Any]:
         """Return the state that belongs to this replica and not to the run, after a step; tensors by reference.
 
-        This is the state of random generators. For asynchronous replicas it is also the gradient scale in fp16, and
-        what the policies ``optimizer_state="keep"`` and ``buffers="keep"`` leave to each replica. The run owns weights,
-        averaging rule, optimizer options, schedulers, callbacks and loops. Workers of parameter servers own the
-        optimizer state only if the servers do not run the optimizer.
+        This is the state of random generators. For asynchronous replicas it is also the gradient scale in fp16, and the
+        optimizer state and the buffers, where the policies ``optimizer_state="keep"`` and ``buffers="keep"`` let
+        replicas differ in them. The run owns weights, averaging rule, optimizer options, schedulers, callbacks and
+        loops. Workers of parameter servers own the optimizer state only if the servers do not run the optimizer.
         """
         trainer = self._trainer
         strategy = trainer.strategy
@@ -118,7 +118,10 @@ class TrainerState:
         return own
 
     def restore_own(self, own: dict[str, Any]) -> list[str]:
-        """Restore ``own`` over another rank's state, where it fits; return descriptions of the restored parts."""
+        """Replace state taken over from another rank by this rank's ``own``; return descriptions of the restored parts.
+
+        Optimizer states and buffers whose shape or dtype has changed are not restored.
+        """
         trainer = self._trainer
         strategy = trainer.strategy
         module = trainer.lightning_module
@@ -158,7 +161,10 @@ def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model_in(checkpoint: dict[str, Any]) -> str:
-    """Return the key of the model's own weights, because `WeightAveraging` saves its averages under the usual key."""
+    """Return the key under which a checkpoint holds the model's weights.
+
+    With `WeightAveraging`, the usual key ``"state_dict"`` holds the averaged weights instead.
+    """
     return "current_model_state" if "current_model_state" in checkpoint else "state_dict"
 
 
@@ -167,10 +173,10 @@ def whole(
 ) -> tuple[dict[str, Any], Any]:
     """Return ``(checkpoint, resume)``: Lightning's checkpoint for one rank, and the state for `Resume`.
 
-    A rank that took no part in the save, or had no part of the epoch, begins from the agreed state, with the progress
-    of the first rank that had one. So do all ranks if another number of ranks was started. With ``mapped``, tensors are
-    read when they are used. With ``pickles``, pickled objects are loaded, and the caller has verified the checkpoint;
-    see `shards.load`.
+    A rank that took no part in the save, or had no samples in the epoch, begins from the agreed state, with the loop
+    progress of the first saved rank that had samples. If the job was started with a different number of ranks, all
+    ranks begin from the agreed state. With ``mapped``, tensors are read when they are used. With ``pickles``, pickled
+    objects are loaded, and the caller has verified the checkpoint; see `shards.load`.
     """
     loaded = load(store, entry, names.mine, mapped, pickles)
     ranks = loaded.manifest.ranks
@@ -234,7 +240,7 @@ def left_out(module: nn.Module, datamodule: Any) -> list[str]:
 
 
 def _like(state: Any, values: dict[str, Any]) -> Any:
-    """Return ``values`` in a dict of the same type as ``state``, with the versions that `load_state_dict` reads."""
+    """Return ``values`` in a dict of ``state``'s type, with its ``_metadata``: the versions for `load_state_dict`."""
     new = type(state)(values)
     if hasattr(state, "_metadata"):
         new._metadata = state._metadata
@@ -260,7 +266,7 @@ def _buffers(module: Any) -> dict[str, Tensor]:
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:
-    """Return the parameter names by the numbers that an optimizer's state uses."""
+    """Return the parameter name for each number by which an optimizer's state refers to a parameter."""
     found = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
@@ -277,7 +283,10 @@ def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
 
 
 def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
-    """Load the ``own`` states that fit into the optimizers; return the number of parameters. Undo all on an error."""
+    """Load this rank's ``own`` states into the optimizers where they fit; return for how many parameters they did.
+
+    On an error, all optimizers get their previous states back.
+    """
     count = 0
     before = [copy.copy(optimizer.state_dict()) for optimizer in optimizers]
     try:

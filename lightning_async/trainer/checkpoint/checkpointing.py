@@ -49,8 +49,8 @@ class Checkpointing:
 
     It patches a Trainer and drives five parts. `CheckpointDirectory` reserves the directory for this training.
     `CheckpointRecovery` finds the checkpoint to resume from. A `SaveCoordinator` decides when to save. `Resume`
-    captures and restores the fit's position. `Saver` writes files. ``call`` brings all ranks to a sync point, for
-    `save_together`.
+    captures and restores the fit's position. `Saver` writes files. The function ``call`` makes all ranks come to a sync
+    point, where `save_together` is called.
     """
 
     def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +66,7 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self.resume.told = self._preempted.is_told
         self._left_alone = False
-        """Whether this rank was told to leave, and could not meet the others any more."""
+        """Whether this rank was told to stop, and could not reach the sync point of the stop with the other ranks."""
         self._undo: list[Undo] = []
         self._number = 0
         self._first_step = 0
@@ -138,21 +138,24 @@ class Checkpointing:
         self.saver.start()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return the values that a joining rank needs to save with the others. This training is at a sync point."""
+        """Return the values that a joining rank needs to save with the others. All ranks are at a sync point."""
         told = {**self._directory.for_joining_ranks(), "number": self._number}
         return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 
     def come(self, told: dict[str, Any]) -> None:
-        """Begin to save with the live ranks, on a joining rank.
+        """Start saving together with the live ranks; called on a joining rank.
 
-        ``told`` is the live ranks' `for_joining_ranks`. Errors are those of `CheckpointDirectory.join`.
+        ``told`` is what `for_joining_ranks` returned on a live rank. Errors are those of `CheckpointDirectory.join`.
         """
         self._directory.join(told)
         self._number = told["number"]
         self._start_saver()
 
     def _begin(self, original: Any) -> None:
-        """Begin to save, once the callbacks' hook has run. Replicas are asynchronous from here on."""
+        """Call the callbacks' hook ``original``, then reserve memory for saves and create the save coordinator.
+
+        Replicas are asynchronous from here on.
+        """
         original()
         trainer = self._trainer
         if self.saver is not None:
@@ -173,7 +176,7 @@ class Checkpointing:
             self.resume.points.keeps = apart or self._settings.on_exception
 
     def _boundary(self) -> None:
-        """Follow one batch boundary: poll the saver, and let the coordinator save if a save is due."""
+        """Poll the saver at the end of a batch, and let the coordinator save if a save is due."""
         self._recovery.got_on = True
         if self.saver is None or self._pace is None:
             return
@@ -188,7 +191,7 @@ class Checkpointing:
         self._pace.boundary(self._preempted)
 
     def save_together(self) -> None:
-        """Save state that is on servers, if due. All ranks are at a sync point, with one model that does not change."""
+        """Save state on parameter servers if a save is due. All ranks are at a sync point with one unchanging model."""
         if isinstance(self._pace, ServerSaves) and self.saver is not None:
             self._pace.save()
 
@@ -228,7 +231,7 @@ class Checkpointing:
             raise
 
     def _is_preempted(self, exception: BaseException) -> bool:
-        """Return whether this rank was told to stop; the same signal may have caused ``exception``."""
+        """Return whether this rank was told to stop, so that ``exception`` may be a consequence of the same signal."""
         # Errors of this package have a known cause. Of these, only a lost peer can follow from the signal.
         if isinstance(exception, AsyncTrainingError):
             return self._preempted.told and isinstance(exception, PeerLost | CollectiveError)
@@ -237,7 +240,7 @@ class Checkpointing:
         return self._preempted.is_told()
 
     def _leave_preempted(self, exception: BaseException) -> NoReturn:
-        """Save with the others, or alone if this rank cannot meet them, and end with exit code `TRY_AGAIN`."""
+        """Save with the other ranks, or alone if they cannot be met, and raise the exit with code `TRY_AGAIN`."""
         log.warning(
             "Rank %d was told to stop, and something that it needs has ended: %s", self._names.mine, in_words(exception)
         )
@@ -248,9 +251,10 @@ class Checkpointing:
         raise pytorch("utilities.exceptions").SIGTERMException(TRY_AGAIN) from exception
 
     def _meets(self, exception: BaseException) -> bool:
-        """Meet all ranks at a stopping point; return False if that is impossible.
+        """Wait for all ranks at the sync point of a stop; return False if that is impossible.
 
-        This rank's model must be whole, and the others must be between sync points, too.
+        It is impossible if this rank's model is half updated by an optimizer step, if ``exception`` is an error of this
+        package, if replicas are not asynchronous at the moment, or if another rank fails meanwhile.
         """
         strategy = self._trainer.strategy
         within = self.resume.points.step_position.within
@@ -289,7 +293,7 @@ class Checkpointing:
             log.error("Rank %d: the training until this exception cannot be saved: %r", self._names.mine, error)
 
     def fail(self, exception: BaseException) -> None:
-        """Take the last save at a preemption, and explain a failure that may come from the checkpoint."""
+        """Make the last save if the job is preempted, and log advice if the checkpoint may have caused the failure."""
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         # A preempted job must not lose its last save, while a failed one should end soon.
         self._patience_s = PATIENCE_S if preempted else FAILED_S
@@ -332,7 +336,7 @@ class Checkpointing:
 
 
 def _is_hosts_updated(exception: BaseException) -> bool:
-    """Return whether the exception is Horovod Elastic's, after which all ranks leave for a new world."""
+    """Return whether this is the exception by which Horovod Elastic restarts training with a changed set of hosts."""
     return type(exception).__name__ == "HostsUpdatedInterrupt"
 
 
@@ -357,10 +361,10 @@ class CheckpointDirectory:
         self._left = names_of(trainer).left
 
     def take(self) -> None:
-        """Lock the directory before anything in it is chosen or moved, and wait for earlier writers. Idempotent.
+        """Lock the directory before a checkpoint is chosen or moved; wait until earlier programs' saves are written.
 
-        If live ranks already train into the directory, only wait for saves that this rank's earlier process still
-        writes.
+        A joining rank does not lock. It only waits for saves that an earlier process of its own rank is still writing.
+        Another call on the same rank changes nothing.
 
         Raises:
             SettingsMismatch: The ranks were given different checkpoint settings.
@@ -380,7 +384,10 @@ class CheckpointDirectory:
             self._claim.wait(self._gather)
 
     def meet(self) -> None:
-        """Find the ranks that see this directory, by a file of each rank; the first of them deletes leftovers."""
+        """Find out which ranks see this directory: each rank writes a file into it and lists the others' files.
+
+        The first of these ranks then deletes leftovers of killed programs and unfinished checkpoints.
+        """
         store = self._store
         barrier = self._trainer.strategy.barrier
         rank = names_of(self._trainer).mine
@@ -413,11 +420,11 @@ class CheckpointDirectory:
         return {"program": self.program, "group": self.group, "settings": self._settings}
 
     def join(self, told: dict[str, Any]) -> None:
-        """Share the directory with the live ranks, on a joining rank; ``told`` is their `for_joining_ranks`.
+        """Share the directory with the live ranks; ``told`` is what `for_joining_ranks` returned on one of them.
 
         Raises:
             SettingsMismatch: The live ranks were given other checkpoint settings.
-            CheckpointError: The directory is another one on this host, or belongs to another program.
+            CheckpointError: This rank's directory is not the live ranks' one, or belongs to another program.
         """
         if told["settings"] != self._settings:
             raise SettingsMismatch(
@@ -430,7 +437,7 @@ class CheckpointDirectory:
         self._claim.join()
 
     def follow(self) -> None:
-        """Renew this rank's claim on the directory when the live ranks have changed."""
+        """Take over the directory's lock if live ranks have changed, because the rank that held it may be lost."""
         left = names_of(self._trainer).left
         # The rank that held the lock may be among the lost ones.
         if self._claim is not None and left != self._left:

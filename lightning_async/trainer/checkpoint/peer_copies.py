@@ -1,8 +1,8 @@
 """Copies of every rank's own state in the memory of the next rank, for a rank that dies and comes back.
 
 At the end of each batch, `Peers.boundary` asks whether a copy is due, and sends what `TrainerState` captures. A rank
-that comes back asks all ranks for its copy before it waits to join. Once `JoinState.restore` has given it rank 0's
-state, it puts its own state on top.
+that comes back asks all ranks for its copy before it waits to join. `JoinState.restore` first gives it rank 0's state,
+and `Peers.come` then replaces the parts that belong to each replica by its own copy.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Peers:
         self._silent: dict[str, str] = {}
         self._asked = False
         self._known: tuple[Any, ...] = ()
-        """The live ranks, and their `RankMap`, for which `_after` and `_to` were found."""
+        """The live ranks, and their `RankMap`, when `_after` and `_to` were determined."""
         self._after: tuple[Any, ...] = ()
         """The rank that is to keep this rank's copies, and its `RankMap`; `_to` is its address."""
         self._to: Address | None = None
@@ -60,7 +60,7 @@ class Peers:
         self._cannot = False
 
     def start(self) -> None:
-        """Listen for copies and publish this rank's address; a joining rank also looks for its own copy."""
+        """Listen for copies and publish this rank's address; a joining rank also asks the others for its own copy."""
         if self.keeper is not None:
             return
         strategy = self._trainer.strategy
@@ -89,7 +89,10 @@ class Peers:
         self._found, self._silent = find(mine, self._seal, others)
 
     def come(self) -> None:
-        """Replace rank 0's state, which is in place, by this rank's own copy, which may be some steps older."""
+        """Replace the state taken over from rank 0 by this rank's own copy, which may be some steps older.
+
+        Without a copy, or if it does not fit, this rank keeps rank 0's state and logs a warning.
+        """
         mine = names_of(self._trainer).mine
         self.start()
         # A live rank that was cut off and reconnects has not asked before.
@@ -181,7 +184,7 @@ class Peers:
         self._pause(self._to is None)
 
     def _pause(self, stale: bool) -> None:
-        """Set whether the choice of the peer must be repeated, after a pause."""
+        """Set whether the peer must be chosen again; if so, not before a pause is over."""
         self._stale = stale
         if stale:
             self._not_before = time.monotonic() + _PAUSE_S

@@ -174,7 +174,11 @@ class Resume:
             self._boundary("validation")
 
     def _ask_for_loaders(self, loop: Any, of_epoch: str, original: Any) -> None:
-        """Request the loaders as of the epoch in which they were made (``reload_dataloaders_every_n_epochs``)."""
+        """Call ``original``, which makes the loaders, with the epoch number at which the saved fit made them.
+
+        This matters with ``reload_dataloaders_every_n_epochs``, because a loader may depend on `trainer.current_epoch`.
+        ``of_epoch`` is the key of that number in the state.
+        """
         made = self._pending["unsaved"][of_epoch] if self._active and self._pending is not None else -math.inf
         if loop._combined_loader is not None or math.isinf(made):
             original()
@@ -276,7 +280,11 @@ class Resume:
         self._pending["unsaved"]["is_last_batch"] = left == 0 or done == most
 
     def _lengthen(self, left: int) -> None:
-        """Extend the epoch to ``left`` batches, which may be smaller ones, unless the user limits the epoch."""
+        """Set the epoch's length to the ``left`` batches, unless the user limits it by ``limit_train_batches``.
+
+        After a division among another number of ranks, batches may be smaller, so the epoch may have more of them than
+        usual.
+        """
         trainer = self._trainer
         if trainer.limit_train_batches != 1.0:
             return

@@ -5,7 +5,7 @@
 | the fit is within | the state |
 | --- | --- |
 | fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch is repeated |
-| the time after a backward pass whose gradients are kept apart (`updates`) | after the batch; see `WindowSteps` |
+| after a backward pass whose gradients are not in the parameters (`updates`) | after the batch; see `WindowSteps` |
 | a step of the optimizer or of a scheduler | none: an unknown part of the step is written |
 | averaging, after the optimizer's step | after the batch; its schedulers step now |
 | hooks and loggers at the end of the batch | after the batch; a validation that is due is still to come |
@@ -52,7 +52,10 @@ class _Kept:
 
 
 class LastSafeState(NamedTuple):
-    """The state that `Resume.capture` would have returned, and the callbacks' states if hooks have run since."""
+    """A state from which the fit can resume, as `Resume.capture` returns it.
+
+    It also has the callbacks' states of that moment if hooks have run since.
+    """
 
     resume: dict[str, Any] | None
     callbacks: dict[str, Any] | None
@@ -121,7 +124,10 @@ class SafePoints:
         return [] if lost_rank_data.epoch.has_none and where != "epoch" else lost_rank_data.epoch.dealt or self.dealt
 
     def _moving(self) -> dict[str, Any]:
-        """Return the state that a validation changes, and that a resume needs from before the validation."""
+        """Return random states, logged values and module modes, which a validation changes.
+
+        A resume that repeats the validation needs them from before it.
+        """
         return {
             "random": self.generators().take(),
             "logged": LoggedValues(self._trainer).take(),
@@ -139,7 +145,7 @@ class SafePoints:
         return len(getattr(fit._data_fetcher, "batches", ())) > 0, ended
 
     def _rest(self, where: str, held: bool) -> list[Any] | None:
-        """Return the loaders' positions if the epoch ended before its data did; None otherwise."""
+        """Return the loaders' positions if the epoch ended before its data, as at ``max_steps``; None otherwise."""
         epoch = self._trainer.fit_loop.epoch_loop
         if where != "epoch" or not epoch.batch_progress.current.ready or epoch._num_ready_batches_reached():
             return None
@@ -178,7 +184,7 @@ class SafePoints:
         self.step_position.begin_batch()
 
     def stepped_between(self) -> None:
-        """Keep the state again, because the optimizer has stepped outside of a batch, at a sync point."""
+        """Keep the state again, because the optimizer has stepped at a sync point, outside of any batch."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if progress.total.ready != progress.total.completed or not progress.current.ready:
             self.step_position.within = StepPhase.STEP
@@ -188,11 +194,11 @@ class SafePoints:
 
     @contextlib.contextmanager
     def as_it_was(self, ending: bool = False) -> Iterator[LastSafeState | None]:
-        """Yield the state to resume from, outside of safe points; None if there is none.
+        """Yield the last state that can be resumed from, for a moment that is no safe point; None if there is none.
 
-        `step_position` has the reason for None. Counters and buffers are put back for the duration of the block, so
-        that Lightning's checkpoint is of the same moment. If training is ``ending``, a step that was begun is completed
-        first, where possible.
+        `step_position` tells why there is none. Within the block, counters and buffers have the values of that state,
+        so that Lightning's checkpoint is of the same moment. With ``ending``, training goes no further, so a step whose
+        optimizer part is done is completed first: it is counted, and schedulers step.
         """
         within = self.step_position.within
         # Training ends, so what the loop would have done next can be done here.
@@ -338,14 +344,14 @@ class SafePoints:
             _put_buffer(module, name, value, trainer.strategy.root_device)
 
     def keep_weight(self, state: dict[str, Any]) -> None:
-        r"""Rescale gradients in accumulation to the batches that they stand for after a resume, and warn of the change.
+        r"""Rescale accumulated gradients after a resume to the number of batches that they replace, and warn of it.
 
-        A resume may have moved the next batch to another place in a window of ``accumulate_grad_batches``.
+        After a resume, the next batch may have another place in its window of ``accumulate_grad_batches``.
 
         .. math:: g \leftarrow \frac{p / k'}{m / k} g
 
-        The gradients are of :math:`m` batches of a window of :math:`k`. The next batch is number :math:`p`, counted
-        from 0, of a window of :math:`k'`.
+        The saved gradients are of :math:`m` batches in a window of :math:`k`. The next batch is number :math:`p`,
+        counted from 0, of a window of :math:`k'`.
         """
         gradients = state["gradients"]
         then = state.get("window")
@@ -390,11 +396,11 @@ def _containers(value: Any) -> Any:
 
 
 class Limits:
-    """The limits of a fit: whether they are reached, and whether an earlier fit had the same ones.
+    """The limits ``max_steps`` and ``max_epochs`` of a fit, raised for a moment when a fit resumes at its last step.
 
-    Lightning takes a fit that has taken its last step, but has not come to its end, for one that has ended. This class
-    raises ``max_steps`` and ``max_epochs`` for a moment, so that the loop begins and only finishes the epoch and the
-    training. Other replicas may still have steps to take, and this rank takes part in what they do together.
+    Lightning does not start the loop of a fit that has taken its last step, even if the epoch or the training was not
+    finished. This class raises the limits for a moment, so that the loop starts, and only finishes the epoch and the
+    training. Other replicas may still have steps to take, and this rank must take part in their sync points.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -403,12 +409,12 @@ class Limits:
         self._expected = False
 
     def now(self) -> list[float | None]:
-        """Return the limits that end training; if they differ at a resume, a stopped training continues."""
+        """Return the limits that end training. A stopped training continues if a resume finds other limits."""
         timers = [getattr(timer, "_duration", None) for timer in callbacks_of(self._trainer, "Timer")]
         return [self._trainer.max_epochs, self._trainer.max_steps, *timers]
 
     def are(self, limits: Sequence[float | None] | None) -> bool:
-        """Return whether these are the present limits; None stands for a training that was not stopped."""
+        """Return whether ``limits``, saved when a training was stopped, are the present ones; False for None."""
         return limits == self.now()
 
     @property
@@ -421,11 +427,11 @@ class Limits:
         return epochs or steps or (self._trainer.should_stop and fit._can_stop_early)
 
     def expect(self) -> None:
-        """Announce a resume, for which the next `lift` may raise the limits."""
+        """Note that the fit resumes, so that the next `lift` may raise the limits."""
         self._expected = True
 
     def lift(self, epoch_is_open: bool) -> None:
-        """Raise the limits if this rank has no step to take, but another rank has, or its epoch is still open.
+        """Raise the limits if this rank has no step left, but another rank has, or this rank's epoch is unfinished.
 
         All ranks call this together.
         """
@@ -445,7 +451,7 @@ class Limits:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Show the user's limits to hooks for the duration of the block."""
+        """Let hooks read the user's limits within the block, while `lift` has raised them."""
         given = self._given
         self.put_back()
         yield
@@ -492,7 +498,7 @@ class StepPhase(enum.Enum):
 
 
 class StepPosition:
-    """The phase of a fit between two safe points: which part of a step is done, and whether it is partly written."""
+    """The phase of a fit between two safe points: which part of a step is done, and whether it is half written."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -525,7 +531,7 @@ class StepPosition:
         self._steps = 0
 
     def gathered(self) -> None:
-        """Note that the batch under way need not be repeated: its gradients are kept apart from parameters."""
+        """Note that a failure from here on does not repeat the batch, whose gradients are outside the parameters."""
         self.within = StepPhase.GATHERED
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -618,7 +624,7 @@ class KeptBuffers:
 
     def _moves(self, name: str, buffer: Tensor) -> bool:
         # Inference tensors have no version counter, so they are copied always.
-        """Return whether a large buffer was replaced or written since the last call."""
+        """Return whether a large buffer was replaced or written since this method was last called for it."""
         version = None if buffer.is_inference() else buffer._version
         seen = self._seen.get(name)
         self._seen[name] = buffer, version
@@ -626,7 +632,7 @@ class KeptBuffers:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Put the copies in the buffers' places for the duration of the block."""
+        """Give the module's buffers the kept values within the block."""
         live = [dict(buffers) for _, buffers in self._owners]
         for path, buffers in self._owners:
             buffers.update({name: self._copies.get(path + name, now) for name, now in buffers.items()})
@@ -646,7 +652,10 @@ class KeptBuffers:
 
 
 def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Copy into a buffer of the same kind; else assign, because training may have created or enlarged a cache."""
+    """Copy ``value`` into the module's buffer ``name`` if shape and dtype match; otherwise make a copy the buffer.
+
+    Training may have created or enlarged a buffer that serves as a cache.
+    """
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)
     buffer = getattr(owner, last, None)

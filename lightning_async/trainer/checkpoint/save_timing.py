@@ -86,7 +86,7 @@ class SaveClock:
         return False
 
     def put_off(self) -> None:
-        """Keep a save due that cannot begin yet, even if it was due for the end of an epoch that is over by then."""
+        """Note that a due save cannot begin yet, so that it stays due, even if it was due for an epoch's end only."""
         self._put_off = True
 
     def saved(self, step: int) -> None:
@@ -103,7 +103,7 @@ _made = itertools.count(1)
 class DelayedGather:
     """An all-gather of one row of numbers from each rank at every step; the result is read a step later.
 
-    Nobody waits, because the row of the step before has long arrived.
+    Reading does not wait, because the exchange began one step earlier.
     """
 
     def __init__(self, collectives: Collectives, owned: bool = False) -> None:
@@ -112,7 +112,7 @@ class DelayedGather:
         self._pending: Pending[Tensor] | None = None
 
     def receive(self) -> list[list[float]]:
-        """Return every rank's row of the last step, by rank; nothing before the first step, and nothing twice."""
+        """Return the rows that all ranks sent one step ago, by rank; empty if none was sent since the last call."""
         pending = self._pending
         self._pending = None
         # This returns at once: the exchange began a step ago.
@@ -123,7 +123,10 @@ class DelayedGather:
         self._pending = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
 
     def ask(self, row: Sequence[float], patience: timedelta) -> list[list[float]]:
-        """Return every rank's row if all ranks call this within ``patience``, else nothing; the last call."""
+        """Gather ``row`` from every rank now; empty if not all ranks call this within ``patience``.
+
+        No exchange may follow it.
+        """
         until = time.monotonic() + patience.total_seconds()
         try:
             if self._pending is not None:

@@ -50,8 +50,7 @@ class SavedFit:
         settings: The user's settings.
         number: Number of the last save in the directory.
         group: Ranks that see this rank's directory. One checkpoint in it has a part of each of them.
-        resume: Knows this rank's position from its first batch on. The rank may wait at a sync point before its first
-            boundary.
+        resume: Captures this rank's position, even before its first batch boundary, as it may save at a sync point.
         state: Captures the Trainer's state.
         call: Brings all ranks to a sync point at their next batch boundary; see `CollectiveActions`.
     """
@@ -91,7 +90,7 @@ class SaveCoordinator(ABC):
 
     @abstractmethod
     def expect(self) -> None:
-        """Reserve memory for saves, now that the optimizers have stepped and their state has its final size."""
+        """Reserve memory for saves, after the first optimizer step has given the optimizers' state its final size."""
 
     @abstractmethod
     def boundary(self, preempted: Preemption) -> None:
@@ -106,7 +105,7 @@ class SaveCoordinator(ABC):
         """Make the last save, or wait for it. All ranks call this."""
 
     def give_up(self) -> None:  # noqa: B027
-        """Tell the ranks that wait for this rank's part of a save that it does not come, because training is over."""
+        """Tell the other ranks not to wait for this rank's part of a save, because training is over."""
 
     def close(self) -> None:  # noqa: B027
         """Release resources."""
@@ -140,13 +139,13 @@ class SaveCoordinator(ABC):
         return self._fit.trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     def _finish(self) -> None:
-        """Wait until the last rank has written, because a launcher may end the live ranks when one has left."""
+        """Wait until all ranks have written, because a launcher may kill the live ranks as soon as one rank exits."""
         self._fit.saver.wait(PATIENCE_S, settled=True)
         # No rank leaves before all have written.
         self._fit.trainer.strategy.barrier("the checkpoint is written")
 
     def _refuse(self) -> bool:
-        """Log why this moment cannot be saved; return False."""
+        """Log why the fit cannot be saved at this moment; return False, which means that no save was made."""
         phase = self._fit.resume.points.step_position.within.value
         log.warning("Rank %d: there is no checkpoint of this moment: %s.", self._fit.trainer.global_rank, phase)
         return False
@@ -208,7 +207,7 @@ class LockstepSaves(SaveCoordinator):
         self._save("the end" if last else "due")
 
     def _asked(self, mine: list[bool]) -> list[bool]:
-        """Return what any rank requested a step ago, or what a single rank requests now."""
+        """Return which requests any rank had made one step ago, and send ``mine``; a single rank gets ``mine`` back."""
         if self._lagged is None:
             return mine
         rows = self._lagged.receive() or [[0.0] * len(mine)]
@@ -219,9 +218,10 @@ class LockstepSaves(SaveCoordinator):
         return [max(column) > 0.0 for column in zip(*rows, strict=True)]
 
     def _stop(self, preempted: Preemption) -> NoReturn:
-        """Save and end this process, with all ranks, or alone if one of them has failed before this safe point.
+        """Save and end this process: with all ranks, or alone if another rank has failed before this safe point.
 
-        A rank may fail while ranks exchange nothing, as within an accumulation of gradients, and does not come.
+        A rank can fail unnoticed while ranks exchange nothing, for example while gradients accumulate, and then it does
+        not reach this safe point.
         """
         if self._lagged is not None and not self._failed:
             # These rows were sent at this safe point. A rank that has failed has sent its place of failure instead.
@@ -255,10 +255,11 @@ class LockstepSaves(SaveCoordinator):
         self._batches = self._trained()
 
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
-        """Save alone after an exception; return whether a save was made. Shared state is complete on this rank.
+        """Save alone after an exception; return whether a save was made.
 
-        A rank that finds another rank's checkpoint of the same step does not save. If a signal has told all ranks to
-        stop, they save together.
+        The state that all ranks share is complete on this rank, so one rank's save is enough: a rank makes none if
+        another rank has already begun the same save. If a signal has told all ranks to stop and all are at the same
+        safe point, they save together.
         """
         trainer = self._fit.trainer
         # Nothing was trained since the last save, and that save was written.
@@ -278,10 +279,10 @@ class LockstepSaves(SaveCoordinator):
             return self._fit.saver.save_alone(number, step, shared, own, manifest, FAILED_S)
 
     def _all_are_here(self, resume: Any) -> bool:
-        """Return whether all ranks have failed at this same safe point, and each knows so.
+        """Return whether all ranks have failed at the same safe point; all ranks get the same answer.
 
-        Each rank sends the number of its safe point in the column that otherwise says whether it was told to stop, so a
-        rank that is not here is recognised.
+        Each rank sends the number of its safe point, in the column that usually says whether the rank was told to stop.
+        A rank that has not failed here is recognised, because its row has another number.
         """
         if self._lagged is None:
             return False
@@ -305,7 +306,7 @@ def _failed(rows: Sequence[Sequence[float]]) -> bool:
 class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     """The base of the saves of replicas that are asynchronous between sync points.
 
-    A signal to stop is a vote, after which all ranks leave together. All ranks must see one directory, unless every
+    A signal to stop becomes a vote, after which all ranks end together. All ranks must see one directory, unless every
     step is synchronous and no weights are on servers: then each directory holds a complete checkpoint.
     """
 
@@ -343,14 +344,14 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     @property
     @abstractmethod
     def _in_step(self) -> bool:
-        """Whether all ranks save after the next step when one of them asks for a save."""
+        """Whether a request to save from one rank makes all ranks save after the same next step."""
 
     @abstractmethod
     def _ask(self) -> None:
         """Ask all ranks to save soon."""
 
     def _attach(self) -> None:
-        """Follow the strategy's averager, which changes when training begins again or other ranks have joined."""
+        """Attach to the strategy's averager, which is replaced when training begins again or ranks have joined."""
         before = self._averager
         self._averager = self._fit.trainer.strategy.averager
         if before is self._averager:
@@ -376,7 +377,10 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._ask()
 
     def _follow(self) -> None:
-        """Notice lost ranks, with which their requests and the saves under way may be lost."""
+        """Ask again for a save that may be lost with a rank: one that was requested, or one that was being written.
+
+        A request is repeated after ranks were lost. A save that was given up because of a lost rank's part stays due.
+        """
         left = names_of(self._fit.trainer).left
         if left != self._left:
             self._left = left
@@ -386,7 +390,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._clock.put_off()
 
     def _agreed(self, averager: Any, state: LastSafeState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the agreed state, and this rank's own, for a save at ``state``."""
+        """Return the state that all ranks agree on, and this rank's own, captured together with ``state``."""
         strategy = self._fit.trainer.strategy
         alike = strategy.alike if strategy.served else REPLICAS
         shared, checkpoint = self._fit.state.capture(alike, state.callbacks)
@@ -415,7 +419,9 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     ) -> tuple[int, int, list[int]] | None:
         """Save if any rank has ``wanted`` a save; return its number, step and ranks. All ranks call this together.
 
-        With ``queue``, this rank leaves its part out if earlier saves are not written yet, instead of waiting.
+        The result is None if no rank has wanted one. If an earlier save is still being written, this one waits for it.
+        With ``queue`` it does not wait, but is written after that save. If there is no free memory for it, this rank
+        writes no part of the save, and logs a warning.
         """
         strategy = self._fit.trainer.strategy
         averager = strategy.averager
@@ -446,13 +452,13 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return number, step, ranks
 
     def end(self, reason: str = "the end") -> None:
-        """Make the last save. All ranks are at a sync point, and repeat a save during which a rank was lost."""
+        """Make the last save. All ranks are at a sync point, and save again if a rank was lost meanwhile."""
         while not self._is_whole(reason):
             rank = names_of(self._fit.trainer).mine
             log.warning("Rank %d: ranks were lost during the last save: the live ranks save once more.", rank)
 
     def _is_whole(self, reason: str) -> bool:
-        """Save; return whether the save is complete or no rank was lost during it, equally on all ranks."""
+        """Save; return False, on all ranks, if a rank was lost and the save is incomplete for that reason."""
         saved = self._save_together(reason)
         assert saved is not None
         number, _, ranks = saved
@@ -466,8 +472,8 @@ class AsyncSaves(_SyncPointSaves):
     """Saves of asynchronous replicas.
 
     A save belongs to a round. The rank on which a save is due marks the next round. Each rank that takes part in that
-    round keeps a share of its result, and writes it at its own next batch boundary together with its own state. Nobody
-    waits.
+    round keeps a share of the round's result, and writes it at its own next batch boundary together with its own state.
+    No rank waits for another.
     """
 
     @property
@@ -513,19 +519,19 @@ class AsyncSaves(_SyncPointSaves):
         self._clock.saved(self._step)
 
     def give_up(self) -> None:
-        """Tell the other ranks that this rank's part of marked rounds does not come, because training is over."""
+        """Tell the other ranks that this rank will not write its part of marked rounds, because training is over."""
         self._give_up(self._averager.marks.lost(all=True), "its training ended before its next batch boundary")
 
     def _give_up(
         self, marks: list[Mark], why: str = "another round had come before this replica's next batch boundary"
     ) -> None:
-        """Tell the other ranks that this rank's part of the marked saves does not come, so that nobody waits for it."""
+        """Tell the other ranks not to wait for this rank's part of the marked saves, because it is never written."""
         for number, step, members in marks:
             log.warning("Rank %d comes too late for its part of save %d.", names_of(self._fit.trainer).mine, number)
             self._fit.saver.give_up(number, step, why, self._ranks(members))
 
     def _take(self) -> None:
-        """Write this rank's part of a marked round, if there is one."""
+        """Write this rank's part of the save that a marked round belongs to, if there is one."""
         self._give_up(self._averager.marks.lost())
         # A round that this rank has marked or taken part in, and whose share it still has to write.
         marked = self._averager.marks.take()
@@ -552,12 +558,12 @@ class AsyncSaves(_SyncPointSaves):
                 log.warning("Rank %d leaves out its part of save %d: %s", mine, number, error)
 
     def _ranks(self, members: Sequence[str]) -> list[int]:
-        """Return the stable ids of the members of a mark that save into this directory."""
+        """Return the stable ids of those ranks in ``members`` that save into this directory."""
         names = members if self._live_ranks is None else tuple(map(self._live_ranks.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
     def at_sync_point(self) -> None:
-        """Write this rank's part of rounds in which it takes part while it waits at a sync point."""
+        """Write this rank's part of marked rounds in which it takes part while it waits at a sync point."""
         self._take()
 
 
@@ -575,7 +581,7 @@ class ServerSaves(_SyncPointSaves):
 
     @property
     def _step(self) -> int:
-        """The step number; in synchronous mode equal on all ranks with data, which saves by steps rely on."""
+        """The step number. In synchronous mode all ranks with data have the same one, which saves by steps require."""
         return self._averager.step if self._in_step else self._averager.global_step()
 
     @property
@@ -606,6 +612,6 @@ class ServerSaves(_SyncPointSaves):
         super().end(reason)
 
     def after_sync_point(self, waited_s: float) -> None:
-        """Note the time that a sync point took if it was called for a save."""
+        """Note how long this rank waited at a sync point that was called for a save."""
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self._waited_s = waited_s

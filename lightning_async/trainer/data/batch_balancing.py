@@ -29,16 +29,17 @@ _MEASURED = 5
 
 
 class Bounds(NamedTuple):
-    """The bounds of the number of samples in one rank's batch; without a maximum, a step's total."""
+    """The smallest and largest number of samples in one rank's batch; without ``maximum``, a whole step's samples."""
 
     minimum: int = 1
     maximum: int | None = None
 
     def sizes(self, total: int, speeds: Iterable[float], rooms: Iterable[int]) -> list[int]:
-        """Return `batch_sizes` within the bounds.
+        """Return each rank's batch size for a step of ``total`` samples, as `batch_sizes` computes it from speeds.
 
-        A rank whose part does not fit into memory (``rooms``) gets the smaller part that fits, as long as the others
-        can take the rest of the step. Otherwise it trains on its part in pieces.
+        ``rooms`` are the numbers of samples that fit into each rank's memory; 0 if unknown. Batches fit into memory as
+        long as all ranks together have memory for ``total``. Otherwise ``rooms`` are ignored, and a rank splits a batch
+        that is too large for its memory.
         """
         v = list(speeds)
         rooms = list(rooms)
@@ -72,7 +73,7 @@ class _Said(NamedTuple):
 
 
 class Balancing:
-    """The batch sizes of all ranks of one fit, whose replicas weight what they exchange by samples.
+    """The batch sizes of all ranks of one fit; replicas weight gradients and averages by their samples.
 
     Args:
         trainer: The Trainer.
@@ -96,7 +97,7 @@ class Balancing:
         self._alone = EpochAssignment(trainer)
 
     def install(self) -> list[Undo]:
-        """Patch the epoch loop, after all other patches of an epoch's start; return functions that undo it."""
+        """Patch the epoch loop, after all other patches of an epoch's start; return functions that undo the patches."""
         loop = self._trainer.fit_loop.epoch_loop
         return [override(loop, "on_run_start", self._begin), override(loop, "run", self._alone.run)]
 
@@ -106,11 +107,11 @@ class Balancing:
 
     @property
     def is_off(self) -> bool:
-        """Whether the rest of the epoch was divided in other sizes since, because a rank has joined."""
+        """Whether the rest of the epoch was divided again because a rank joined, so that these sizes are not in use."""
         return self._epoch.known and self._epoch.phase != self._phase
 
     def would_gain(self) -> bool:
-        """Return whether other sizes would shorten a step, given the speeds of all ranks in headers."""
+        """Return whether other sizes would shorten a step enough to be worth a sync point, by speeds from headers."""
         paces = self._trainer.strategy.sync_points.paces
         speeds = {self._epoch.called(name): _speed(Pace(*pace)) for name, pace in paces.items()}
         sizes = self._bounds.sizes(self.total, speeds.values(), [0] * len(speeds))
@@ -165,10 +166,11 @@ class Balancing:
         fetcher.length = fetcher.fetched + end - share.first
 
     def decide(self, world: LightningCollectives) -> bool | None:
-        """Divide the rest of the epoch, if a rank has asked for it; return whether that pays. All are at a sync point.
+        """Divide the rest of the epoch by new batch sizes if a rank has asked for it; return whether that was done.
 
-        The result is None if no rank has asked, if a speed is unknown, or if a rank is not between two batches, as the
-        rest of the epoch is unknown then.
+        All ranks are at a sync point. The result is False if new sizes would gain too little, or too few samples are
+        left. It is None if no rank has asked, if speeds are unknown, or if a rank is not between two batches, because
+        the rest of the epoch is unknown then.
         """
         epoch = self._epoch
         if (sync_points := self._trainer.strategy.sync_points) is None:
@@ -205,7 +207,7 @@ class Balancing:
 
     @property
     def _epoch(self) -> EpochAssignment:
-        """The assignment that all ranks share if ranks can be lost, else this rank's own."""
+        """The assignment that all ranks know if the strategy can lose ranks, else one that only this rank uses."""
         lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         return self._alone if lost_rank_data is None else lost_rank_data.epoch
 

@@ -49,7 +49,7 @@ _BATCHES = 2**28
 
 
 class EpochAssignment:
-    """The part of the epoch that each rank has, by stable id, and its position, as far as this rank knows."""
+    """The part of the epoch that each rank has, by stable id, and each rank's position, as far as this rank knows."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -86,7 +86,7 @@ class EpochAssignment:
         self._sync_points: SyncPoints | None = None
 
     def deal(self, shares: Mapping[str, DataShard]) -> None:
-        """Take over a new division of the epoch, by stable id, and begin its next phase."""
+        """Store a new division of the epoch, by stable id, which begins the epoch's next phase."""
         self.shares = shares
         self.phase += 1
         self._gone = set()
@@ -101,16 +101,19 @@ class EpochAssignment:
         return {name: list(share) for name, share in self.shares.items()}
 
     def gone(self) -> list[str]:
-        """Return the ranks that were lost since the last division, including those that have come back since."""
+        """Return the ranks that were lost since the last division, including those that have joined again."""
         self._gone |= self.shares.keys() - set(self.strategy.live_ranks.names)
         return sorted(self._gone & self.shares.keys())
 
     def place(self, batch: int) -> float:
-        """Return the place of a rank at this batch: one number that grows over batches, phases and epochs."""
+        """Return this rank's position at ``batch`` as one number, which grows over batches, phases and epochs.
+
+        A phase is the part of an epoch between two divisions of its data.
+        """
         return self._now() * _BATCHES + batch
 
     def number(self, name: str) -> int:
-        """Return the number of the first batch of the present division that a rank has not committed."""
+        """Return the number of the first batch in the present phase that rank ``name`` has not committed."""
         now, number = divmod(int(self.places.get(name, 0.0)), _BATCHES)
         return number if now == self._now() else 0
 
@@ -118,7 +121,10 @@ class EpochAssignment:
         return self.trainer.current_epoch * _PHASES + min(self.phase, _PHASES - 1)
 
     def learn_from(self, sync_points: SyncPoints) -> None:
-        """Learn the places of ranks from headers; another ``sync_points`` object follows when a rank joins."""
+        """Update the known positions of all ranks from the headers that ``sync_points`` has received.
+
+        After a rank has joined, another ``sync_points`` object is passed. The old one is then read a last time.
+        """
         if self._sync_points is not None:
             self.learn({self.called(name): place for name, place in self._sync_points.places.items()})
         # Read the old object once more before it is replaced, or its last places would be lost.
@@ -179,13 +185,13 @@ class EpochAssignment:
 
     @property
     def accumulates(self) -> bool:
-        """Whether batches have gradients that are in no optimizer step, and not on their way to one."""
+        """Whether gradients of trained batches wait for an optimizer step and have not been passed on to it."""
         told = self.strategy.step_runner.accumulates
         return self.trainer.fit_loop.epoch_loop._should_accumulate() if told is None else told
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a batch is under way, or gradients of earlier batches are in no step yet."""
+        """Whether a batch is being trained on, or gradients of earlier batches have not reached an optimizer step."""
         count = self.trainer.fit_loop.epoch_loop.batch_progress.current
         return count.ready != count.completed or (count.ready > 0 and self.accumulates)
 
@@ -202,7 +208,7 @@ class EpochAssignment:
         take_back(self._without_part)
 
     def begin_joined(self) -> None:
-        """Begin the part with which this rank has joined, if it has joined within this epoch."""
+        """Start training on the part that this rank received when it joined, if it joined within this epoch."""
         if self.first is not None:
             self.go_on_with(self.first)
             self.first = None
@@ -212,7 +218,7 @@ class EpochAssignment:
     def run(self, original: Any, data_fetcher: Any) -> None:
         """Run the epoch loop, and restore the loop's settings at its end.
 
-        A rank that has joined within the epoch, and has no part of the rest, goes directly to the epoch's end.
+        A rank that joined within the epoch and received no part of it skips to the epoch's end.
         """
         logged = self.logged
         self.logged = None
@@ -230,8 +236,8 @@ class EpochAssignment:
     def go_on_with(self, share: DataShard, steps: int | None = None) -> None:
         """Make Lightning's loop train on ``share`` until the end of the epoch.
 
-        ``steps`` is the number of batches in the epoch, over all ranks, which have begun the epoch together; None if
-        this rank has joined within it.
+        ``steps`` is the largest number of batches that any rank has in the epoch, by which validation intervals that
+        are fractions of an epoch are computed. None: compute them from ``share``.
         """
         fit = self.trainer.fit_loop
         fetcher = fit._data_fetcher
@@ -293,13 +299,16 @@ class EpochAssignment:
 
 
 def _within_epoch(original: Any, interval: str, update_plateau_schedulers: bool) -> None:
-    """Skip the schedulers of epochs, which have stepped with the last batch of this rank's own part."""
+    """Call ``original``, which steps schedulers, except for schedulers of epochs that watch no metric.
+
+    These have already stepped at the last batch of this rank's own part.
+    """
     if interval != "epoch" or update_plateau_schedulers:
         original(interval, update_plateau_schedulers)
 
 
 def follower(loader: Any) -> Source | None:
-    """Return the source that has replaced a loader's iterator, if any."""
+    """Return the `Source` from which a loader takes its batches instead of its own iterator; None without one."""
     owner = getattr(vars(loader).get("_get_iterator"), "source", None)
     return owner if isinstance(owner, Source) else None
 
@@ -307,11 +316,12 @@ def follower(loader: Any) -> Source | None:
 class LostRankData:
     """The redistribution of lost ranks' samples at the end of an epoch.
 
-    With it, every sample of an epoch is trained on once, in work that a round has merged, whichever ranks are lost.
+    Every sample of the epoch is then trained on once, whichever ranks are lost. A batch counts as trained on only once
+    a round has merged its result.
 
-    At the start of an epoch all ranks tell each other their parts, and with each message their position. At the sync
-    point that ends the epoch, the live ranks divide what lost ranks had not shared, and continue the epoch with it.
-    Joining ranks without a part of the epoch take part.
+    At the start of an epoch all ranks tell each other their parts, and each message holds the sender's position. At the
+    sync point that ends the epoch, the live ranks divide the batches of lost ranks that no round has merged, and
+    continue the epoch with them. Ranks that have joined, and have no part of the epoch, also get some of these batches.
     """
 
     def __init__(self, epoch: EpochAssignment, rates: LearningRates) -> None:
@@ -336,7 +346,7 @@ class LostRankData:
         self.epoch.forget()
 
     def left(self) -> list[Any]:
-        """Return for each lost rank its name, its share, and the number of its first uncommitted batch."""
+        """Return the name, the share, and the number of the first uncommitted batch of each lost rank."""
         epoch = self.epoch
         return [[name, list(epoch.shares[name]), epoch.number(name)] for name in epoch.gone()] if epoch.known else []
 
@@ -387,7 +397,10 @@ class LostRankData:
         return True
 
     def _log_alike(self, world: LightningCollectives, came: list[bool]) -> None:
-        """Give ranks that joined within the epoch the values to log that their own part was too short to log."""
+        """Give ranks that joined within the epoch all the keys that the other ranks have logged.
+
+        Logging at the end of an epoch is collective, and a joined rank's part may be too short to log every key.
+        """
         if any(came) and not all(came):
             first = came.index(False)
             values = LoggedValues(self._trainer)
@@ -397,7 +410,7 @@ class LostRankData:
                 values.put_missing(logged)
 
     def _introduce(self, world: LightningCollectives, is_first: bool) -> bool:
-        """Tell ranks without knowledge of this epoch about all ranks' parts; return whether any rank could."""
+        """Tell ranks that do not know this epoch's division about it; return False if no rank knows it."""
         mine: list[Any] = [self.epoch.phase, self.epoch.plain()] if is_first else []
         everyones = world.gather_objects(mine)
         told = next((each for each in everyones if each), None)
@@ -414,7 +427,7 @@ class LostRankData:
         return True
 
     def _how_it_ended(self) -> dict[str, Any]:
-        """Return the state at an epoch's end that a joining rank without a part lacks: steps and learning rates."""
+        """Return the state that a joined rank without a part of the epoch needs at its end: steps, learning rates."""
         trainer = self._trainer
         return {
             "steps": [(count.ready, count.completed) for count in self._steps()],
@@ -429,7 +442,7 @@ class LostRankData:
         }
 
     def _end_as_others(self, ended: dict[str, Any]) -> None:
-        """Take over another rank's `_how_it_ended`."""
+        """Take over the state that `_how_it_ended` has returned on another rank."""
         trainer = self._trainer
         LoggedValues(trainer).put_blank(ended["metrics"])
         for count, (ready, completed) in zip(self._steps(), ended["steps"], strict=True):
@@ -481,7 +494,7 @@ class LostRankData:
         epoch.places |= {lost: epoch.place(begin) for lost, begin in left_at.items()}
 
     def tell_place(self, sync_points: SyncPoints) -> None:
-        """Note that the next message holds all that this rank has done, including the batch under way."""
+        """Note this rank's position, which the next message announces: all batches up to the current one."""
         self.epoch.learn_from(sync_points)
         self.epoch.gone()
         sync_points.tell_place(self.epoch.place(self._trainer.fit_loop.epoch_loop.batch_progress.current.ready))
@@ -539,7 +552,7 @@ class JoinerData:
         return [override(self._epoch.trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch)]
 
     def begin_within_epoch(self, logged: dict[str, Any]) -> None:
-        """Begin as a joining rank within the others' epoch, in which they had ``logged`` these values."""
+        """Make this joining rank begin within the live ranks' epoch, in which they have ``logged`` these values."""
         self._epoch.logged = logged
 
     # Computed while training goes on, because all ranks wait during the division itself.
@@ -550,7 +563,10 @@ class JoinerData:
         return [self._epoch.phase, self._epoch.plain()]
 
     def place(self, name: str, comes: bool) -> list[Any]:
-        """Return this rank's situation, for the division. All ranks wait at a sync point, so it stays true."""
+        """Return this rank's situation (the fields of a `_Place`) for the division; ``comes`` if this rank joins.
+
+        All ranks wait at a sync point, so the situation does not change before the division.
+        """
         if (sync_points := self._strategy.sync_points) is not None:
             self._epoch.learn_from(sync_points)
         return list(self._place(name, comes))
@@ -558,9 +574,15 @@ class JoinerData:
     def deal(self, name: str, places: list[list[Any]], told: list[Any] | None) -> None:
         """Divide the rest of the epoch among all ranks, including the joining one.
 
-        If a rank is not between two steps of the epoch, or the rest is unknown, the joining rank has a part from the
-        next epoch on. If all read streams, it begins its own stream, until the others' end. ``told`` is what a live
-        rank knows of the epoch; None on live ranks.
+        Without a division, the joining rank gets its first samples in the next epoch. This happens if a rank is not
+        between two steps of the same epoch, if the remaining samples are unknown, or if there is not one batch for each
+        rank. If the loaders of all ranks read streams, nothing is divided: the joining rank reads its own stream until
+        the others end the epoch.
+
+        Args:
+            name: Stable id of this rank.
+            places: Each rank's situation, as `place` returned it.
+            told: On a joining rank, what a live rank knows of the epoch: its phase and shares. None on live ranks.
         """
         sync_points = self._strategy.sync_points
         epoch = self._epoch

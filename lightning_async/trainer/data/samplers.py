@@ -38,9 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class SamplerResize:
-    """Loaders that are made again when the number of ranks has changed and a loop asks for them.
+    """Patches that make a loop's loaders again after the number of ranks has changed, when the loop asks for them.
 
-    Lightning then gives each rank its part, as at the start. A `DistributedSampler` of the user's gets new numbers.
+    Lightning then gives each rank its part, as at the start of the fit. A `DistributedSampler` that the user has made
+    gets the new rank and number of replicas.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -81,7 +82,10 @@ class SamplerResize:
         return setup_data
 
     def _number_new(self, original: Any, loop: Any) -> Any:
-        """Give numbers only to samplers without one, for a strategy that cannot lose ranks."""
+        """Return a ``setup_data`` that numbers only partitions without a number.
+
+        It is for strategies that cannot lose ranks, where numbers never change.
+        """
 
         def setup_data() -> None:
             with yet_to_be_numbered():
@@ -115,7 +119,10 @@ class SamplerResize:
             original()
 
     def _division(self, before: tuple[str, int]) -> tuple[str, int]:
-        """Return a key that changes whenever the ranks do; a rank that has just joined keeps ``before``."""
+        """Return a key that changes with the set of ranks; ``before`` while replicas are asynchronous.
+
+        An asynchronous replica must not make its loaders again alone, because the other ranks would keep theirs.
+        """
         # While replicas are asynchronous, a rank alone must not load anew, because the others would not.
         world = self._strategy.world
         if world is None or world.asynchronous:
@@ -125,7 +132,10 @@ class SamplerResize:
         return "" if live_ranks is None else live_ranks.room, generation
 
     def _number_left_over(self, loop: Any) -> bool:
-        """Renumber samplers that the user made for all ranks that this job had before an earlier run lost some."""
+        """Renumber samplers that the user made for as many ranks as there were before some were lost.
+
+        Returns whether there was such a sampler.
+        """
         strategy = self._trainer.strategy
         live_ranks = strategy.live_ranks
         began = 0 if live_ranks is None or not live_ranks.lost else live_ranks.started
@@ -141,7 +151,7 @@ class SamplerResize:
         return found
 
     def _number_partitions(self, loop: Any) -> None:
-        """Set the numbers of partitions by stable ids, so that each key stays with its rank."""
+        """Give the partitions all ranks' stable ids and this rank, so that each key's samples stay on the same rank."""
         kwargs = self._trainer.strategy.distributed_sampler_kwargs
         live_ranks = self._strategy.live_ranks
         names = tuple(map(str, range(kwargs["num_replicas"]))) if live_ranks is None else live_ranks.names
@@ -151,7 +161,7 @@ class SamplerResize:
             loader._iterator = None
 
     def _warn_of_others(self, loop: Any) -> None:
-        """Warn of samplers that were made for more ranks than there are, because nobody reads the other parts."""
+        """Warn of samplers that were made for more ranks than there are: nobody reads the missing ranks' parts."""
         world_size = self._trainer.strategy.world_size
         for sampler in _distributed_samplers(loop):
             if sampler.num_replicas > world_size:
@@ -181,7 +191,7 @@ def _partitions(loop: Any) -> list[tuple[Any, PartitionedSampler | PartitionedSt
 
 
 def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> None:
-    """Set number and size of a sampler's part as `DistributedSampler.__init__` does."""
+    """Set a sampler's rank and number of replicas, and the sizes that depend on them, as its constructor does."""
     if sampler.num_replicas == num_replicas:
         return
     whole: Any = sampler.dataset
@@ -193,10 +203,10 @@ def _number(sampler: DistributedSampler[Any], num_replicas: int, rank: int) -> N
 
 
 class ConsistentMetrics:
-    """Patches that compute each metric over one set of ranks, not the sum of three ranks and the count of two.
+    """Patches that compute each metric over one set of ranks, even if a rank is lost meanwhile.
 
-    `self.log` and torchmetrics use several collectives for one metric. If a rank is lost between them, the metric is
-    computed again.
+    `self.log` and torchmetrics use several collectives for one metric, for example for a sum and a count. If a rank is
+    lost between them, the sum would be over three ranks and the count over two. The metric is then computed again.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -221,7 +231,7 @@ class ConsistentMetrics:
 
 
 def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric: Any) -> Any:
-    """Return ``compute()`` of ``metric``, repeated until all its collectives have had the same ranks."""
+    """Return the result of ``compute``, which computes ``metric``, repeated until no rank is lost meanwhile."""
     if world is None or world.asynchronous:
         return compute()
     again = False
@@ -240,8 +250,8 @@ def whole(world: LightningCollectives | None, compute: Callable[[], Any], metric
 class ValidationTakeover:
     """A validation in which the live ranks also validate the parts of lost ranks, before metrics are computed.
 
-    A lost rank's results are lost with it, so all of its part is divided. This is impossible if a validation step
-    contains a collective, because ranks then take unequal numbers of steps.
+    A lost rank's results are lost with it, so its whole part is validated again. This is impossible if a validation
+    step contains a collective, because the live ranks then have unequal numbers of steps.
     """
 
     def __init__(self, strategy: StrategyView, trainer: Any) -> None:
@@ -293,7 +303,7 @@ class ValidationTakeover:
 
     def _take_over(self, world: LightningCollectives, name: str) -> bool:
         # A value that is synchronised at each step is a collective, so unequal numbers of steps would hang.
-        """Validate lost ranks' parts of the loaders so far; return whether there were any."""
+        """Validate lost ranks' parts of the loaders validated so far; return whether there were any."""
         together = any(each.meta.on_step and each.meta.sync.should for each in self._loop._results.values())
         mine: list[Any] = [name, together]
         told = world.gather_objects(mine)
@@ -344,7 +354,7 @@ def resized(
 ) -> dict[str, Any]:
     """Return the state from which ``rank`` of ``world_size`` resumes, made of the states of all ranks at the save.
 
-    Each sample of the epoch is still seen once. Gradients in accumulation are left out. If the ranks' positions are
+    Each sample of the epoch is still trained on once. Accumulated gradients are dropped. If the ranks' positions are
     unknown, the epoch's data begins again, with a warning.
 
     Args:

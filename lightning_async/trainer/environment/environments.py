@@ -155,7 +155,10 @@ class _Renumbered:
 
 
 class RenumberedEnvironment(_Renumbered):
-    """The environment of live ranks after a reconfiguration, which meet in another ``room`` of the store."""
+    """The environment of a rank after a reconfiguration, with its new rank, world size and key space in the store.
+
+    ``room`` is the prefix of the keys by which the live ranks meet in the store.
+    """
 
     def __init__(self, environment: Any, rank: int, world_size: int, room: str) -> None:
         super().__init__(environment)
@@ -173,7 +176,7 @@ class RenumberedEnvironment(_Renumbered):
 class JoiningEnvironment(_Renumbered):
     """The environment of a joining rank.
 
-    The joining rank counts as the last one until the others have admitted it, because one of them is rank 0.
+    The joining rank has the highest rank until the others have admitted it, because rank 0 is one of them.
     """
 
     @property
@@ -189,12 +192,12 @@ class JoiningEnvironment(_Renumbered):
 
 
 class StableIds(NamedTuple):
-    """The stable ids of ranks in checkpoints: the ranks at their start, which do not change when others are lost.
+    """The stable ids of ranks in checkpoints: each rank's number at its start, which never changes.
 
     Args:
         mine: Id of this rank.
         left: Ids of all live ranks, in order.
-        started: Number of ranks at first, or more if ranks have joined since; all ids are smaller.
+        started: Number of ranks at the start, or more if ranks have joined since. All ids are smaller than it.
         lost: Ids of the lost ranks.
     """
 

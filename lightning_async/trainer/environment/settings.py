@@ -80,7 +80,7 @@ class TrainerSettings:
         return same
 
     def _everywhere(self) -> Settings:
-        """Return the settings that must be equal in evaluation, too, where collective callbacks would hang."""
+        """Return the settings that must be equal in evaluation, too, because collectives of callbacks would hang."""
         kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
         together = sorted(
             getattr(callback, "compared", type(callback).__name__)
@@ -132,7 +132,10 @@ _NEWER = {"foreach", "maximize", "capturable", "differentiable", "fused", "decou
 def check_optimizers(
     world: LightningCollectives, module: Any, optimizers: Sequence[Optimizer], usual: bool = False
 ) -> None:
-    """Compare the replicas' optimizers, with which models would diverge silently; only warn if ``usual``."""
+    """Compare the optimizers and schedulers of all replicas, because models would diverge silently if they differ.
+
+    With ``usual``, only warn of a difference, unless it is in the number of optimizers.
+    """
     kinds = []
     for each in optimizers:
         defaults = _plain(each.defaults)
@@ -160,7 +163,10 @@ def check_optimizers(
 
 
 def check_saved(optimizers: Sequence[Optimizer], states: Sequence[dict[str, Any]]) -> None:
-    """Raise ValueError for a checkpoint of other optimizers, before torch fails on entries that it lacks."""
+    """Raise ValueError if a checkpoint's states lack entries of these optimizers, as after a change of their class.
+
+    torch would fail on a missing entry later, with an error that does not name the cause.
+    """
     for index, (optimizer, state) in enumerate(zip(optimizers, states, strict=False)):
         for saved in state["param_groups"]:
             if lacks := sorted(set(optimizer.defaults) - set(saved) - _NEWER):

@@ -34,10 +34,11 @@ _ends: list[str] = []
 
 
 def note_end(exception: BaseException) -> None:
-    """Record the exception with which the Trainer ends, for launchers.
+    """Record the exception with which the Trainer ends, so that launchers can show it.
 
-    It is written into the file of torch.distributed.elastic, and sets the exit code. torch's ``@record`` around a main
-    function overwrites the file. Of a `PeerLost` only the message is shown.
+    It is written into the error file of torch.distributed.elastic, which torch's ``@record`` around a main function may
+    overwrite afterwards. After the loss of the store, the process ends with an exit code for it. Of a `PeerLost` only
+    the message is shown, because another rank has caused it.
     """
     # Servers end by SystemExit without a code. A signal raises a subclass of it.
     if type(exception) is not SystemExit or exception.code:
@@ -105,7 +106,7 @@ def _lives(pid: int) -> bool:
 
 
 def _introduce(num_nodes: int) -> None:
-    """Set the environment for the processes to be started: this process's id, and a secret for one host."""
+    """Set the environment of the processes to be started: this process's id, and a secret if all run on one host."""
     os.environ[STARTER] = str(os.getpid())
     if num_nodes == 1:
         os.environ.setdefault(SECRET, new_secret())
@@ -127,18 +128,18 @@ def _given_back(*names: str) -> Iterator[None]:
 
 
 class ProcessLauncher(_MultiProcessingLauncher):
-    """Lightning's launcher for "spawn", "fork" and "forkserver", with errors and the summary of its processes.
+    """Lightning's launcher for "spawn", "fork" and "forkserver", which also handles errors in the started processes.
 
-    Lightning calls `on_exception` only around the launcher, and so never in a process that was started here. The other
-    ranks would wait for that process's rank until they are killed. And the strategy's state would stay in the
-    processes.
+    With Lightning's own launcher, `on_exception` is never called in a started process, so that the other ranks would
+    wait for a failed one until they are killed. Here each process calls it. The run's summary is returned to the
+    process that launched, because it would be lost with the started processes.
     """
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
         """Run the function in new processes.
 
-        The store of ranks that failed serves for a moment longer, so each launch has a port of its own. If the user has
-        set the port, a launch that failed waits until that port is free.
+        The store of failed ranks keeps its port for a moment after they have ended, so each launch uses another port.
+        If the user has set the port, this method returns from a failed launch only when that port is free.
         """
         environment: Any = self._strategy.cluster_environment
         is_users_port = _PORT in os.environ
@@ -184,7 +185,7 @@ class ProcessLauncher(_MultiProcessingLauncher):
 
 
 class ScriptLauncher(_SubprocessScriptLauncher):
-    """Lightning's launcher of scripts, which gives the other ranks time to end by themselves when one dies.
+    """Lightning's launcher of scripts, which kills the other ranks only some time after one has died.
 
     Lightning kills all others within seconds, and does not say what went wrong in training. Here the others learn of
     the death first, so each ends with an error that names the dead rank. One that has not ended in time is killed.
@@ -204,7 +205,7 @@ class ScriptLauncher(_SubprocessScriptLauncher):
         self._on_death = on_death
 
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
-        """Do as Lightning's launcher does, with `_Watch` in place of its observer."""
+        """Start the other ranks as Lightning's launcher does, but watch them by `_Watch` instead of its observer."""
         environment = self.cluster_environment
         environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
         if not environment.creates_processes_externally:

@@ -1,8 +1,9 @@
 """Accumulation of gradients in windows of any length, weighted by samples.
 
 Lightning accumulates over multiples of a number of batches, counted from the start of an epoch. If that number changes
-within the epoch, gradients are stepped with too late, or twice. Lightning also divides the loss by that number in an
-epoch's last window, which may be shorter. Here a window begins when the last one has ended, and ends when it is full.
+within the epoch, an optimizer step comes too late, or uses gradients twice. Lightning also divides the loss by that
+number in an epoch's last window, which may be shorter. Here a window begins when the last one has ended, and ends when
+it is full.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class OomMicrobatches:
-    """Batches in pieces, within the same window, from the first time that memory is too small for a whole batch."""
+    """The splitting of batches into pieces within a window, once memory was too small for a whole batch."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -145,7 +146,8 @@ class AccumulationWindows:
     .. math:: g = \frac{\sum_j n_j g_j}{\sum_j n_j}
 
     :math:`g_j` is the gradient of a batch of :math:`n_j` samples. If ranks step together, the sums are over the batches
-    of all ranks. The result is bit-equal with Lightning's if all batches of a window are equal and the window is full.
+    of all ranks. The result is bit-equal with Lightning's if all batches of a window have equally many samples and the
+    window is full.
 
     Args:
         trainer: The Trainer, whose loops are patched.
@@ -196,7 +198,11 @@ class AccumulationWindows:
 
     @property
     def away(self) -> bool:
-        """Whether no real training runs, but a search, or an epoch without steps for BatchNorm's statistics."""
+        """Whether the loop runs for something other than training.
+
+        This is a search for a batch size or a learning rate, or an epoch without steps that computes BatchNorm's
+        statistics.
+        """
         trainer = self._trainer
         # A search for a batch size removes all callbacks.
         sizes = not trainer.callbacks
@@ -363,6 +369,6 @@ class AccumulationWindows:
 
 
 def gradients_of(optimizers: Any) -> Iterator[torch.Tensor]:
-    """Yield the gradients of all optimizers that are not None."""
+    """Yield all gradients that exist, of the parameters of all optimizers."""
     params = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
     return (p.grad for p in params if p.grad is not None)

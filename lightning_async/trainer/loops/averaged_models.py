@@ -19,7 +19,7 @@ from lightning_async.trainer.namespace import callbacks_of
 
 
 def averaged_models_of(trainer: Any) -> AveragedModels | None:
-    """Return this training's averages; None for synchronous replicas, whose averages are equal by themselves."""
+    """Return the averages of the present training; None for synchronous replicas, which have equal averages anyway."""
     return vars(trainer.strategy).get("averaged_models")
 
 
@@ -39,9 +39,11 @@ class AveragedModels:
         self._agreed = [int(average.n_averaged) for average in self._averages]
 
     def make_equal(self, restored: bool) -> None:
-        """Begin all ranks' averages with rank 0's, because callbacks copied the models before these were made equal.
+        """Copy rank 0's averages to all ranks when training begins.
 
-        If a rank has ``restored`` averages from a checkpoint, all have, and keep them until the next sync point.
+        The callbacks have made the averages from models that were not equal yet. If any rank has ``restored`` averages
+        from a checkpoint, nothing is copied: all ranks have then restored theirs, and keep them until the next sync
+        point.
         """
         if not self._averages or any(self._world.gather_objects(restored)):
             return
@@ -58,7 +60,10 @@ class AveragedModels:
         self._agreed = [int(average.n_averaged) - count for average, count in zip(self._averages, known, strict=True)]
 
     def before_sync_point(self) -> Callable[[], None]:
-        """Prepare for a sync point; return a function that all ranks call when all have arrived."""
+        """Prepare for a sync point; return a function that makes the averages equal once all ranks have arrived.
+
+        All ranks call the returned function together.
+        """
         # Copy the statistics now: the sync point's averaging of buffers may change them.
         own = [_batch_norms(callback) for callback in self._swa if self._updates_batch_norm(callback)]
 
@@ -78,11 +83,11 @@ class AveragedModels:
         self._agreed[index] = int(average.n_averaged)
 
     def _updates_batch_norm(self, callback: Any) -> bool:
-        """Return whether this epoch takes no steps, and recomputes BatchNorm's statistics after the last one."""
+        """Return whether this is the epoch after the last averaged one, which only computes BatchNorm's statistics."""
         return bool(callback.momenta) and self._trainer.current_epoch == callback.swa_end + 1
 
     def _share_statistics(self, layers: list[tuple[Any, Tensor, Tensor, Tensor]]) -> None:
-        """Replace the means over each replica's batches by the means over all replicas' batches."""
+        """Replace BatchNorm's statistics over this replica's batches by the statistics over all replicas' batches."""
         for layer, mean, var, batches in layers:
             self._mean_([mean, var], float(batches))
             self._largest_([batches])

@@ -76,7 +76,7 @@ class ContinuedLogger(ExperimentWriter):
 
 
 def _save(writer: Any, save: Callable[[], None]) -> None:
-    """Save in the columns of the file, which another process may have changed meanwhile."""
+    """Call ``save`` with the columns that the file has now, because another process may have added some."""
     if not writer.metrics:
         return
     files = writer._fs
@@ -92,13 +92,13 @@ def _save(writer: Any, save: Callable[[], None]) -> None:
 
 
 def _rewrite(writer: Any) -> None:
-    """Add columns in a new file that replaces the old one, so that a killed process leaves one of the two complete."""
+    """Add columns in a new file that replaces the old one; if the process is killed, one of the two is complete."""
     with writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
         _write(writer, file.read())
 
 
 def _write(writer: Any, text: str) -> None:
-    """Rewrite the file with the rows of ``text``, in the columns of these rows and of the writer."""
+    """Replace the file by one with the rows of ``text``, and with the columns of these rows and of the writer."""
     rows = csv.DictReader(io.StringIO(text, newline=""))
     beside = f"{writer.metrics_file_path}.new"
     writer.metrics_keys = sorted({*writer.metrics_keys, *(rows.fieldnames or ())})
@@ -126,7 +126,7 @@ def _place(logger: Any) -> dict[str, Any]:
 
 
 def take_places(loggers: Sequence[Any], told: list[dict[str, Any]]) -> None:
-    """Prepare the loggers to write to these places, if this rank becomes rank 0."""
+    """Prepare the loggers to write to the places that `places` has returned on rank 0, if this rank becomes rank 0."""
     for logger, place in zip(loggers, told, strict=False):
         if not place or not _is_known(logger):
             continue
@@ -160,8 +160,8 @@ def keep_whole(loggers: Sequence[Any]) -> list[Undo]:
 class LoggingFailover:
     """The failover of logging to the next rank 0, which logs to the same place and shows the progress bar.
 
-    Loggers are told in advance where to write, because the training thread may log as soon as the rank has changed.
-    Everything else waits for the next batch.
+    The loggers of all ranks learn in advance where to write, because the training thread may log as soon as its rank
+    has become 0. Everything else waits for the next batch.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -182,7 +182,7 @@ class LoggingFailover:
             self._undo += keep_whole(self._trainer.loggers)
 
     def describe(self) -> dict[str, Any]:
-        """Return, on rank 0, the plain values that the others need for `take`."""
+        """Return the plain values that `take` needs on the other ranks; called on rank 0."""
         bar = self._trainer.progress_bar_callback
         return {
             "loggers": places(self._trainer.loggers),
@@ -191,7 +191,7 @@ class LoggingFailover:
         }
 
     def take(self, told: dict[str, Any]) -> None:
-        """Prepare, on another rank, to become rank 0."""
+        """Prepare to become rank 0, with the values that `describe` has returned on the present rank 0."""
         self._told = told
         take_places(self._trainer.loggers, told["loggers"])
 

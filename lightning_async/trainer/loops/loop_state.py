@@ -21,11 +21,15 @@ log = logging.getLogger(__name__)
 
 
 def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[str, Any] | None:
-    """Return a state for a rank that has none in a checkpoint; None if no rank has one.
+    """Return a resume state for a rank that has none in a checkpoint, made from another rank's; None without any.
 
-    The rank skips as many batches of its own data as the first saved rank has read. If its sampler shuffles, the order
-    is another one now. Without any state, the epoch's data begins again. ``states`` are those of `Resume`, by stable
-    id.
+    The new state skips as many batches of this rank's own data as the first saved rank has read. A sampler that
+    shuffles has another order than before. If no rank has a state, the epoch's data begins again.
+
+    Args:
+        states: Saved states of `Resume`, by stable id.
+        rank: The rank that has no state.
+        path: The checkpoint, for the warning.
     """
     if not states:
         log.warning("Rank %d: %s holds no rank's position in its data: the epoch's data begins again.", rank, path)
@@ -39,7 +43,10 @@ def beside(states: Mapping[int, dict[str, Any]], rank: int, path: str) -> dict[s
 
 
 def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
-    """Return the part of the epoch for ``rank``: parts that no saved rank has go to ranks without a state, in order."""
+    """Return the number of the epoch's part for ``rank``, which has no state.
+
+    Ranks without a state get, in order, the parts that no saved rank has.
+    """
     parts = range(among(states[min(states)], 0))
     free = sorted({*parts}.difference(state.get("dealt", (name,))[0] for name, state in states.items()))
     absent = [name for name in parts if name not in states]
@@ -47,12 +54,12 @@ def _free(states: Mapping[int, dict[str, Any]], rank: int) -> int:
 
 
 def without_own(clocks: Mapping[str, Any]) -> dict[str, Any]:
-    """Return another rank's clocks for a rank that replaces it, or continues beside it."""
+    """Return another rank's averaging state (``clocks``) without the entries that only that rank's replica may use."""
     return {**clocks, "rule_state": {}, "local": None, "gathered": None, "losses": (0.0, 0)}
 
 
 def has_none(state: Mapping[str, Any] | None) -> bool:
-    """Return whether a rank had joined within the epoch, and had no part of it."""
+    """Return whether the rank that has saved ``state`` had joined within the epoch without a part of it."""
     return state is not None and not state.get("dealt", (0, 1))
 
 
@@ -69,13 +76,16 @@ def completed(states: Mapping[int, dict[str, Any]], world_size: int) -> list[dic
 
 
 def _moved(state: dict[str, Any], rank: int, part: int) -> dict[str, Any]:
-    """Return another rank's state for part ``part``, with random states of its own."""
+    """Return another rank's state for ``rank``, which has part ``part`` of the epoch, with other random states."""
     random = of_another(state["random"], rank)
     return {**state, "random": random, "loaders": [_place(position, part) for position in state["loaders"]]}
 
 
 def _place(position: dict[str, Any], part: int) -> dict[str, Any]:
-    """Return the position after equally many batches, without the states of the other rank's data."""
+    """Return a loader's position for ``part``, after as many batches as in the given one.
+
+    States that belong to the other rank's own data are removed.
+    """
     if "taken" not in position:
         return {**position, "dataset": None, "state": None}
     share = position.get("share")
@@ -106,7 +116,7 @@ class Modes:
         return {name: on for name, on in now.items() if name in self._changed or on is not self._first.get(name, on)}
 
     def put_trained(self, state: dict[str, bool]) -> None:
-        """Restore `requires_grad` only, before the rest, because a strategy reads it before training begins."""
+        """Restore `requires_grad` only, before the other values: a strategy reads it before training begins."""
         self.put({name: on for name, on in state.items() if name.endswith(".requires_grad")})
 
     def put(self, state: dict[str, bool]) -> None:
@@ -199,14 +209,20 @@ class LoggedValues:
                 results[key] = result.to(device)
 
     def put_blank(self, state: dict[str, Any]) -> None:
-        """Log the keys of ``state`` with values of no samples, because logging at the end of an epoch is collective."""
+        """Log the keys of another rank's ``state`` with empty values that count no samples.
+
+        Logging at the end of an epoch is collective, so all ranks must have the same keys.
+        """
         self.put(state)
         results = self._results
         for key in state["results"].keys() & results.keys():
             _blank(results[key])
 
     def put_missing(self, state: dict[str, Any]) -> None:
-        """Log missing keys of another rank's ``state`` with values of no samples, in the other rank's order."""
+        """Log the keys of another rank's ``state`` that this rank lacks, with empty values that count no samples.
+
+        Afterwards the keys have the other rank's order.
+        """
         results = self._results
         own = dict(results)
         # Collectives go through the keys in order, so all ranks need one order.
@@ -220,7 +236,11 @@ class LoggedValues:
         results.update(own)
 
     def _make_result(self, saved: dict[str, Any]) -> Any:
-        """Return the logged result; None for a process group of the user's, or a metric outside of the module."""
+        """Return the logged result that ``saved`` describes.
+
+        The result is None if the user has logged it with a process group of his own, or if its metric is not in the
+        module.
+        """
         made = pytorch("trainer.connectors.logger_connector.result")
         name, builtin = saved["reduce"]
         should, rank_zero_only, whole_world = saved["sync"]
@@ -238,7 +258,7 @@ class LoggedValues:
 
 
 def show(connector: Any, metrics: Mapping[str, float]) -> None:
-    """Show values in the progress bar and in the callbacks' metrics until others replace them.
+    """Show values in the progress bar and in the callbacks' metrics until newer ones replace them.
 
     `LightningModule.log` does so, too, but reduces the values again at every step until the end of the epoch.
     """
@@ -247,7 +267,7 @@ def show(connector: Any, metrics: Mapping[str, float]) -> None:
 
 
 def _blank(result: Any) -> Any:
-    """Return the result as one of no samples that takes part in the epoch's reduction."""
+    """Empty a logged result, so that it counts no samples and still takes part in the epoch's reduction; return it."""
     result.reset()
     result.has_reset = False
     result._update_count = 1
@@ -255,7 +275,10 @@ def _blank(result: Any) -> Any:
 
 
 def _mark(state: Any) -> Any:
-    """Return an object whose identity changes with each update; the update count covers updates in place."""
+    """Return an object of a metric's state by whose identity an update is noticed.
+
+    Updates in place keep that object. They are noticed by the metric's update count.
+    """
     # A list state only grows or is replaced, so its last entry identifies it.
     return (state[-1] if state else None) if isinstance(state, list) else state
 

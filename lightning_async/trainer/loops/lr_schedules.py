@@ -27,7 +27,7 @@ class LearningRates:
         return [override(self._trainer.fit_loop.epoch_loop, "_update_learning_rates", self._update)]
 
     def start_over(self) -> None:
-        """Forget the steps, because training begins again within this fit."""
+        """Reset the counts of steps, because training begins again within this fit."""
         self.stepped.clear()
 
     def _update(self, original: Any, interval: str, update_plateau_schedulers: bool) -> None:
@@ -37,7 +37,7 @@ class LearningRates:
             self.follow()
 
     def follow(self) -> None:
-        """Take the steps that are due now of schedulers that step per batch."""
+        """Step each scheduler that steps per batch until it has the steps due at the replicas' mean step number."""
         steps = self._view.shared_steps
         if steps is None:
             return
@@ -67,7 +67,10 @@ class StepState:
         self._rates = rates
 
     def make_equal(self, world: LightningCollectives) -> None:
-        """Give ranks with synchronous steps the state of the one that missed the fewest. All call this together."""
+        """Give all ranks that take synchronous steps the state of the rank that missed the fewest steps.
+
+        All ranks call this together.
+        """
         missed = self._view.step_runner.missed_steps
         mine = 0 if missed is None else self._digest()
         # Ranks may be lost between the two collectives, and then another rank may be the source.
@@ -77,7 +80,10 @@ class StepState:
             self._view.step_runner.missed_steps = 0
 
     def _others(self, world: LightningCollectives, missed: int | None, mine: int) -> dict[str, Any] | None:
-        """Return the state of the source; None if this rank has it, too, or takes no synchronous steps."""
+        """Return the state of the rank that missed the fewest steps; None if this rank does not need it.
+
+        A rank does not need it if its own state is equal, or if it takes no synchronous steps.
+        """
         # Digests are small. The state itself travels only if a rank has another one.
         told = world.gather_objects([missed is not None, missed or 0, mine])
         source = min(range(len(told)), key=lambda rank: (told[rank][1], not told[rank][0]))

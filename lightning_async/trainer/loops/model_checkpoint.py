@@ -45,12 +45,12 @@ class Saving(CollectiveCallback):
             callback._last_global_step_saved = -1
 
     def begin_batch(self) -> None:
-        """Note the steps that were counted before the first batch, which belong to an earlier training."""
+        """Record how many save intervals were complete before the first batch, which belong to an earlier training."""
         for checkpoint in self._checkpoints():
             self._saves.setdefault(id(checkpoint), self._turns(checkpoint))
 
     def _end_batch(self, checkpoint: Any, original: Any, *args: Any, **kwargs: Any) -> None:
-        """Call all ranks together when a save is due, instead of saving alone."""
+        """Call all ranks to a sync point when a save is due, instead of saving alone."""
         if self._view.sync_points is None:
             original(*args, **kwargs)
         elif self._is_due(checkpoint) and self.call_together is not None:
@@ -82,13 +82,13 @@ class Saving(CollectiveCallback):
         return False
 
     def catch_up(self) -> None:
-        """Save what is due at the end of training, after which no batch follows."""
+        """Save what is due when training ends, because there is no later batch at which to save it."""
         world = self._view.world
         if world is not None and self._view.sync_points is not None and not self._view.failed:
             self.decide(world)
 
     def _save(self, checkpoint: Any) -> None:
-        """Save at the step of rank 0, whose loops are in the file, although another replica may be ahead."""
+        """Save with the step number of rank 0, whose loops are in the file; another replica may be ahead."""
         trainer = self._trainer
         checkpoint._last_time_checked = time.monotonic()
         checkpoint._last_global_step_saved = -1
@@ -102,7 +102,7 @@ class Saving(CollectiveCallback):
             checkpoint._save_last_checkpoint(trainer, candidates)
 
     def _monitor_candidates(self, original: Any, trainer: Any) -> dict[str, Any]:
-        """Return rank 0's values, because they name files, and ranks compare the names between collectives."""
+        """Return rank 0's values on every rank, because ranks must agree on the file names that contain them."""
         candidates = original(trainer)
         world = self._view.world
         if world is None or world.asynchronous:

@@ -2,8 +2,8 @@
 
 The handler only sets a flag, on which all ranks act at a batch boundary. A second SIGTERM ends the process at once.
 `timeout`, systemd, Slurm and shells signal whole process groups, so a rank's loader workers die of the same signal. A
-rank notices that when it reads from them, and not by an exception at an arbitrary place in its main thread. The user's
-own handler runs at the end.
+rank learns of a worker's death when it next reads from its workers, and not by an exception at an arbitrary place in
+its main thread. The user's own handler runs at the end.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Preemption:
         """The user's handler of SIGTERM from before the fit, which is called at the end of the run."""
 
     def install(self) -> list[Undo]:
-        """Patch; return functions that undo it, except for `_at_the_end`, which undoes itself."""
+        """Patch the signal handlers; return functions that undo it, except for `_at_the_end`, which undoes itself."""
         signals = self._trainer._signal_connector
         own = os.getpid()
 
@@ -79,7 +79,7 @@ class Preemption:
         ]
 
     def is_told(self) -> bool:
-        """Return whether this rank has received the signal, or receives it within a second.
+        """Return whether this rank has received the signal; wait up to a second for it.
 
         A failure that the same signal has caused may be noticed before this process's own handler has run.
         """
@@ -133,7 +133,7 @@ class Preemption:
         undo = set_for_now(signals, "teardown", teardown)
 
     def leave(self, finish: Callable[[], object]) -> NoReturn:
-        """Wait by ``finish`` for the save of all ranks; then raise Lightning's SIGTERMException with `TRY_AGAIN`."""
+        """Call ``finish``, which waits for all ranks' save; then raise SIGTERMException with exit code `TRY_AGAIN`."""
         finish()
         if self._requeues and self._trainer.is_global_zero:
             self._requeue()
@@ -152,11 +152,11 @@ class Preemption:
 
 
 def _error_but_for_sigterm(original: Callable[[], None]) -> None:
-    """Raise for a worker that has died, as torch's handler of SIGCHLD does, but not for one that SIGTERM has ended.
+    """Raise an error for a loader's worker that has died, as torch's SIGCHLD handler does, unless SIGTERM has ended it.
 
-    That exception would come wherever the main thread is, such as within a step or a save. The loader notices the
-    missing worker itself. Only while the loader reads must the exception come: the worker may have left half a message,
-    whose end never comes.
+    torch's handler raises wherever the main thread is, for example within a step or a save. After a SIGTERM that is not
+    needed, because the loader itself notices the missing worker. The error is needed only while the main thread reads
+    from workers: the dead one may have sent half a message, and reading the other half would never end.
     """
     try:
         original()
@@ -175,7 +175,7 @@ def _reads(frame: Any) -> bool:
 
 
 def _read_from_workers(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Read from workers; fail at once if a signal has ended one, which may have left half a message."""
+    """Read a batch from workers; fail at once if a signal has ended one, which may have sent half a message."""
     for lives, worker in zip(loader._workers_status, loader._workers, strict=True):
         if lives and worker.exitcode == -signal.SIGTERM:
             raise RuntimeError(f"DataLoader worker (pid {worker.pid}) was ended by a signal: Terminated.")

@@ -65,7 +65,7 @@ class Spikes:
             self._vote()
 
     def _end_batch(self, original: Any, trainer: Any, *args: Any, **kwargs: Any) -> None:
-        """Call the hook with a Trainer of one rank, so that it asks no other rank."""
+        """Call the hook with a stand-in for the Trainer that has one rank, so that it waits for no other rank."""
         strategy = SimpleNamespace(
             root_device=trainer.strategy.root_device,
             barrier=lambda *_: None,
@@ -75,7 +75,7 @@ class Spikes:
 
 
 class Stopping:
-    """Stops that one rank learns of first: patches of the signal handler, `Timer` and `SpikeDetection`."""
+    """Patches for stops that one rank learns of first: by a signal, `Timer` or `SpikeDetection`."""
 
     def __init__(self, view: StrategyView, trainer: Any) -> None:
         self._view = view
@@ -103,7 +103,7 @@ class Stopping:
         return undo
 
     def pass_on(self, sync_points: SyncPoints) -> None:
-        """Vote for a stop if a signal has come before there were sync points."""
+        """Vote for a stop if this rank has received a signal before there were sync points."""
         if self._told:
             self._told = False
             sync_points.request_stop()
@@ -130,7 +130,7 @@ class Stopping:
             sync_points.request_stop()
 
     def after_batch(self) -> None:
-        """Act on votes, and vote for what only this rank knows."""
+        """Stop or end training if the ranks have voted for it, and vote if this rank alone has a reason to."""
         sync_points = self._view.sync_points
         if sync_points is None:
             return
@@ -146,7 +146,7 @@ class Stopping:
             sync_points.vote(Vote.END)
 
     def _check_time(self, timer: Any, original: Any, trainer: Any) -> None:
-        """Check a time limit on this rank's clock; when the time is up, all ranks end."""
+        """Check a time limit on this rank's clock; when the time is up, vote for the end of training on all ranks."""
         sync_points = self._view.sync_points
         if sync_points is None:
             original(trainer)
@@ -167,7 +167,7 @@ class FitSyncPoints:
         self.on_model_changed: list[Callable[[], None]] = []
         """Functions that all ranks call together when a sync point has given all replicas another model."""
         self.on_met: Callable[[LightningCollectives], None] = lambda world: None
-        """Function that is called likewise, but not at sync points within a batch."""
+        """Function that all ranks call together then, except at sync points within a batch."""
         self.on_called: Callable[[], None] = lambda: None
         """Function that goes to `SyncPointKind.DECIDE`, because another rank has called all ranks together."""
 
@@ -180,7 +180,7 @@ class FitSyncPoints:
     def rendezvous(self, sync_point: SyncPointKind, index: int = 0) -> None:
         """Wait until every rank is at this sync point with the same model.
 
-        Meanwhile, take part in everything that other ranks ask for.
+        Meanwhile, take part in validations, decisions and stops that other ranks ask for.
         """
         view = self._view
         view.begin_again()
@@ -210,7 +210,10 @@ class FitSyncPoints:
             self.on_met(world)
 
     def within_batch(self, sync_point: SyncPointKind) -> Arrival:
-        """Wait at a sync point that a step needs; return other ranks' requests, which wait for the end of the batch."""
+        """Wait at a sync point in the middle of a batch; return whether it has opened, or what another rank asks for.
+
+        The caller handles a request at the end of the batch.
+        """
         sync_points = self._view.sync_points
         world = self._view.world
         assert sync_points is not None
@@ -234,7 +237,10 @@ class FitSyncPoints:
 
 
 class UnscheduledValidation:
-    """Validations to which this rank's own loop does not come now, run as `_TrainingEpochLoop.on_advance_end` does."""
+    """Validations that run although this rank's own loop has none due now.
+
+    They run as `_TrainingEpochLoop.on_advance_end` does it.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -285,7 +291,7 @@ class CollectiveCallback:
     """Asks all ranks to a sync point at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide, when all ranks hold one model; return whether all have replaced it by another one."""
+        """Decide together with all ranks, while all hold one model; return whether all have replaced the model."""
         return False
 
     def save_together(self, world: LightningCollectives) -> None:
@@ -296,13 +302,17 @@ class CollectiveCallback:
         return {}
 
     def come(self, told: dict[str, Any]) -> None:
-        """Take over another rank's `for_joining_ranks`, on a joining rank, after this callback's state."""
+        """Take over the values that `for_joining_ranks` has returned on a live rank, after this callback's state.
+
+        This is called on a joining rank.
+        """
 
 
 class CollectiveActions:
     """Decisions of all ranks' callbacks together, at sync points to which a callback has called all ranks.
 
-    ``saving`` decides as these callbacks do. Last, if the model was not replaced, ``host`` admits joining ranks.
+    ``saving`` takes part like one of these callbacks. Afterwards ``host`` admits joining ranks, unless a callback has
+    replaced the model.
     """
 
     def __init__(
@@ -346,7 +356,7 @@ class CollectiveActions:
         return self._called or self._view.step_runner.called or Vote.DECIDE in sync_points.agreed
 
     def hold(self) -> None:
-        """Meet and decide; if callbacks have replaced the model, begin another training with the new one."""
+        """Wait for all ranks and let the callbacks decide; start a new training if they have replaced the model."""
         self._called = False
         self._meeting.rendezvous(SyncPointKind.DECIDE)
         world = self._view.world
@@ -368,7 +378,7 @@ class CollectiveActions:
 
 
 class WaitForReplicas:
-    """The wait of too few live ranks at the end of a batch, until others join or the time is up."""
+    """The wait at the end of a batch for ranks to join while there are too few live ranks, up to a time limit."""
 
     def __init__(self, view: StrategyView, collective_actions: CollectiveActions, stopping: Stopping) -> None:
         self._view = view

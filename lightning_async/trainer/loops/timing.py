@@ -35,7 +35,7 @@ _CAUSES: dict[Reason, str] = {
 
 
 class Pacing:
-    """The pace of this replica, which warns once of a slow replica.
+    """The measured pace of this replica, and a single warning if one of the replicas is slow.
 
     ``communicated_s`` returns the seconds that this replica has spent on packing and merging so far. ``now`` is a
     monotonic clock.

@@ -21,8 +21,8 @@ class SharedLearningRates:
     """Patches of the schedulers' steps for replicas that take every step together, with one learning rate.
 
     Lightning steps schedulers of epochs with this rank's last batch, and other schedulers by the number of the batch.
-    Here a step may be taken at a sync point, with other ranks' batches only, and ranks have unequal numbers of batches.
-    So schedulers follow the number of steps, and the epochs of all ranks.
+    Here a step may be taken at a sync point, from other ranks' batches alone, and ranks have unequal numbers of
+    batches. So schedulers follow the number of steps, and the epochs that all ranks have in common.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -65,10 +65,10 @@ class SharedLearningRates:
             strategy.lr_scheduler_configs = configs
 
     def end_epoch(self, world: LightningCollectives) -> Callable[[], None]:
-        """Step the schedulers of epochs if any rank has reached its last batch, after all steps of the epoch.
+        """Step the schedulers of epochs after the epoch's last step, if any rank has reached its last batch.
 
-        Returns a function for the end of the epoch, which steps schedulers that watch a metric on a rank without
-        batches.
+        Returns a function to call at the very end of the epoch. On a rank without batches, it steps the schedulers that
+        watch a metric.
         """
         mine = self.ends_epoch
         self.ends_epoch = False
@@ -86,7 +86,7 @@ class SharedLearningRates:
 
 
 class ExternalWindowSize(AccumulationWindows):
-    """The windows of `AsyncGradientStrategy`, which itself weights batches, averages, and takes the steps.
+    """The sizes of windows for `AsyncGradientStrategy`, which itself weights and averages gradients and steps.
 
     The arguments are those of `AccumulationWindows`. No loop is patched.
     """
@@ -103,12 +103,12 @@ class ExternalWindowSize(AccumulationWindows):
 
     @property
     def size(self) -> int:
-        """The least number of batches in the window under way, or in the next one."""
+        """The number of batches that a window must have before it ends: the window under way, else the next one."""
         return 1 if self.planned.by_samples else self.planned.batches
 
     @property
     def least(self) -> float:
-        """The least number of samples in that window."""
+        """The number of samples that the same window must have before it ends."""
         return self.planned.samples if self.planned.by_samples else 0.0
 
     @property
@@ -227,7 +227,10 @@ class OptimizerUpdates:
         original()
 
     def take(self, put: Callable[[], None]) -> None:
-        """Step with the gradients that ``put`` gives to the parameters; schedulers and the loggers' step follow."""
+        """Take an optimizer step with the gradients that ``put`` writes to the parameters.
+
+        Schedulers and the loggers' step count are then updated, too.
+        """
 
         def closure() -> Tensor:
             put()
@@ -238,7 +241,7 @@ class OptimizerUpdates:
         self._take(lambda: self._loop.automatic_optimization._optimizer_step(max(self._loop.batch_idx, 0), closure))
 
     def take_each(self, steps: Iterable[Callable[[], object]]) -> None:
-        """Step, in manual optimization, with each optimizer that has gradients."""
+        """Take a step of manual optimization for each optimizer that has gradients, by calling each of ``steps``."""
 
         def run() -> None:
             scaled_zero(self._trainer.precision_plugin, self._trainer.strategy.root_device)
@@ -262,7 +265,7 @@ class OptimizerUpdates:
             self.on_step_between()
 
     def _follow(self) -> None:
-        """Do after a step what the loop and Lightning's running averages do at the end of the step's batch."""
+        """Update logs, schedulers and Lightning's running averages after a step, as Lightning does after a batch."""
         self._log()
         for callback in callbacks_of(self._trainer, "WeightAveraging"):
             # Call Lightning's own method, because a user's override may need a batch.
@@ -276,7 +279,7 @@ class OptimizerUpdates:
         """Log the last batch's values and the learning rates, if loggers are due with this step.
 
         Lightning logs values at the end of a batch that steps, and rates at the start of a batch. Rates are logged here
-        only if no batch has started since the step before.
+        only if no batch has started since the previous step.
         """
         trainer = self._trainer
         n = self._loop._batches_that_stepped
