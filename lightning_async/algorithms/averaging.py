@@ -186,7 +186,7 @@ class RuleBase(AveragingRule[RuleS], ABC):
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """Copy ``saved`` into the fields of ``state`` that `state_dict` returns; raise ValueError if it does not fit."""
+        """Copy ``saved`` into the fields that `state_dict` returns; raise ValueError if names or shapes do not fit."""
         named = self.state_dict(state)
         copy_saved_(self, {name: value for name, value in state._asdict().items() if name in named}, saved)
         return state
