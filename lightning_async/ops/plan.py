@@ -103,7 +103,7 @@ class Plan:
     def pack_(
         self, bucket: Tensor, *, snapshot: Tensor | None = None, weight: float = 1.0, norm: bool = False
     ) -> float | None:
-        r"""Write every tensor into its place: cast, snapshot, scale and norm in one pass.
+        r"""Write every tensor into its place in the bucket: cast, snapshot, scale and norm in one pass.
 
         .. math::
             v_k = \mathrm{fp32}(x_k) + r_k, \qquad b_k \leftarrow \mathrm{fp32}(w)\, v_k, \qquad s_k \leftarrow v_k

@@ -117,7 +117,7 @@ def requantize_average_(
     scales: Tensor | None,
     weights: Tensor,
 ) -> None:
-    r"""Do as `dequantize_average_`, and encode the mean again by `quantize_` with a residual of its own, in one pass.
+    r"""Compute the weighted sum as `dequantize_average_` does, and encode it as `quantize_` does, in one pass.
 
     Args:
         out_codes: Codes of the sum, shape (n,), of the same dtype as ``codes``; overwritten.

@@ -111,7 +111,7 @@ def server_dana_(
     scale: float = 1.0,
     whole: int = 0,
 ) -> None:
-    r"""Take a step of DANA: momentum per worker, and a reply that looks ahead along all workers' momenta.
+    r"""Take a step of DANA: a momentum for each worker, and a reply that looks ahead along the momenta of all workers.
 
     .. math::
         m_i' &= \mu m_i + \sigma g, \qquad v' = v + (m_i' - m_i), \qquad x' = x - \eta\, m_i' \\
