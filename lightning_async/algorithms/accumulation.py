@@ -95,7 +95,7 @@ class Noise(NamedTuple):
     weight: float = 0.0  # total weight of the values in these means; 0 for none
 
     def add(self, estimated: tuple[float, float], decay: float) -> Noise:
-        """Return the noise with one more result of `estimate`; one that is not finite is left out."""
+        """Return the noise with one more result of `estimate`, which is ignored if it is not finite."""
         if not all(map(math.isfinite, estimated)):
             return self
         weight = decay * self.weight + 1 - decay

@@ -127,7 +127,7 @@ class Trend(NamedTuple):
 
     .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{\min(k, w)}, \qquad m_0 = m_w
 
-    A large measurement changes the mean at once, and small ones bring it down slowly.
+    One large measurement raises the recent mean at once; it takes many small ones to lower the mean again.
 
     >>> trend = Trend()
     >>> for measured in (2.0, 4.0, 9.0):

@@ -30,7 +30,7 @@ class Round(NamedTuple):
         work: Work of each replica (samples or steps) since its last round of this fragment; zero for an absent one.
         steps: Optimizer steps of each replica since its last round of this fragment.
         scalars: Scalars that `AveragingRule.message_` has returned on each replica.
-        lr: Inner learning rate of each replica, 0 if absent. A rule must derive one that is common to all.
+        lr: Inner learning rate of each replica, 0 if absent. The rates may differ; a rule must derive one common rate.
         fragment: Number of the part of the parameters that this round moves.
         past: Number of committed rounds of this fragment before this one.
     """
@@ -91,7 +91,7 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
-        """Return the initial state, when all replicas have the parameters ``params`` (flat fp32, as in ``layout``)."""
+        """Return the initial state for replicas that all have ``params`` (flat fp32; ``layout`` has the shapes)."""
         ...
 
     @abstractmethod
@@ -264,7 +264,7 @@ class Mean(_ParameterMean):
 
     .. math:: x_i \leftarrow \bar x = \sum_j w_j x_j
 
-    No step is taken during a round; use `DeltaMean` to train on while messages travel.
+    No step is taken during a round; use `DeltaMean` to continue training while messages are in flight.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
 

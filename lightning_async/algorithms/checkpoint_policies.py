@@ -223,8 +223,8 @@ class EveryNTrainSteps:
 
     .. math:: \lfloor s / n \rfloor > \lfloor s_\text{saved} / n \rfloor
 
-    If the step count jumps over a multiple of ``n``, or no checkpoint could be saved at the multiple, the policy saves
-    at the next step.
+    If the step count jumps over a multiple of ``n``, or no checkpoint could be saved at the multiple, a save is due at
+    the next step at which it is possible.
 
     Args:
         n: Number of optimizer steps from one save to the next.

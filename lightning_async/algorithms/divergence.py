@@ -209,9 +209,10 @@ def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]
 
 
 class Escalation:
-    """A rank's choice of remedies: each time that findings return, it chooses a severer remedy.
+    """A rank's choice of remedies, which become severer while signals stay out of bounds.
 
-    After `History.window` steps without a finding, the choice starts again at the mildest remedy.
+    When a remedy was tried as often as allowed, the next severer one is chosen. After `History.window` steps without a
+    finding, the choice starts again at the mildest remedy.
 
     Args:
         remedies: Available remedies.

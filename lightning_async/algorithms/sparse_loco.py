@@ -23,7 +23,7 @@ class SparseLoCoState(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseLoCo(RuleBase[SparseLoCoState]):
-    r"""A `DiLoCo` for sparse messages: a residual, which compression did not send, takes the place of outer momentum.
+    r"""A `DiLoCo` for sparse messages: the residual of compression takes the place of outer momentum.
 
     .. math::
         e_i &\leftarrow \beta e_i + (a - s_i), \qquad q_i = \mathrm{C}(e_i), \qquad e_i \leftarrow e_i - q_i \\

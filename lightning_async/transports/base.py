@@ -55,7 +55,7 @@ class Connection:
         self.root = root
         self.payload = payload
         self._membership = membership
-        # Whether this rank's store waits after a failure until the others have read its reason.
+        # Whether `close` waits after a failure on rank 0, so that the others can read the reason in its store.
         self.outlives = True
         self._roots = [root] if payload is root else [root, payload]
         # Function that is called when all ranks have ended this run in order.
@@ -87,7 +87,7 @@ class Connection:
             return
 
         def hear(death: Death) -> None:
-            # The rank may not take part in this run, and has no name here.
+            # The dead rank may be outside of this run, and then has no stable rank id here.
             with suppress(ValueError):
                 membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
@@ -97,7 +97,7 @@ class Connection:
         """Publish that the process that was started as ``rank`` has died; ``text`` says how. See `hear_deaths`."""
         try:
             self.membership.report_death(self._name_of(rank), text)
-        # If this fails, the others notice the death by its silence.
+        # If this fails, the others notice the death by missing heartbeats.
         except Exception as error:
             log.warning("The others could not be informed that rank %d has died: %s", rank, error)
 

@@ -58,7 +58,7 @@ _stores: list[Any] = []
 _processes: list[StoreProcess] = []
 # The store, while it is open and no group exists yet.
 _early: list[Any] = []
-# Functions that raise if ranks differ in how they begin, until all have begun.
+# Functions that raise if ranks differ in settings for the start; empty once all have started.
 _agreed: list[Callable[[], None]] = []
 # The store of the assembly. A new store at its address would not know who has come.
 _assembled: list[Any] = []
@@ -170,7 +170,7 @@ def _address(environment: Any) -> str:
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _FORM_TIMEOUT = timedelta(minutes=5)
-# Between the runs of strategies without heartbeats.
+# Time without a heartbeat after which a process counts as dead, for strategies that set no such time.
 _DEAD_AFTER = timedelta(minutes=1)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 # Time for the first heartbeat of a rank that has just been met.
@@ -359,7 +359,7 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessH
     world_size = environment.world_size()
     seal = Seal.of_job()
     room = getattr(environment, "room", "lightning_async")
-    # Ranks were lost or have joined, so ranks have other numbers, under which a new heartbeat begins.
+    # Ranks were lost or have joined, so this process may have another rank, for which it needs a new heartbeat.
     if _presences and not _presences[0].inherited and _presences[0].room != room:
         _presences.pop().close()
     if not _presences or _presences[0].inherited:
