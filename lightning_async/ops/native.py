@@ -237,7 +237,7 @@ def _chunks(numel: int) -> int:
 def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), whole: int = 0) -> None:
     """Run an elementwise op on flat arrays.
 
-    If the arrays are pieces of larger ones, ``whole`` is the number of elements of a larger one; else it is 0.
+    If the arrays are pieces of larger arrays, ``whole`` is the number of elements of each larger array; else it is 0.
     """
     x = arrays[0]
     number = find(x.device.type, name)

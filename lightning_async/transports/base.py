@@ -133,9 +133,9 @@ class Connection:
             self.on_end()
 
     def _outlive_the_others(self, membership: Membership) -> None:
-        """Wait some seconds, until all other ranks have left or are lost, so that they can read the failure's reason.
+        """Leave, and wait up to `_OUTLIVES_S` until all other ranks have left or are lost.
 
-        This rank may serve the store in which they read it.
+        Meanwhile they can read the failure's reason in the store, which this rank may serve.
         """
         membership.leave()
         until = time.monotonic() + _OUTLIVES_S

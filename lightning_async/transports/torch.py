@@ -354,7 +354,7 @@ class TorchTransport(Transport):
 
 
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessHeartbeat:
-    """Wait until all ranks have come to the run ``name``, without a time limit as long as their processes live."""
+    """Wait until all ranks have come to the run ``name``, however late they are, as long as their processes live."""
     rank = environment.global_rank()
     world_size = environment.world_size()
     seal = Seal.of_job()
