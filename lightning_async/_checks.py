@@ -34,15 +34,15 @@ def check_protocol(owner: str, argument: str, value: object, protocol: type, wha
 
 
 def check_int(owner: object, argument: str, at_least: int) -> None:
-    """Raise unless the attribute of ``owner`` is an ``int`` (and not a ``bool``) of at least ``at_least``."""
+    """Raise TypeError or ValueError unless an attribute of ``owner`` is an ``int`` of at least ``at_least``.
+
+    ``argument`` is the name of the attribute. A ``bool`` does not count as an ``int``.
+    """
     check_number(type(owner).__name__, argument, getattr(owner, argument), at_least)
 
 
 def check_number(owner: str, argument: str, value: object, at_least: int) -> None:
-    """Raise unless ``value`` is an ``int`` (and not a ``bool``) of at least ``at_least``.
-
-    Unlike `check_int`, which reads the attribute of an object, this takes the value itself.
-    """
+    """Raise TypeError or ValueError unless ``value`` is an ``int`` (and not a ``bool``) of at least ``at_least``."""
     shown = f"`{owner}({argument}={value!r})`"
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{shown} must be an int, got {type(value).__name__}.")
@@ -51,7 +51,7 @@ def check_number(owner: str, argument: str, value: object, at_least: int) -> Non
 
 
 def check_time(owner: str, argument: str, value: object) -> None:
-    """Raise unless the argument is a ``timedelta`` above zero."""
+    """Raise TypeError or ValueError unless the argument is a ``timedelta`` above zero."""
     shown = f"`{owner}({argument}={value!r})`"
     if not isinstance(value, timedelta):
         raise TypeError(f"{shown} must be a timedelta.")
@@ -62,7 +62,10 @@ def check_time(owner: str, argument: str, value: object) -> None:
 def check_real(
     owner: object, argument: str, *, above: float | None = None, at_least: float | None = None, below: float = math.inf
 ) -> None:
-    """Raise unless the attribute of ``owner`` is a finite number within the given bounds."""
+    """Raise TypeError or ValueError unless an attribute of ``owner`` is a finite number within the given bounds.
+
+    ``argument`` is the name of the attribute.
+    """
     value = getattr(owner, argument)
     shown = f"`{type(owner).__name__}({argument}={value!r})`"
     if not isinstance(value, int | float) or isinstance(value, bool):

@@ -1,9 +1,9 @@
 """Sockets that a fork of this process, such as a DataLoader's worker, must not keep open.
 
 A connection ends only when no process holds its socket any more. If the forks of a dead rank kept its sockets open,
-its peers would not notice its death. Therefore each fork releases the sockets of its parent as soon as it begins. It
-puts /dev/null under each of their descriptors, because a library in the fork may later close the descriptor of what it
-takes for its socket, and must not close another file. Sockets that a fork opens itself are not concerned.
+its peers would not notice its death. Therefore each fork closes these sockets of its parent as soon as it begins. It
+opens /dev/null under their descriptors: a library in the fork may later close the descriptor of its inherited socket,
+and would close another file if the descriptor had been reused. Sockets that a fork opens itself are not affected.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def is_open(fd: int, inode: int) -> bool:
 
 
 def shut_down(sockets: Mapping[int, int]) -> None:
-    """Shut the sockets down, which ends all waits in them, here and at their peers.
+    """Shut the sockets down, so that all blocked reads and writes on them end, here and at their peers.
 
     Args:
         sockets: Mapping from descriptor to inode.
@@ -86,10 +86,11 @@ _under_way: list[Opening] = []
 
 
 class Opening:
-    """The sockets that a library opens from now on.
+    """A record of the sockets that a library opens after the record was made.
 
     Args:
-        ours: Returns whether the socket with this descriptor is one of them, since other threads open sockets, too.
+        ours: Function that returns whether the library has opened the socket with the given descriptor. It is needed
+            because other threads open sockets, too.
     """
 
     def __init__(self, ours: Callable[[int], bool]) -> None:
@@ -97,19 +98,19 @@ class Opening:
         self._ours = ours
 
     def sockets(self) -> dict[int, int]:
-        """Return the sockets that were opened since and are open now, as a mapping from descriptor to inode."""
+        """Return the sockets that the library has opened and not closed, as a mapping from descriptor to inode."""
         now = snapshot().items()
         return {fd: inode for fd, inode in now if self._before.get(fd) != inode and self._ours(fd)}
 
 
 @contextlib.contextmanager
 def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Iterator[Opening]:
-    """Return a context in which sockets that a library opens are kept from forks, also from forks that begin meanwhile.
+    """Keep all sockets that a library opens in this context from forks, including forks that begin in the context.
 
     Args:
-        ours: Returns whether a socket is one of the library's, see `Opening`.
-        within: Sockets are shut down soon after this time if the context has not been left. Without that, torch waits
-            without end for a server that accepts a connection and then stays silent. Default: no limit.
+        ours: Function that returns whether the library has opened a socket, see `Opening`.
+        within: Time limit for the context: soon after it, the sockets are shut down. Without a limit, torch would wait
+            for ever for a server that accepts a connection and then sends nothing. Default: no limit.
     """
     opened = Opening(ours)
     _under_way.append(opened)
@@ -128,7 +129,7 @@ def opening(ours: Callable[[int], bool], within: timedelta | None = None) -> Ite
 
 
 def keep_from_forks(sockets: Mapping[int, int]) -> None:
-    """Keep the sockets from forks of this process, and from programs that it executes.
+    """Make later forks of this process close these sockets; programs that it executes do not inherit them, either.
 
     Args:
         sockets: Mapping from descriptor to inode.
@@ -140,13 +141,13 @@ def keep_from_forks(sockets: Mapping[int, int]) -> None:
 
 
 def unshared(sock: socket.socket) -> socket.socket:
-    """Return the socket after `keep_from_forks` was called for it."""
+    """Call `keep_from_forks` for the socket, and return it."""
     keep_from_forks({sock.fileno(): os.fstat(sock.fileno()).st_ino})
     return sock
 
 
 def serves_at(port: int) -> None:
-    """Keep from forks all sockets of a port on which this process answers, also those that are accepted later."""
+    """Keep all sockets of a port on which this process listens from forks, including connections accepted later."""
     _served.add(port)
 
 

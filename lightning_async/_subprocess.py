@@ -41,10 +41,10 @@ def bare_command(module: str, arguments: list[Any], title: str) -> list[str]:
 
 
 class HelperProcess:
-    """A process that calls ``main`` of a module, in a session of its own, with a socket to it.
+    """A helper process that calls ``main`` of a module, and is connected with this process by a socket pair.
 
-    ``main`` gets the descriptor of its end of the socket as its first argument. Forks of this process do not hold the
-    socket, so that the helper sees its end closed when this process ends.
+    The helper runs in a session of its own. ``main`` gets the descriptor of the helper's socket as its first argument.
+    Forks of this process do not keep its socket open, so that the helper notices when this process ends.
 
     Args:
         module: Full name of the module.
@@ -83,7 +83,7 @@ class HelperProcess:
     def wait(self, within_s: float | None = None) -> int | None:
         """Wait for the end of the process, and return its exit status.
 
-        The status is minus the signal's number where a signal has killed the process, and None where it still runs
+        The status is minus the signal's number if a signal has killed the process, and None if the process still runs
         after ``within_s`` seconds. Default: no limit.
         """
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -91,10 +91,10 @@ class HelperProcess:
         return None
 
     def leave(self) -> None:
-        """Let the process end by itself, without waiting for it.
+        """Stop managing the process: it ends by itself, and nobody waits for it.
 
-        Its status is collected when another helper is left later. An ended process whose status nobody collects stays
-        a zombie.
+        Each call also collects the exit statuses of processes that were left earlier and have ended since, because an
+        ended process whose status nobody collects stays a zombie.
         """
         self._left[:] = [self.popen, *(each for each in self._left if each.poll() is None)]
 

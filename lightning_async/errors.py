@@ -11,7 +11,7 @@ START_AGAIN = ", and start again from the last checkpoint"
 
 
 def in_brief(text: str) -> str:
-    r"""Return the first and the last line of an error's text, without the traceback between them, for other ranks.
+    r"""Return the first and the last line of an error's text, without the traceback, for messages to other ranks.
 
     >>> in_brief("KeyError: Caught KeyError in worker process 0.\nOriginal Traceback:\n  ...\nKeyError: 'x'")
     "KeyError: Caught KeyError in worker process 0. KeyError: 'x'"

@@ -17,8 +17,8 @@ ROOM = 16
 class FlatLayout:
     """The places of a list of tensors in one flat bucket, one after the other, in order, without gaps.
 
-    `parts` cuts a bucket for transport without regard to the tensors' bounds, so that a tensor may be larger than a
-    part.
+    `parts` cuts a bucket into parts for transport and ignores where tensors begin and end, so that a tensor may be
+    larger than a part.
 
     Args:
         tensors: The tensors; only their shapes and dtypes are kept.
@@ -52,7 +52,7 @@ class FlatLayout:
         return [part.view(shape) for part, shape in zip(bucket.split(self.sizes), self.shapes, strict=True)]
 
     def moved(self, bucket: Tensor, to: FlatLayout) -> Tensor:
-        """Copy ``bucket`` into a new bucket of another layout, and return that.
+        """Copy ``bucket``, which has this layout, into a new bucket with the layout ``to``, and return the new bucket.
 
         A tensor is copied where the other layout has a tensor with its name and shape; all other elements are zero.
         """
@@ -64,9 +64,9 @@ class FlatLayout:
         return new
 
     def cut(self, number: int) -> list[slice]:
-        """Cut the list of tensors into runs of about equal bytes, none of them empty, and return the runs' slices.
+        """Cut the list of tensors into ``number`` runs of about equal size, none of them empty; return their slices.
 
-        No run is larger than an equal share and the largest tensor together. There must be at least ``number`` tensors.
+        No run is larger than an equal share plus the largest tensor. There must be at least ``number`` tensors.
 
         >>> FlatLayout([torch.zeros(numel) for numel in (4, 2, 2, 3, 1)]).cut(3)
         [slice(0, 1, None), slice(1, 3, None), slice(3, 5, None)]
@@ -105,9 +105,9 @@ class FlatLayout:
 
 
 def with_tag(part: Tensor) -> Tensor:
-    """Return ``part`` together with the `ROOM` elements in front of it, where a number can travel along.
+    """Return ``part`` with the `ROOM` elements in front of it, in which a number can be sent together with the part.
 
-    ``part`` must begin a bucket that was made with `ROOM` elements in front of it.
+    ``part`` must be the beginning of a bucket whose memory has `ROOM` more elements in front of it.
 
     >>> bucket = torch.zeros(ROOM + 3)[ROOM:]
     >>> with_tag(bucket[:2])[0] = 7.0

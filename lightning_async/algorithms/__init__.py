@@ -9,7 +9,7 @@ and callbacks call its methods with facts that they have measured, and keep its 
 - `TopK`, `PowerSGD` and the codes compress messages; an `AccumulationPolicy` sets the size of windows.
 - A `KeepPolicy` and a `SavePolicy` are for checkpoints; `divergence` holds thresholds and remedies.
 
-Read averaging and schedules first, then outer_optimizers and staleness; the other modules stand alone.
+Read averaging and schedules first, then outer_optimizers and staleness; read the other modules in any order.
 """
 
 from lightning_async.algorithms.accumulation import (

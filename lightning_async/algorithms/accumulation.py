@@ -95,7 +95,7 @@ class Noise(NamedTuple):
     weight: float = 0.0  # total weight of the values in these means; 0 for none
 
     def add(self, estimated: tuple[float, float], decay: float) -> Noise:
-        """Return the noise with one more result of `estimate`; one that is not finite is left out."""
+        """Return the noise with one more result of `estimate`, which is ignored if it is not finite."""
         if not all(map(math.isfinite, estimated)):
             return self
         weight = decay * self.weight + 1 - decay
@@ -146,16 +146,16 @@ class AccumulationPolicy(Protocol):
 
     @abstractmethod
     def size(self, progress: WindowProgress) -> int:
-        """Return the size of the window that begins, and of those after it until the next decision."""
+        """Return the size of the window that begins now; it applies to all windows until the next call."""
         ...
 
 
 @dataclass(frozen=True)
 class Fixed(AccumulationPolicy):
-    """A policy of windows of one size.
+    """A policy whose windows all have the same size.
 
     Args:
-        n: Size, in the unit of the argument that takes the policy.
+        n: Size of each window, in batches or samples; the unit is that of the argument to which the policy is passed.
 
     Raises:
         TypeError: If ``n`` is no int.
@@ -181,7 +181,8 @@ class ByEpoch(AccumulationPolicy):
     .. math:: n = n_e, \quad e = \max \{e \in E : e \le \mathit{epoch}\}
 
     Args:
-        sizes: Size by the epoch with which it begins; before the first one the size is 1.
+        sizes: Mapping from an epoch to the size that applies from this epoch on. Before the first of these epochs, the
+            size is 1.
 
     Raises:
         TypeError: If ``sizes`` is not a mapping of ints.
@@ -209,7 +210,8 @@ class ByStep(AccumulationPolicy):
     .. math:: n = n_t, \quad t = \max \{t \in T : t \le \mathit{step}\}
 
     Args:
-        sizes: Size by the step, counted from 0, with which it begins; before the first one the size is 1.
+        sizes: Mapping from a step, counted from 0, to the size that applies from this step on. Before the first of
+            these steps, the size is 1.
 
     Raises:
         TypeError: If ``sizes`` is not a mapping of ints.
@@ -233,7 +235,7 @@ class ByStep(AccumulationPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class NoiseScale(AccumulationPolicy):
-    r"""A policy with as many samples as the noise of the gradients makes worthwhile.
+    r"""A policy that takes as many samples per step as the noise of the gradients makes worthwhile.
 
     .. math:: n = \min\big(n_\text{max}, \max(n_\text{min}, r\, B_\text{simple})\big), \quad
         n_\text{last} / g \le n \le g\, n_\text{last}
@@ -246,8 +248,8 @@ class NoiseScale(AccumulationPolicy):
         minimum: :math:`n_\text{min}`, smallest number of samples, with which training begins.
         ratio: :math:`r`, number of samples as a multiple of the noise scale. Default 1.
         decay: Decay of the running means in the noise scale. Default 0.9.
-        growth: :math:`g`, largest factor between the sizes of two windows in a row. Default 2.
-        every: Number of windows for one estimate, and from one decision to the next. Default 16.
+        growth: :math:`g`, largest factor by which one decision changes the size. Default 2.
+        every: Number of windows from one decision to the next, over which the noise is estimated. Default 16.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -288,19 +290,19 @@ class NoiseScale(AccumulationPolicy):
 
 @dataclass(frozen=True, kw_only=True)
 class CommunicationShare(AccumulationPolicy):
-    r"""A policy with enough batches that communication takes at most a given share of the time.
+    r"""A policy whose windows have so many batches that communication takes at most a given share of the time.
 
     .. math:: n = \Big\lceil \frac{(1 - s)\, t_c}{s\, t_b} \Big\rceil
 
-    :math:`t_b` is the time of a batch, and :math:`t_c` is the time that a step adds until gradients are averaged. Both
-    can be measured only if some batches have no step, so a window has at least two batches. Measured times differ from
-    run to run: a resumed run may choose other sizes than a run that was not interrupted.
+    :math:`t_b` is the time of a batch. :math:`t_c` is the extra time that a window's last batch takes, until gradients
+    are averaged. To measure both, a window needs at least one batch before its last one, so it has at least two.
+    Measured times differ from run to run: a resumed run may choose other sizes than a run that was not interrupted.
 
     Args:
         share: :math:`s`, largest share of communication in the time. Default 0.1.
         maximum: Largest number of batches. Default 64.
         minimum: Smallest number of batches, with which training begins. Default 2.
-        every: Number of windows in which times are measured, and from one decision to the next. Default 16.
+        every: Number of windows from one decision to the next, over which the times are measured. Default 16.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -355,12 +357,13 @@ def _latest(sizes: Mapping[int, int], now: int) -> int:
 
 @dataclass(frozen=True)
 class BalancedWindows:
-    r"""A policy of windows in proportion to speed: a slow replica has fewer batches in each window.
+    r"""A policy whose window sizes are proportional to replicas' speeds: a slow replica's windows have fewer batches.
 
     .. math:: n_i = \operatorname{clip}\Big(\Big[\, N n\, \frac{v_i}{\sum_j v_j} \Big],\; n_{\min},\; n_{\max}\Big)
 
     :math:`v_i` are the recent batches per second of each of :math:`N` replicas. All replicas fill their windows in
-    about the same time, and a step has about as many batches as with equal windows. Each sample counts the same.
+    about the same time, and an optimizer step averages about as many batches as with equal windows. Every sample has
+    the same weight in the mean gradient.
 
     Args:
         batches: :math:`n`, average number of batches in a window. Default 4.
@@ -400,8 +403,8 @@ def batch_sizes(total: int, speeds: Sequence[float], minimum: int, most: Sequenc
 
     .. math:: n_i = \operatorname{clip}(\lambda v_i,\; n_{\min},\; m_i), \qquad \sum_i n_i = n
 
-    The numbers are rounded to whole samples with the exact sum, so that the slowest replica ends as early as possible.
-    Where the bounds do not allow the sum ``total``, the sum is as near to it as they allow.
+    The numbers are rounded to integers whose sum is exactly ``total``, so that the replica that takes longest ends as
+    early as possible. If the bounds do not allow the sum ``total``, the sum is as near to it as they allow.
 
     Args:
         total: :math:`n`, number of samples in a step.

@@ -25,12 +25,14 @@ class MatchCommunication(Schedule):
 
     :math:`t_{round}` is the time of a round (the shorter of the last two), :math:`t_{step}` is the time of a step of
     this replica, :math:`v` its speed, and :math:`v_{\max}` the speed of the fastest replica. The period adapts when the
-    speed of the network changes. A slow replica takes fewer steps in a period, so that all are ready together.
+    speed of the network changes. A slow replica takes fewer steps in a period, so that all replicas are ready for the
+    round at about the same time.
 
     Args:
         minimum: :math:`n_{\min}`, steps. Default 8: more frequent rounds gain little with an outer optimizer.
         maximum: :math:`n_{\max}`, steps. Default 512.
-        factor: :math:`c`, length of a period in times of a round. Default 2.5: in shorter ones momentum overshoots.
+        factor: :math:`c`, length of a period as a multiple of a round's time. Default 2.5: with shorter periods, the
+            outer momentum overshoots.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -67,20 +69,20 @@ Disagreement = Literal["replica_spread", "loss_variance"]
 
 @dataclass(frozen=True)
 class AdaptivePeriod(Schedule):
-    r"""A schedule whose period is short while replicas diverge fast, and grows as they agree more.
+    r"""A schedule whose period is short while replicas diverge fast, and grows as they diverge more slowly.
 
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min}, n_{\min}\, m_0 / m\big)\Big)
 
     :math:`m` is the metric in recent rounds, and :math:`m_0` is the metric in the first four rounds, which come every
-    :math:`n_{\min}` steps. "replica_spread" is the squared distance between replicas divided by the steps since they
-    agreed, so that a round comes when replicas are as far apart as in the first rounds. The period then grows as the
-    learning rate falls: with its inverse square where noise drives replicas apart, and with its inverse where different
-    data does. "loss_variance" is the root of the variance over replicas of the mean training loss of their steps. All
-    replicas measure the same value.
+    :math:`n_{\min}` steps. The metric "replica_spread" is the squared distance between replicas divided by the steps
+    since they agreed, so that a round comes when replicas are as far apart as in the first rounds. The period then
+    grows as the learning rate :math:`\eta` falls: as :math:`1 / \eta^2` if replicas diverge because of gradient noise,
+    and as :math:`1 / \eta` if they diverge because their data differs. The metric "loss_variance" is the standard
+    deviation over replicas of the mean training loss of their steps. Both metrics have the same value on all replicas.
 
-    While the learning rate warms up, replicas hardly diverge. Use `Warmup(AdaptivePeriod(), steps=...)` to take the
-    rounds after the warm-up as the first ones. A strategy refuses ``warmup_sync_every``, whose rounds would be the
-    first ones.
+    While the learning rate warms up, replicas hardly diverge. Use `Warmup(AdaptivePeriod(), steps=...)`: then
+    :math:`m_0` is measured in the first rounds after the warm-up. Strategies refuse `Warmup` with
+    ``warmup_sync_every`` here, because :math:`m_0` would be measured in the rounds of the warm-up.
 
     Args:
         minimum: :math:`n_{\min}`, steps. Default 50.
@@ -125,7 +127,7 @@ class Trend(NamedTuple):
 
     .. math:: m_k = m_{k-1} + \frac{x_k - m_{k-1}}{\min(k, w)}, \qquad m_0 = m_w
 
-    A large measurement changes the mean at once, and small ones bring it down slowly.
+    One large measurement raises the recent mean at once; it takes many small ones to lower the mean again.
 
     >>> trend = Trend()
     >>> for measured in (2.0, 4.0, 9.0):
@@ -139,7 +141,7 @@ class Trend(NamedTuple):
     recent: float = 0.0
 
     def add(self, measured: float, window: int) -> Trend:
-        """Return the trend with one more measurement; one that is not finite is left out. ``window`` is :math:`w`."""
+        """Return the trend with one more measurement, which is ignored if it is not finite; ``window`` is :math:`w`."""
         if not math.isfinite(measured):
             return self
         number = self.number + 1
@@ -148,7 +150,7 @@ class Trend(NamedTuple):
 
     @property
     def relative(self) -> float:
-        """The recent mean divided by the first one; 1.0 while the first rounds last."""
+        """The mean in recent rounds divided by the mean in the first rounds; 1.0 during the first rounds."""
         if self.recent == self.first:
             return 1.0
         return self.recent / self.first if self.first > 0.0 else math.inf

@@ -30,7 +30,7 @@ class Round(NamedTuple):
         work: Work of each replica (samples or steps) since its last round of this fragment; zero for an absent one.
         steps: Optimizer steps of each replica since its last round of this fragment.
         scalars: Scalars that `AveragingRule.message_` has returned on each replica.
-        lr: Inner learning rate of each replica, 0 if absent. A rule must derive one that is common to all.
+        lr: Inner learning rate of each replica, 0 if absent. The rates may differ; a rule must derive one common rate.
         fragment: Number of the part of the parameters that this round moves.
         past: Number of committed rounds of this fragment before this one.
     """
@@ -55,7 +55,7 @@ class Round(NamedTuple):
 
 @runtime_checkable
 class AveragingRule(Protocol[S]):
-    r"""An interface for the way in which replicas become one model; the rule itself keeps no state.
+    r"""An interface for rules by which replicas average their models; the rule itself keeps no state.
 
     A round, seen from one replica: the engine packs the parameters into a flat fp32 bucket, the *snapshot* :math:`s`.
     `message_` turns the snapshot into the message :math:`u`. All replicas exchange messages, and the mean
@@ -66,11 +66,11 @@ class AveragingRule(Protocol[S]):
     :math:`t`. An absent replica (one without work) moves from the last target to the new one.
 
     The state of a rule is a ``NamedTuple`` of flat fp32 tensors. It is equal on all replicas between rounds, except for
-    the fields in `per_replica`. Each part of the parameters that rounds move by itself (a fragment) has its own state,
-    so a rule must treat all elements, or all tensors of the layout, alike.
+    the fields in `per_replica`. If the parameters are split into fragments, which have rounds of their own, then each
+    fragment has its own state, so a rule must treat all elements, or all tensors of the layout, alike.
 
-    Any class with these attributes and methods is a rule. One that inherits from this class gets the defaults, and
-    `RuleBase` has more of them.
+    Any class with these attributes and methods is a rule. A class that inherits from this class gets the defaults;
+    a class that inherits from `RuleBase` gets more of them.
     """
 
     num_scalars: int = 0  # number of scalars that `message_` returns for the round's header
@@ -91,14 +91,15 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def init(self, params: Tensor, layout: FlatLayout) -> S:
-        """Return the first state, where all replicas hold ``params`` (flat fp32; ``layout`` has the shapes)."""
+        """Return the initial state for replicas that all have ``params`` (flat fp32; ``layout`` has the shapes)."""
         ...
 
     @abstractmethod
     def message_(self, out: Tensor, state: S) -> tuple[float, ...]:
         """Turn the snapshot in ``out`` into this replica's message, in place; return scalars for the header.
 
-        A message may be dropped and made anew, so a rule must change its state in `merge_` only.
+        A message may be dropped, and then this method is called again for a new one. Therefore a rule must change its
+        state in `merge_` only.
         """
         ...
 
@@ -129,21 +130,25 @@ class AveragingRule(Protocol[S]):
         return tuple(float(rank == (owing or [0])[0]) for rank in range(len(round.work)))
 
     def mix_(self, live: Tensor, base: Tensor, target: Tensor, state: S, round: Round) -> S:
-        """Turn the present parameters ``live`` into the merged ones, in place; called only where `mixes` is True.
+        """Turn the present parameters ``live`` into the merged ones, in place; called only if `mixes` is True.
 
-        ``base`` is the snapshot (on an absent replica, the last target) and may be overwritten; ``target`` must stay.
-        Where there was no progress since the snapshot, the target is copied instead. Returns the state, of which only
-        the fields in `per_replica` may change. Default: all progress is kept, ``live + (target - base)``.
+        ``base`` is the snapshot (on an absent replica, the last target) and may be overwritten; ``target`` must not be
+        changed. On a replica without progress since the snapshot, this is not called, and the target is copied.
+        Returns the state, of which only the fields in `per_replica` may change. Default: all progress is kept,
+        ``live + (target - base)``.
         """
         live.sub_(base.sub_(target))
         return state
 
     def agree(self, mean: Tensor, state: S) -> Tensor:
-        """Return the model of a sync point, given the work-weighted ``mean`` of the parameters. Default: the mean."""
+        """Return the model that all replicas have at a sync point; ``mean`` is the work-weighted mean of parameters.
+
+        Default: the mean.
+        """
         return mean
 
     def chosen(self, round: Round) -> dict[str, float]:
-        """Return the settings that the rule has chosen by itself for a round, by name. Default: none."""
+        """Return the settings that the rule derives from measurements for this round, by name. Default: none."""
         return {}
 
     @abstractmethod
@@ -153,7 +158,7 @@ class AveragingRule(Protocol[S]):
 
     @abstractmethod
     def load_state_dict(self, state: S, saved: dict[str, Any]) -> S:
-        """Return ``state`` with the values of ``saved``."""
+        """Return ``state`` with the values of ``saved``, which `state_dict` returned."""
         ...
 
 
@@ -161,7 +166,7 @@ RuleS = TypeVar("RuleS", bound=NamedTuple)
 
 
 class AveragingState(NamedTuple):
-    """The state of a rule that remembers nothing between rounds."""
+    """The empty state of a rule that keeps nothing from one round to the next."""
 
 
 class RuleBase(AveragingRule[RuleS], ABC):
@@ -181,16 +186,17 @@ class RuleBase(AveragingRule[RuleS], ABC):
         return dict(state._asdict())
 
     def load_state_dict(self, state: RuleS, saved: dict[str, Any]) -> RuleS:
-        """Overwrite the fields that `state_dict` names in place; raise ValueError where ``saved`` does not fit."""
+        """Copy ``saved`` into the fields that `state_dict` returns; raise ValueError if names or shapes do not fit."""
         named = self.state_dict(state)
         copy_saved_(self, {name: value for name, value in state._asdict().items() if name in named}, saved)
         return state
 
 
 class RuleWrapper(RuleBase[Any]):
-    """A base for rules that wrap another one, ``rule``, whose state is the field ``inner`` of their own state.
+    """A base for rules that wrap another rule, ``rule``.
 
-    A method that a subclass does not override calls that of the wrapped rule. A subclass defines `init`.
+    The field ``inner`` of the wrapper's state is the state of the wrapped rule. A method that a subclass does not
+    override calls the same method of the wrapped rule. A subclass must define `init`.
     """
 
     rule: AveragingRule
@@ -258,7 +264,7 @@ class Mean(_ParameterMean):
 
     .. math:: x_i \leftarrow \bar x = \sum_j w_j x_j
 
-    No step is taken during a round; use `DeltaMean` to train on while messages travel.
+    No step is taken during a round; use `DeltaMean` to continue training while messages are in flight.
 
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019, https://arxiv.org/abs/1805.09767
 
@@ -275,7 +281,7 @@ class Mean(_ParameterMean):
 
 @dataclass(frozen=True)
 class DeltaMean(_ParameterMean):
-    r"""Averaging that overlaps with training: parameters move by the others' work and keep their own progress.
+    r"""Averaging that overlaps with training: each replica moves towards the mean and keeps its progress meanwhile.
 
     .. math:: x_i \leftarrow x_i + (\bar s - s_i), \qquad \bar s = \sum_j w_j s_j
 
@@ -311,8 +317,8 @@ class EASGD(RuleBase[EASGDState]):
     :math:`c` is the center, :math:`s_i` is the snapshot of replica :math:`i`, and :math:`n` of :math:`p` replicas take
     part in the round. With equal work, :math:`\alpha_i = \beta / p`, as in the paper: the center moves towards the mean
     by the part :math:`\beta` of the distance. The sum of center and replicas is conserved, even with unequal work. Sync
-    points, and thus validations and checkpoints, show the center. Training goes on from each replica's own model, which
-    checkpoints hold as well.
+    points, and thus validations and checkpoints, show the center. After a sync point, each replica continues to train
+    its own model. Checkpoints hold the center and the replicas' own models.
 
     Args:
         beta: :math:`\beta`, the part of the distance to the replicas' mean that the center moves in a round of all

@@ -20,7 +20,7 @@ class Saved:
     """A committed checkpoint, as a keep policy sees it.
 
     Args:
-        number: Number of the save in its directory, counted up.
+        number: Number of the save in its directory; a later save has a larger number.
         step: Number of optimizer steps taken before it.
         metrics: Values logged before it, by name. Default: none.
         good: Whether it was marked as good later, because training went on well. Default: False.
@@ -71,7 +71,7 @@ class Latest:
 
 @dataclass(frozen=True)
 class Best:
-    r"""A policy that keeps the ``n`` best checkpoints by a logged metric; of equal ones, the newer.
+    r"""A policy that keeps the ``n`` best checkpoints by a logged metric; of equally good ones, it prefers the newer.
 
     .. math:: \{i : m_i \text{ is one of the } n \text{ smallest (or largest) finite values}\}
 
@@ -223,7 +223,8 @@ class EveryNTrainSteps:
 
     .. math:: \lfloor s / n \rfloor > \lfloor s_\text{saved} / n \rfloor
 
-    No save is left out where several steps are counted at once, or where no save was possible at the multiple itself.
+    If the step count jumps over a multiple of ``n``, or no checkpoint could be saved at the multiple, a save is due at
+    the next step at which it is possible.
 
     Args:
         n: Number of optimizer steps from one save to the next.
@@ -293,7 +294,7 @@ class AtEpochEnd:
 
 @dataclass(frozen=True)
 class Adaptive:
-    r"""A policy that saves as often as a given share of the training time allows.
+    r"""A policy that saves as often as possible, while saves cost at most a given share of the training time.
 
     .. math:: c \le \mathit{share} \cdot t
 
@@ -329,7 +330,7 @@ class Adaptive:
 
 
 class AnySave:
-    r"""A policy that saves whenever one of several policies does.
+    r"""A policy that saves whenever at least one of several policies would save.
 
     .. math:: \text{due} = \text{due}_1 \lor \text{due}_2 \lor \dots
 

@@ -31,7 +31,11 @@ _topk_accumulate_ = eager(ops.topk_accumulate_)
 
 
 class _Codes:
-    """A base for codes of 8 or 16 bits; codes of 8 bits have a scale for each 256 elements before them."""
+    """A base for compressions to 8 or 16 bits per element.
+
+    An 8-bit message begins with its scales, one for each 256 elements; the codes follow. A 16-bit message has no
+    scales.
+    """
 
     dtype: torch.dtype
 
@@ -137,17 +141,18 @@ class TwoBit:
 
 @dataclass(frozen=True)
 class TopK:
-    r"""Compression to the elements of largest magnitude, with their places: 6 bytes for each, or 2.3 with 2 bits.
+    r"""Compression to the elements of largest magnitude and their indices, in 6 bytes each (2.3 with ``bits=2``).
 
     .. math:: q = Q\big(v \odot [\,|v| \ge |v|_{(k)}\,]\big), \qquad k = \lceil \text{fraction} \cdot n \rceil
 
-    Without ``bits``, :math:`Q` leaves values as they are. With 2 bits, it keeps the signs and two magnitudes for each
-    block of 256 values that travel: the mean of the magnitudes above the block's mean, and the mean of the others. If
-    there are zeros in the block, the two are 0 and the mean of the values that are not 0. The error is never larger
-    than the vector: :math:`\|v - q\|^2 = \|v\|^2 - \|q\|^2`.
+    Without ``bits``, :math:`Q` leaves the selected values as they are. With 2 bits, it sends each selected value's sign
+    and one of two magnitudes, which each block of 256 selected values has: the mean of the magnitudes that are larger
+    than the block's mean magnitude, and the mean of the others. In a block that contains zeros, the two magnitudes are
+    0 and the mean of the nonzero ones. The error is never larger than the vector:
+    :math:`\|v - q\|^2 = \|v\|^2 - \|q\|^2`.
 
     Args:
-        fraction: Part of the elements that travels. Default 0.01.
+        fraction: Fraction of the elements that is sent. Default 0.01.
         bits: Number of bits of a value: 2, or None for fp32. Default None.
 
     Raises:
@@ -200,7 +205,12 @@ class TopK:
             _topk_accumulate_(total, taken, _SECTION * sections + (places.long() & (_SECTION - 1)), weight)
 
     def _field_bytes(self, numel: int) -> list[int]:
-        """Return the bytes of a part's fields: first place in each section, values or magnitudes, places, and codes."""
+        """Return the size in bytes of each field of the message for a part of ``numel`` elements.
+
+        The fields are, for each section of the part, the position of its first selected element in the message; the
+        values (with ``bits=2``, the two magnitudes of each block); the elements' indices within their sections; and
+        with ``bits=2``, the codes.
+        """
         count = self.count(numel)
         sections = -(-numel // _SECTION)
         if self.bits is None:
@@ -255,11 +265,11 @@ def _part_sizes(numel: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PowerSGD:
-    r"""Compression of each matrix of gradients to two thin matrices, by one step of power iteration each time.
+    r"""Compression of each gradient matrix to two thin matrices, by one step of power iteration per message.
 
     .. math:: P = \mathrm{orth}\Big(\sum_i M_i Q\Big), \qquad Q \leftarrow \sum_i M_i^\top P, \qquad \hat M = P Q^\top
 
-    Parameters of one dimension, and matrices that would not become smaller, travel uncompressed.
+    Gradients of one-dimensional parameters, and matrices that would not become smaller, are sent uncompressed.
 
     Args:
         rank: Number of columns of :math:`P` and :math:`Q`. Default 1.
@@ -327,7 +337,7 @@ def described(compression: PushCompression | None) -> list[Any] | None:
 
 
 def from_description(description: Sequence[Any] | None) -> PushCompression | None:
-    """Return the compression from a result of `described`; raise ValueError or TypeError for another value.
+    """Return the compression that `described` has described; raise ValueError or TypeError for any other value.
 
     >>> from_description(["topk", {"fraction": 0.5}])
     TopK(fraction=0.5, bits=None)

@@ -129,13 +129,14 @@ class Relative(Threshold):
 
 @dataclass(frozen=True)
 class History:
-    """The numbers of values and steps over which signals are judged.
+    """The numbers of recent values and steps that decide when a signal is out of bounds and when a remedy is due.
 
     Args:
-        window: Number of recent values of which the median is taken, and number of steps without a finding after which
-            all signals are calm. Default 100.
-        warmup: Number of values before a relative bound applies. Default 20.
-        cooldown: Steps between a remedy and the next one while signals are finite, in which it may help. Default 10.
+        window: Length of the history in steps. The median of a signal is taken over this many recent values, and after
+            this many steps in a row without a finding all signals count as calm. Default 100.
+        warmup: Number of values of a signal before a relative bound applies to it. Default 20.
+        cooldown: Number of steps that a remedy has to take effect: while all signals are finite, no further remedy is
+            chosen in these steps. Default 10.
 
     Raises:
         TypeError: If an argument is no int.
@@ -169,7 +170,7 @@ class Track:
         self._sorted: list[float] = []
 
     def add(self, value: float, threshold: Threshold) -> float:
-        """Add ``value`` if it is finite; return the limit that follows from the values before it."""
+        """Add ``value`` if it is finite; return its limit, which is computed from the earlier values."""
         limit = threshold.limit(*self.median_and_deviation())
         if math.isfinite(value):
             if len(self._values) == self._history.window:
@@ -179,7 +180,7 @@ class Track:
         return limit
 
     def median_and_deviation(self) -> tuple[float, float]:
-        """Return the median and the deviation of the values; NaN and 0 while there are too few."""
+        """Return the median and the deviation of the values; NaN and 0 while there are fewer than `History.warmup`."""
         if len(self._sorted) < self._history.warmup:
             return math.nan, 0.0
         median = statistics.median(self._sorted)
@@ -187,12 +188,14 @@ class Track:
 
 
 def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]) -> Remedy:
-    """Return the mildest remedy from ``start`` on that may still be tried; else `ALERT` or `LOG`, if available.
+    """Return the mildest remedy that is at least as severe as ``start`` and has tries left.
+
+    If there is none, return `ALERT`, or else `LOG`, if ``tries`` contains it, and otherwise `NONE`.
 
     Args:
         start: Mildest remedy that can help.
         used: Number of times that each remedy was tried.
-        tries: Number of times that each may be tried; a remedy that is not in it is not available.
+        tries: Largest number of times that each available remedy may be tried.
 
     >>> tries = {Remedy.LOG: 1, Remedy.SKIP: 2, Remedy.STOP: 1}
     >>> [climb(Remedy.LOG, used, tries).name for used in ({}, {Remedy.LOG: 1}, {Remedy.LOG: 1, Remedy.SKIP: 2})]
@@ -206,12 +209,17 @@ def climb(start: Remedy, used: Mapping[Remedy, int], tries: Mapping[Remedy, int]
 
 
 class Escalation:
-    """A rank's choice of remedies, which become severer each time that a finding returns.
+    """A rank's choice of remedies, which become severer while signals stay out of bounds.
+
+    When a remedy was tried as often as allowed, the next severer one is chosen. After `History.window` steps without a
+    finding, the choice starts again at the mildest remedy.
 
     Args:
         remedies: Available remedies.
-        history: Number of steps after which all is calm again, and number of steps in which a remedy may help.
-        max_rollbacks: Number of rollbacks in the whole run; the counts of other remedies start over when all is calm.
+        history: Numbers of steps: how long a remedy has to take effect, and after how many steps without a finding the
+            choice starts again.
+        max_rollbacks: Largest number of rollbacks in the whole run. Unlike the counts of the other remedies, the count
+            of rollbacks never starts again at 0.
     """
 
     def __init__(self, remedies: Collection[Remedy], history: History, max_rollbacks: int) -> None:

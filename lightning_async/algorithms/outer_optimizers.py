@@ -75,15 +75,16 @@ class DiLoCo(DiLoCoBase):
     Args:
         outer_lr: :math:`\eta`, the outer learning rate. Default: 0.7.
         outer_momentum: :math:`\mu`, the outer momentum. Default: 0.9.
-        nesterov: Whether a step looks ahead along the new momentum. Default: True.
+        nesterov: Whether outer steps use Nesterov's momentum, see the equations. Default: True.
         outer_optimizer: Function that builds a `torch.optim.Optimizer` for the anchor; the optimizer must step without
             a closure. The function gets one fp32 tensor for each parameter, in its shape, and must use all of them. A
             checkpoint restores the optimizer's options, too, as in torch. Default: None, the equations above.
         mixing: :math:`\alpha`, for a replica that has taken steps during the round: the merge is
-            :math:`x_i \leftarrow \alpha\, x_i + (1 - \alpha)\, a` in place of the displacement. Replicas stay closer
-            together, but lose the part :math:`1 - \alpha` of these steps, and of the compression error of their
-            messages; for `TopK` that is most of a message, so it is refused. An absent replica keeps all of its steps,
-            as no message holds them. Default: None, all local progress is kept.
+            :math:`x_i \leftarrow \alpha\, x_i + (1 - \alpha)\, a` instead of the last equation. Replicas stay closer
+            together, but each of them loses the part :math:`1 - \alpha` of these steps, and of the compression error
+            of its message. With `TopK` the compression error is most of the progress, so the strategy refuses `TopK`
+            together with ``mixing``. An absent replica keeps all of its steps, because it has sent no message with
+            them. Default: None, all local progress is kept.
 
     Raises:
         TypeError: If an argument has the wrong type.
@@ -217,10 +218,11 @@ class SlowMo(RuleBase[SlowMoState]):
         x_i &\leftarrow x_i + (a - s_i)
 
     :math:`a` is the anchor (the last agreed parameters), and :math:`s_i` is the snapshot of replica :math:`i`.
-    :math:`\gamma` is the inner learning rate: the largest one at all replicas' snapshots, which may be at different
-    places of a schedule. As the learning rate decays, momentum from earlier, larger steps decays with it. With a
-    constant learning rate, this is `DiLoCo` without ``nesterov``. Where :math:`\gamma` is 0 on all replicas, :math:`a`
-    moves by :math:`\alpha` times the mean progress without momentum, which is the limit of the equations.
+    :math:`\gamma` is the inner learning rate. If it differs between replicas, which may be at different steps of a
+    learning rate schedule, it is the largest. As the learning rate decays, momentum from earlier, larger steps decays
+    with it. With a constant learning rate, this is `DiLoCo` without ``nesterov``. If :math:`\gamma` is 0 on all
+    replicas, :math:`a` moves by :math:`\alpha` times the mean progress, without momentum; this is the limit of the
+    equations.
 
     Args:
         beta: :math:`\beta`, the slow momentum. The authors used 0.2 with 4 replicas, 0.5 with 8 and 0.6 with 16.
@@ -288,7 +290,7 @@ class PenaltyState(NamedTuple):
 
 @dataclass(frozen=True)
 class PseudoGradientPenalty(RuleWrapper):
-    r"""A wrapper that gives large messages less weight, and anomalous messages none.
+    r"""A wrapper that gives messages with a large norm less weight, and messages with an anomalous norm none.
 
     .. math::
         z_i &= \frac{G_i - \mu_i}{\sigma_i}, \qquad G_i = \lVert u_i \rVert \\
@@ -297,10 +299,11 @@ class PseudoGradientPenalty(RuleWrapper):
         \qquad \bar u = \sum_i w_i u_i
 
     :math:`u_i` is the message of replica :math:`i`, and :math:`n_i` is the weight that the wrapped rule gives it.
-    :math:`\mu_i` and :math:`\sigma_i` are running statistics of the norms of that replica's messages. No message of its
-    first ten rounds is anomalous. An anomalous norm enters the statistics as :math:`\mu_i + \delta \sigma_i`, so that
-    norms that stay larger become usual. Where all messages are anomalous, :math:`\bar u` is 0. A replica with weight
-    zero takes over the others' model in place of its message, and keeps only its steps since the snapshot.
+    :math:`\mu_i` and :math:`\sigma_i` are the running mean and standard deviation of the norms of that replica's
+    messages. The first ten messages of a replica never count as anomalous. An anomalous norm enters these statistics
+    as :math:`\mu_i + \delta \sigma_i`, so if the norms stay larger, they cease to be anomalous. If all messages of a
+    round are anomalous, :math:`\bar u` is 0. A replica whose message has the weight 0 loses the local steps in this
+    message: it takes over the others' model, and keeps only its steps since the snapshot.
 
     Args:
         rule: Wrapped rule, which must send differences, as `DiLoCo` does.
@@ -373,7 +376,7 @@ class PseudoGradientPenalty(RuleWrapper):
         return tuple(share / total for share in shares)
 
     def _usual(self, weights: tuple[float, ...], round: Round) -> list[int]:
-        """Return the ranks whose messages in the round have weight and are not anomalous."""
+        """Return the ranks whose messages in the round are not anomalous and have a positive weight in ``weights``."""
         return [rank for rank, w in enumerate(weights) if w > 0.0 and round.scalars[rank][1] <= self.threshold]
 
     def merge_(self, sent: Tensor | None, received: Tensor, state: PenaltyState, round: Round) -> PenaltyState:
@@ -386,7 +389,7 @@ class PseudoGradientPenalty(RuleWrapper):
         return super().merge_(sent, received, state, self._heard(round))
 
     def _heard(self, round: Round) -> Round:
-        """Return the round for the wrapped rule: without the work of ranks whose messages are anomalous."""
+        """Return the round as the wrapped rule sees it: the work and steps of ranks with anomalous messages are 0."""
         usual = self._usual(self.rule.weights(round), round)
         if not usual:
             return round

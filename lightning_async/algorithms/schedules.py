@@ -59,13 +59,13 @@ class Straggler(NamedTuple):
 
 
 def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | None:
-    r"""Return the replica that takes much longer for a sample than the others; None if there is none.
+    r"""Return the slowest replica if its time per sample is much longer than the others' median; else None.
 
     .. math:: t_i > f\, \operatorname{median}_{j \ne i} t_j
 
     Args:
-        paces: Pace of each replica by its stable id; unknown paces are left out.
-        factor: :math:`f`, how many times longer it must take. Default 1.5.
+        paces: Pace of each replica by its stable rank id. Replicas whose pace is unknown are ignored.
+        factor: :math:`f`, ratio to the others' median that the time per sample must exceed. Default 1.5.
 
     >>> found = straggler({"0": Pace(0.0, 0.1, 0.0, 4), "1": Pace(0.2, 0.1, 0.0, 4)})
     >>> found.name, found.reason, round(found.slower, 3)
@@ -139,13 +139,13 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True)
 class DyLU(Schedule):
-    r"""Dynamic local updates: a schedule whose steps per round are in proportion to speed.
+    r"""Dynamic local updates: a schedule whose number of local steps per round is proportional to a replica's speed.
 
     .. math:: \text{round} \iff h + 1 \ge \max\big(n_{\min}, [\, n\, v / v_{\max} ]\big)
 
     :math:`h` is the number of completed steps since the last round's snapshot, :math:`v` is the recent speed of this
-    replica, and :math:`v_{\max}` is the speed of the fastest. A slow replica takes fewer steps, so that no snapshot
-    waits for long.
+    replica, and :math:`v_{\max}` is the speed of the fastest. A slow replica takes fewer steps, so that all replicas
+    are ready for the round at about the same time.
 
     Args:
         n: Number of local steps per round on the fastest replica.
@@ -176,15 +176,15 @@ class DyLU(Schedule):
 
 @dataclass(frozen=True)
 class Denser(Schedule):
-    r"""A schedule with rounds ``times`` as often as another one.
+    r"""A schedule that has rounds ``times`` times as often as another schedule.
 
     .. math:: \text{next}(h, t) = \text{schedule.next}(k h + k - 1, k t)
 
-    :math:`h` and :math:`t` are the steps and the seconds since the last round, and :math:`k` is ``times``. Counts since
-    the beginning of training stay as they are.
+    :math:`h` and :math:`t` are the steps and the seconds since the last round, and :math:`k` is ``times``. The clock's
+    counts since the beginning of training are passed on unchanged.
 
     Args:
-        schedule: Other schedule.
+        schedule: Schedule whose rounds become more frequent.
         times: Factor by which rounds are more frequent. Default 2.
 
     Raises:
@@ -246,12 +246,12 @@ class EveryNSteps(Schedule):
 
 @dataclass(frozen=True)
 class EverySeconds(Schedule):
-    r"""A schedule with a round whenever a given time has passed since the last one, whatever the number of steps.
+    r"""A schedule with a round whenever a given time has passed since the last one, however many steps were taken.
 
     .. math:: \text{round} \iff t \ge T
 
-    :math:`t` is the time since the last committed round. This is for replicas of unequal speed, as none of them
-    determines when a round comes.
+    :math:`t` is the time since the last committed round. This suits replicas of unequal speed, because no replica's
+    number of steps determines when a round comes.
 
     Args:
         seconds: :math:`T`, seconds from one round to the next.
@@ -295,7 +295,7 @@ class Synchronous(Schedule):
 
 @dataclass(frozen=True)
 class Warmup(Schedule):
-    r"""Post-local SGD: a schedule with synchronous training or frequent rounds at first, and another schedule later.
+    r"""Post-local SGD: a schedule with synchronous training or frequent rounds at first, then another schedule.
 
     .. math::
         \text{gradients (or a round every } k \text{ steps)} \quad &\text{while } \mathit{step} < \mathit{steps}

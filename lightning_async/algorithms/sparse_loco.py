@@ -23,7 +23,7 @@ class SparseLoCoState(NamedTuple):
 
 @dataclass(frozen=True)
 class SparseLoCo(RuleBase[SparseLoCoState]):
-    r"""A `DiLoCo` for sparse messages: what a message did not send takes the place of outer momentum.
+    r"""A `DiLoCo` for sparse messages: the residual of compression takes the place of outer momentum.
 
     .. math::
         e_i &\leftarrow \beta e_i + (a - s_i), \qquad q_i = \mathrm{C}(e_i), \qquad e_i \leftarrow e_i - q_i \\
@@ -32,10 +32,10 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
 
     :math:`a` is the anchor (the last agreed parameters), :math:`s_i` is the snapshot of replica :math:`i`, and
     :math:`C` is the strategy's ``compression``, by default ``TopK(0.02, bits=2)``. After a round, parameters
-    are the anchor plus the progress since the snapshot. What was not sent is in the residual :math:`e_i` instead, which
-    differs between replicas and is in checkpoints. A replica that joins, or has lost its residual, begins with zeros.
-    Without compression, :math:`q_i = a - s_i` and :math:`e_i = 0`. A replica whose message had no weight keeps its
-    :math:`e_i`.
+    are the anchor plus the progress since the snapshot. The residual :math:`e_i` is the part of the earlier progress
+    that was not sent; it differs between replicas, and checkpoints hold it. The residual of a replica that joins, or
+    that has lost its residual, starts at zero. Without compression, :math:`q_i = a - s_i` and :math:`e_i = 0`. If the
+    message of a replica had the weight 0 in a round, its :math:`e_i` does not change.
 
     Args:
         outer_lr: :math:`\eta`, the outer learning rate. Default: 1.0.
@@ -99,5 +99,5 @@ class SparseLoCo(RuleBase[SparseLoCoState]):
         return state
 
     def state_dict(self, state: SparseLoCoState) -> dict[str, Any]:
-        """Return anchor and residual by name, without the snapshot of a message: a resumed run makes a new message."""
+        """Return the anchor and the residual by name; the snapshot is not saved, as a resumed run takes a new one."""
         return {"anchor": state.anchor, "error": state.error}

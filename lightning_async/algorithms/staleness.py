@@ -5,8 +5,8 @@ A server's policy is a frozen dataclass that extends `StalenessPolicy`. The serv
 `make_policy` returns a policy by its name, by the optimizer that it suits, or by its description.
 
 Replicas with a delay use a `GradientCorrection`, which changes the late gradient, or a `Prediction`, which predicts the
-parameters for which gradients are computed. `DelayCompensation` and `WeightPrediction` are both a policy and one of
-these.
+parameters for which gradients are computed. `DelayCompensation` is a policy and a `GradientCorrection`, and
+`WeightPrediction` is a policy and a `Prediction`, so both can be used on a server and on replicas.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Weight(NamedTuple):
 
 
 class StalenessPolicy:
-    """A base for the ways in which a server treats stale pushes; this base applies every push as it is.
+    """A base for policies by which a server treats stale pushes; this base applies every push unchanged.
 
     A policy of your own extends this class and overrides `weigh`. It must be a frozen dataclass in a module that the
     server's process can import, and its fields must be values that JSON can hold, or policies.
@@ -78,21 +78,24 @@ class StalenessPolicy:
         return Weight()
 
     def adjust_(self, gradient: Tensor, moved: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Correct a gradient in place, element by element, because a server may pass it in pieces.
+        """Correct a gradient in place.
+
+        The correction of an element must not depend on other elements, because a server may call this method for
+        pieces of a gradient.
 
         Args:
-            gradient: Gradient, flat and fp32.
-            moved: Present parameters minus those for which it was computed; may be overwritten.
+            gradient: Gradient or a piece of it, flat and fp32.
+            moved: Present parameters minus those for which the gradient was computed; may be overwritten.
             state: Tensors of `fields`, by name, to be updated in place.
         """
 
     def look_ahead_(self, before: Tensor, now: Tensor, late: float) -> None:
-        """Overwrite ``before`` by the parameters that workers shall pull.
+        """Overwrite ``before`` with predicted parameters, which workers then pull.
 
         Args:
             before: Parameters before the last update.
-            now: Parameters after it.
-            late: Running mean of the lag.
+            now: Parameters after the last update.
+            late: Running mean of the lag of pushes.
         """
 
 
@@ -105,7 +108,7 @@ class GradientCorrection(Protocol):
 
         Args:
             gradient: Mean of all replicas' gradients, flat and fp32.
-            moved: Present parameters minus those for which it was computed; may be overwritten.
+            moved: Present parameters minus those for which the gradient was computed; may be overwritten.
         """
 
 
@@ -114,11 +117,11 @@ class Prediction(Protocol):
     """An interface for predictions of the parameters to which a gradient will be applied."""
 
     def predict_(self, before: Tensor, now: Tensor) -> None:
-        """Overwrite ``before`` by the prediction.
+        """Overwrite ``before`` with the predicted parameter.
 
         Args:
-            before: Parameter before the last step, in its own precision.
-            now: The same parameter after it.
+            before: Parameter before the last optimizer step, in its own dtype.
+            now: The same parameter after that step.
         """
 
 
@@ -132,11 +135,11 @@ PolicyClass = TypeVar("PolicyClass", bound=type[StalenessPolicy])
 
 
 def register_policy(name: str, *arguments: Any) -> Callable[[PolicyClass], PolicyClass]:
-    """Register the decorated class under a short name, which ``staleness=`` takes.
+    """Register the decorated class under a short name, which is then valid for ``staleness=`` of the strategy.
 
     Args:
-        name: Short name that no other class has. A class that is defined again, as in a notebook, keeps its name.
-        *arguments: Arguments of the class for the policy with this name.
+        name: Short name that no other class has. Defining the same class again, as in a notebook, is allowed.
+        *arguments: Arguments with which the class is called to make the policy of this name.
 
     Raises:
         TypeError: If the name is no str, or the decorated object is no class that extends `StalenessPolicy`.
@@ -189,7 +192,10 @@ def _of_policy(name: str) -> Any:
 
 
 class PolicyWrapper(StalenessPolicy):
-    """A base for policies that wrap another one, ``policy``, whose attributes and methods they share by default."""
+    """A base for policies that wrap another policy, ``policy``.
+
+    A subclass takes each attribute and method that it does not override from the wrapped policy.
+    """
 
     policy: StalenessPolicy
 
@@ -275,8 +281,9 @@ class Bounded(StalenessPolicy):
 
     .. math:: x_{t+1} = \begin{cases} \mathrm{Opt}(x_t,\; g) & \tau < R \\ x_t & \text{else} \end{cases}
 
-    With ``mode="ssp"`` workers wait, and no push is dropped. Between two pushes of one worker, there is about one push
-    of each other worker, so a bound below the number of workers drops many pushes.
+    To bound staleness without dropped pushes, use the strategy with ``mode="ssp"``, in which workers wait instead.
+    Between two pushes of one worker, there is about one push of each other worker, so a bound below the number of
+    workers drops many pushes.
 
     Args:
         max_staleness: :math:`R`, lag from which a push is dropped, in updates.
@@ -317,8 +324,8 @@ class Buffered(PolicyWrapper):
 
     Raises:
         TypeError: If ``buffer_size`` is no int, or ``policy`` is no policy.
-        ValueError: If ``buffer_size`` is less than 1, or ``policy`` gathers pushes itself, gives each worker a
-            momentum, or has state.
+        ValueError: If ``buffer_size`` is less than 1, or ``policy`` buffers pushes itself, keeps a momentum for each
+            worker, or has other state.
 
     Source: Nguyen et al., "Federated Learning with Buffered Asynchronous Aggregation", 2022,
     https://arxiv.org/abs/2106.06639; Tyurin and Richtárik, "Optimal Time Complexities of Parallel Stochastic
@@ -344,15 +351,15 @@ class Buffered(PolicyWrapper):
 @register_policy("clipping")
 @dataclass(frozen=True)
 class Clipping(PolicyWrapper):
-    r"""A policy that scales large gradients down to a given norm, because a late one can do much harm.
+    r"""A policy that scales large gradients down to a given norm, because a late large gradient can do much harm.
 
     .. math:: w = w_{\text{policy}} \cdot \min(1,\; c / \lVert g \rVert)
 
-    The norm is that of one shard of the gradient, the part of one server.
+    Each server clips its own shard of the gradient, so :math:`\lVert g \rVert` is the norm of the shard.
 
     Args:
         max_norm: :math:`c`, largest norm. Default: 1.
-        policy: Policy that gives a push its weight otherwise. Default: weight 1.
+        policy: Policy that gives a push its weight :math:`w_{\text{policy}}`. Default: weight 1.
 
     Raises:
         TypeError: If ``max_norm`` is not a number, or ``policy`` is no policy.
@@ -430,15 +437,15 @@ class GapAware(StalenessPolicy):
 @register_policy("dana_gap_aware", GapAware("gradient"))
 @dataclass(frozen=True)
 class Dana(PolicyWrapper):
-    r"""A policy with a momentum for each worker, by which workers pull a prediction of the weights.
+    r"""A policy that keeps a momentum for each worker, and lets workers pull weights predicted by all momenta.
 
     .. math::
         v_i &\leftarrow \mu\, v_i + w\, g_i, \qquad x \leftarrow x - \eta\, v_i \\
         \hat x &= x - \eta \mu \sum_j v_j
 
     Worker :math:`i` pulls :math:`\hat x`, which is about where the weights will be when its gradient arrives. With one
-    worker, this is SGD with Nesterov's momentum. The policy is for SGD with momentum, whose ``momentum`` is
-    :math:`\mu`, and takes the memory of two copies of the parameters for each worker.
+    worker, this is SGD with Nesterov's momentum. The policy is for SGD with momentum; :math:`\mu` is the optimizer's
+    ``momentum``. It takes as much memory as two copies of the parameters for each worker.
 
     Args:
         policy: Policy that gives a push its weight, :math:`w`. Default: weight 1. With ``GapAware("gradient")``, this
@@ -446,7 +453,7 @@ class Dana(PolicyWrapper):
 
     Raises:
         TypeError: If ``policy`` is no policy.
-        ValueError: If ``policy`` predicts weights itself, or gathers pushes of several workers.
+        ValueError: If ``policy`` predicts weights itself, or averages several pushes in one update.
 
     Source: Hakimi et al., "Taming Momentum in a Distributed Asynchronous Environment", 2019,
     https://arxiv.org/abs/1907.11612
@@ -470,12 +477,12 @@ class Dana(PolicyWrapper):
 @register_policy("delay_compensation")
 @dataclass(frozen=True)
 class DelayCompensation(StalenessPolicy, GradientCorrection):
-    r"""A Taylor expansion of a late gradient at the present parameters, with its square in place of the Hessian.
+    r"""A first-order Taylor correction of a late gradient, with the gradient's square in place of the Hessian.
 
     .. math:: g \leftarrow g + \lambda\, g \odot g \odot (x_{\text{now}} - x_{\text{then}})
 
     Args:
-        strength: :math:`\lambda`. Default 0.04, the constant value in the paper.
+        strength: :math:`\lambda`, factor of the correction. Default 0.04, the constant value in the paper.
 
     Raises:
         TypeError: If ``strength`` is not a number.
@@ -553,11 +560,11 @@ class AdaptiveDelayCompensation(StalenessPolicy):
 @register_policy("weight_prediction")
 @dataclass(frozen=True)
 class WeightPrediction(StalenessPolicy, Prediction):
-    r"""A prediction of the parameters to which a late gradient is applied: the last step is repeated.
+    r"""A prediction of the parameters to which a late gradient will be applied, by repeating the last step.
 
     .. math:: \hat x = x_t + s\,\tau\,(x_t - x_{t-1})
 
-    The last step is that of the optimizer: :math:`-\eta v` with momentum, as in SpecTrain, and
+    The last step :math:`x_t - x_{t-1}` is that of the optimizer: :math:`-\eta v` with momentum, as in SpecTrain, and
     :math:`-\eta\, \hat m / (\sqrt{\hat v} + \epsilon)` with Adam, as in XPipe, with weight decay. :math:`\tau` is the
     number of steps by which a gradient is late: 1 for windows of gradients, and the running mean of the lag on a
     parameter server.

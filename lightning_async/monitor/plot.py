@@ -42,10 +42,10 @@ _SETTINGS = ("lr-", "accumulation/", "batch_size/")
 
 
 def read_metrics(metrics_csv: Path) -> dict[str, Series]:
-    """Return every metric of a `CSVLogger` file as steps and values, by name, in the order of the columns.
+    """Return each metric of a `CSVLogger` file by name, as its steps and values, in the order of the columns.
 
-    A row of that file holds only the metrics that were logged together, and its other fields are empty. Values that are
-    not finite numbers are left out.
+    A row of the file has the metrics that were logged together; fields of other metrics are empty. Values that are not
+    finite numbers are skipped.
 
     Raises:
         FileNotFoundError: There is no such file, such as when the run ended before anything was logged.
@@ -72,12 +72,13 @@ def read_metrics(metrics_csv: Path) -> dict[str, Series]:
 
 
 def plot_run(metrics_csv: Path, out: Path) -> Path:
-    """Draw a run: the user's metrics (loss, accuracy, ...), and then the communication over the steps.
+    """Draw a run: panels of the user's metrics (loss, accuracy, ...), then panels of communication over the steps.
 
-    Depending on the strategy, the latter are rounds with their hidden share and spread, windows of gradients, or pushes
-    to servers with their version, lag and waiting times. Metrics whose names end alike share a panel: ``train/loss``
-    and ``val/loss``, also of several loaders. Settings that callbacks log, as `LearningRateMonitor` does, come after
-    the user's metrics, if there is room. Panels without numbers are left out.
+    Depending on the strategy, the panels of communication show averaging rounds with their hidden share and spread,
+    windows of gradients, or pushes to servers with their version, lag and waiting times. Metrics whose names have the
+    same last part share a panel, such as ``train/loss`` and ``val/loss``, and so do the metrics of several dataloaders.
+    Settings that callbacks log, as `LearningRateMonitor` does, come after the user's metrics, if there is room. Panels
+    without values are not drawn.
 
     Args:
         metrics_csv: File ``metrics.csv`` that Lightning's `CSVLogger` wrote.
@@ -110,7 +111,7 @@ def plot_run(metrics_csv: Path, out: Path) -> Path:
 
 
 def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
-    """Return the lines of every panel by its title: the user's metrics first, then this package's."""
+    """Return the panels by title, each with its metrics: first panels of the user's metrics, then this package's."""
     own: dict[str, dict[str, Series]] = {}
     for name, line in series.items():
         if not _is_ours(name):
@@ -127,7 +128,11 @@ def _panels(series: Mapping[str, Series]) -> dict[str, dict[str, Series]]:
 
 
 def _title(name: str) -> str:
-    """Return a metric's title: `loss` for `train/loss_step` and `val/loss/dataloader_idx_1`; one for all rates."""
+    """Return the title of the panel of a user's metric, which other metrics may share.
+
+    It is ``loss`` for ``train/loss_step`` and ``val/loss/dataloader_idx_1``, and ``learning rate`` for all learning
+    rates of `LearningRateMonitor`.
+    """
     # `LearningRateMonitor` names its metrics so.
     if name.startswith("lr-"):
         ends = {"-momentum": "momentum", "-weight_decay": "weight decay"}
@@ -137,7 +142,7 @@ def _title(name: str) -> str:
 
 
 def _is_ours(name: str) -> bool:
-    """Return whether a metric is this package's; a user's name may begin alike, such as `gradients/norm`."""
+    """Return whether a metric is this package's, not a user's metric with the same prefix, as `gradients/norm` is."""
     prefix, _, key = name.partition("/")
     return prefix == "averaging" or (f"{prefix}/" in PREFIXES and key.split("/")[0] in (*PANELS, *_NOT_DRAWN))
 

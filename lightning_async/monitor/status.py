@@ -32,7 +32,7 @@ class ReplicaStatus:
 
     @property
     def round_ago_s(self) -> float:
-        """Seconds since its last round; -1 if there was none."""
+        """Seconds since the replica's last round; -1 if there was none."""
         ago = self.standing.round_ago_s
         return ago + self.heard_ago_s if ago >= 0.0 else -1.0
 
@@ -46,9 +46,10 @@ class JobStatus:
 
     @classmethod
     def of(cls, where: str, standings: Sequence[StatusRecord], now: float) -> JobStatus:
-        """Return the status that follows from all records, in the order of their processes' start.
+        """Return the status of the job with the store ``where``, given the last record of each process.
 
-        ``now`` is in seconds since 1970. If hosts' clocks differ, durations are wrong by the difference.
+        ``standings`` are these records, in the order in which the processes started. ``now`` is in seconds since 1970.
+        If hosts' clocks differ, durations are wrong by the difference.
         """
         last = {standing.name: standing for standing in standings}
         newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
@@ -161,10 +162,10 @@ _GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
 
 
 def serve(look: Callable[[], Sequence[JobStatus]], host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve the result of ``look`` to Prometheus, at each request; return the port, and a function that ends it.
+    """Serve the status that ``look`` returns to Prometheus; return the port, and a function that stops the server.
 
-    Requests run on threads of their own. Port 0 is a free port. Raises ImportError if prometheus-client is not
-    installed, and OSError for a taken port.
+    ``look`` is called at each request, on the request's thread. With ``port`` 0, the system chooses a free port. Raises
+    ImportError if prometheus-client is not installed, and OSError for a port that is in use.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server  # pyright: ignore[reportMissingImports]
@@ -190,7 +191,7 @@ class _Collector:
         self._look = look
 
     def describe(self) -> list[Any]:
-        """Return nothing, so that the store is asked only when somebody reads the numbers."""
+        """Return no metrics, so that the store is read at requests only, not when the collector is registered."""
         return []
 
     def collect(self) -> Iterator[Any]:

@@ -25,7 +25,7 @@ STATE = (torch.float32,)
 
 
 def check_no_grad(op: str, written: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for a tensor that autograd watches and the op overwrites; called in grad mode."""
+    """Raise ValueError if a tensor that the op overwrites requires grad; called in grad mode."""
     for name, tensor in written.items():
         if tensor.requires_grad:
             raise ValueError(
@@ -43,8 +43,8 @@ def check_flat(
 ) -> None:
     """Check dtypes, shapes, devices, contiguity, and that written tensors overlap no other.
 
-    Tensors are fp32 unless ``dtypes`` allows more, and have the first one's shape unless ``shapes`` says otherwise.
-    Raises TypeError for a dtype, and ValueError for everything else.
+    A tensor must be fp32, unless ``dtypes`` has other dtypes for it, and must have the shape of the first tensor,
+    unless ``shapes`` has another shape for it. Raises TypeError for a wrong dtype, and ValueError for everything else.
     """
     first = next(iter(tensors.values()))
     spans: list[tuple[int, int, str]] = []
@@ -98,7 +98,8 @@ def fused(
         schema: Schema of the custom operator, in which ``!`` marks written arguments.
         run: Implementation by the native library, with the same arguments.
         dtypes: Dtypes of arguments that may be other than fp32.
-        check: Function that checks the arguments' values, and returns the shapes that differ from the first one's.
+        check: Function that checks the arguments' values, and returns the expected shapes of the tensors by name, or
+            None if all tensors must have one shape.
     """
     name = reference.__name__
     by_torch: Callable[..., Any] = reference
@@ -149,16 +150,17 @@ def fused(
 
 
 def eager(op: Callable[P, R]) -> Callable[P, R]:
-    """Return the op without torch's dispatcher, which costs 60 microseconds a call, and a second before the first.
+    """Return a function that runs the op without torch's dispatcher.
 
-    It is for memory that neither autograd nor a compiler knows. Tensors that passed the checks together are not checked
-    again.
+    The dispatcher takes 60 microseconds for each call, and a second before the first one. Pass only tensors that
+    neither autograd nor torch.compile tracks. If the op's tensors must all have one shape, the function does not check
+    the same tensors again.
     """
     return _kernels[op]
 
 
 class _Known:
-    """The tensors that have passed an op's checks together, until one of them ends."""
+    """A record of the tensors that have passed an op's checks together; it does not keep them alive."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, ...], list[weakref.ref[Tensor]]] = {}
@@ -175,7 +177,7 @@ class _Known:
 
 
 def num_peers(op: str, rows: Tensor) -> int:
-    """Return the number of rows; raise ValueError if ``rows`` is no matrix, or has none."""
+    """Return the number of peers, one for each row of ``rows``; raise ValueError if it is no matrix or has no row."""
     if rows.dim() != 2 or not len(rows):
         raise ValueError(f"`{op}` needs one row per peer and at least one, got shape {tuple(rows.shape)}.")
     return len(rows)
@@ -334,10 +336,10 @@ outer_merge_ = fused(
 
 
 def _server(name: str, arrays: str, scalars: Callable[..., Sequence[float]]) -> Callable[..., None]:
-    """Return the native implementation of a server's op.
+    """Return the native implementation of an optimizer step of a server.
 
-    ``arrays`` are its tensors in the library's order, and ``scalars`` computes the library's scalars of the other
-    arguments.
+    ``arrays`` has the names of its tensor arguments, in the library's order. ``scalars`` computes the library's scalars
+    from its other arguments.
     """
     keys = arrays.split()
 

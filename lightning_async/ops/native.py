@@ -1,6 +1,6 @@
 """The native libraries that cuda_ext builds: which one runs, the reason if none does, and calls of them.
 
-Calls here check no shapes, formats or overlaps, which `flat_ops` and `plan` have checked before.
+The functions here do not check shapes, dtypes or overlaps; `flat_ops` and `plan` check them before they call.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Backend:
     """The backend of the ops on one kind of device.
 
     Args:
-        name: ``"torch"``, or the library's kernels: ``"native (x86-64-v3)"``.
-        reason: Reason why there is no better one; empty for the best.
+        name: ``"torch"``, or the native library with its kind of kernels, such as ``"native (x86-64-v3)"``.
+        reason: Reason why the native library is not used; empty if it is.
     """
 
     name: str
@@ -130,7 +130,7 @@ def available(device: torch.device) -> bool:
 
 
 def backend(kind: Kind) -> Backend:
-    """Return the backend of the ops on this kind of device, and the reason why there is no better one."""
+    """Return the backend of the ops on this kind of device."""
     library = _loaded.get(kind)
     if library is None:
         return Backend(name="torch", reason=_loaded.reasons.get(kind, "switched off by `use`"))
@@ -142,9 +142,10 @@ def backend(kind: Kind) -> Backend:
 
 @contextlib.contextmanager
 def use(level: str) -> Iterator[None]:
-    """Run the ops with another backend than the best: ``"torch"``, or a level of the CPU library (``"portable"``, ...).
+    """Run the ops in this context with ``"torch"``, or with a level of the CPU library such as ``"portable"``.
 
-    It is for tests and comparisons, and holds for the whole process. Raises ValueError if the level is not available.
+    This is for tests and comparisons. It affects all threads of the process. Raises ValueError if the level is not
+    available.
     """
     library = _loaded.get("cpu")
     before = library.la_cpu_level() if library is not None else b""
@@ -179,7 +180,7 @@ _MIN_PER_THREAD = 1 << 16
 
 
 class Segment(ctypes.Structure):
-    """One tensor of a list, which is `la_segment` of cuda_ext/csrc/abi.h."""
+    """One tensor of a list, in the memory layout of the C struct `la_segment` (cuda_ext/csrc/abi.h)."""
 
     _fields_ = (
         ("x", ctypes.c_void_p),
@@ -234,7 +235,10 @@ def _chunks(numel: int) -> int:
 
 
 def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), whole: int = 0) -> None:
-    """Run an elementwise op; ``whole`` is the number of elements of the arrays of which these are pieces, if any."""
+    """Run an elementwise op on flat arrays.
+
+    If the arrays are pieces of larger arrays, ``whole`` is the number of elements of each larger array; else it is 0.
+    """
     x = arrays[0]
     number = find(x.device.type, name)
     form = FORMATS[x.dtype]
@@ -265,7 +269,7 @@ class SegmentTable:
                 self._groups.append((*key, raw.to(device), torch.tensor(chunks, dtype=torch.int64, device=device)))
 
     def follow(self, pointers: Sequence[int]) -> bool:
-        """Point to other memory; return whether the table could be changed in place."""
+        """Set the tensors' addresses to ``pointers``; return False on a GPU, where a new table is needed instead."""
         if self.device.type != "cpu":
             return False
         for segment, pointer in zip(self._segments, pointers, strict=True):
@@ -273,7 +277,10 @@ class SegmentTable:
         return True
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norms: bool) -> Tensor | None:
-        """Run each segment's op on it and its places in the buckets; with ``norms``, return sums of squares."""
+        """Run each segment's op on its tensor and the tensor's place in each bucket.
+
+        With ``norms``, return the sums of squares over all tensors.
+        """
         pointers = _pointers(buckets)
         values = _scalars(scalars)
         sums = torch.empty(MAX_NORMS, dtype=torch.float64, device=self.device) if norms else None
@@ -316,7 +323,7 @@ def square(a: Tensor, b: Tensor | None) -> Tensor:
 
 
 def quantize(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Tensor, threshold: float = 0.0) -> None:
-    """Encode ``source + residual``; the part that is lost stays in ``residual``."""
+    """Encode ``source + residual`` into ``codes`` and ``scales``, and write the encoding error into ``residual``."""
     numel = source.numel()
     arguments = (CODES[codes.dtype], codes.data_ptr(), _pointer(scales), source.data_ptr(), residual.data_ptr(), numel)
     if source.is_cuda:
@@ -336,7 +343,10 @@ def average(
     out: Tensor | None = None,
     again: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> None:
-    """Write the weighted sum of all peers' codes into ``out``, or encoded into ``again`` (codes, scales, residual)."""
+    """Compute the weighted sum of all peers' decoded messages.
+
+    The sum is written into ``out``, or encoded into ``again``, which has the tensors (codes, scales, residual).
+    """
     out_codes, out_scales, residual = again if again is not None else (None, None, None)
     arguments = (
         CODES[codes.dtype], codes.data_ptr(), _pointer(scales), weights.data_ptr(), weights.numel(), numel, threshold,
@@ -359,7 +369,10 @@ def topk(values: Tensor, indices: Tensor, source: Tensor, residual: Tensor) -> N
 
 
 def scatter(out: Tensor, values: Tensor, indices: Tensor, weight: float) -> None:
-    """Add to selected elements, on the CPU; raise IndexError, and add nothing, if an index is out of range."""
+    """Add ``weight * values`` to the elements of ``out`` at ``indices``, on the CPU.
+
+    If an index is out of range, raise IndexError and add nothing.
+    """
     status = library("cpu").la_cpu_scatter(
         out.data_ptr(), out.numel(), values.data_ptr(), indices.data_ptr(), values.numel(), weight
     )

@@ -24,10 +24,10 @@ class Plan:
     """A plan for moving a list of tensors into a flat fp32 bucket and back, with all checks of the tensors made once.
 
     Tensors that the native library cannot take (float64, not contiguous, or on another device than the bucket) go
-    through torch, with equal results. The plan notices tensors that have other memory than before.
+    through torch, with equal results. If a tensor's memory address has changed since the last call, the plan adapts.
 
     Args:
-        layout: Layout, which has each tensor's place in the bucket.
+        layout: Layout that gives each tensor's place in the bucket.
         tensors: Tensors of any floating dtypes, in the layout's order.
         remainders: For each tensor, the part that its dtype cannot hold (fp32), or None. Default: none at all.
 
@@ -56,9 +56,10 @@ class Plan:
         self._kinds = _kinds(self.tensors)
 
     def follow(self, tensors: Sequence[Tensor]) -> bool:
-        """Replace the tensors by others of the same kinds, which costs a tenth of a new plan; return whether they fit.
+        """Use the plan for other tensors, at a tenth of the cost of a new plan; return whether this was possible.
 
-        A plan with remainders cannot do this. Raises ValueError as `apply_` does.
+        It is possible if each tensor has the dtype, shape, device and contiguity of the one that it replaces, and the
+        plan has no remainders. Otherwise the plan keeps its tensors. Raises ValueError if the tensors overlap.
         """
         if _kinds(tensors) != self._kinds or any(rest is not None for rest in self.remainders):
             return False
@@ -102,7 +103,7 @@ class Plan:
     def pack_(
         self, bucket: Tensor, *, snapshot: Tensor | None = None, weight: float = 1.0, norm: bool = False
     ) -> float | None:
-        r"""Write every tensor into its place: cast, snapshot, scale and norm in one pass.
+        r"""Write every tensor into its place in the bucket: cast, snapshot, scale and norm in one pass.
 
         .. math::
             v_k = \mathrm{fp32}(x_k) + r_k, \qquad b_k \leftarrow \mathrm{fp32}(w)\, v_k, \qquad s_k \leftarrow v_k
@@ -195,7 +196,10 @@ def _offsets(layout: FlatLayout) -> list[int]:
 
 
 class _Table:
-    """The pointers of one op on one device in the library's form; `others` are the tensors that it cannot take."""
+    """The table with which the native library runs one op on the plan's tensors on one device.
+
+    `others` has the indices of the tensors that the library cannot take.
+    """
 
     def __init__(self, op: str, device: torch.device, plan: Plan) -> None:
         fast = native.available(device)
@@ -222,11 +226,11 @@ class _Table:
         self._table = native.SegmentTable(device, segments) if segments else None
 
     def follow(self, pointers: Sequence[int]) -> bool:
-        """Point to other memory of tensors without remainders; return whether that is possible."""
+        """Set the addresses of tensors without remainders to ``pointers``; return False if a new table is needed."""
         return self._table is None or self._table.follow([pointers[k] for k in self._places])
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norm: bool) -> float:
-        """Run the op; return the first of its norms, if they are computed."""
+        """Run the op; with ``norm``, return the sum of squares of the library's tensors, else 0.0."""
         sums = self._table.run(buckets, scalars, norm) if self._table is not None else None
         return 0.0 if sums is None else sums[0].item()
 

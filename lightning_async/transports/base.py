@@ -30,11 +30,14 @@ _OUTLIVES_S = 5.0
 
 
 class Connection:
-    """The communicators, heartbeats and Lightning's collectives over all ranks, until `close`.
+    """The communicators, membership and Lightning's collectives over all ranks for one run, until `close`.
 
-    ``root`` is for CPU tensors and ``payload`` for the buckets; they may be the same. ``membership`` is started, and
-    None if the transport itself notices lost ranks. ``name`` is the prefix in the store of all ranks, if there is a
-    store.
+    Args:
+        root: Communicator for CPU tensors.
+        payload: Communicator for the buckets; may be ``root``.
+        membership: Membership, already started; None if the transport itself notices lost ranks.
+        store: Store of this run, if there is one.
+        name: Prefix of this run's keys in the job's store, if there is a store.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class Connection:
         self.root = root
         self.payload = payload
         self._membership = membership
-        # Whether this rank's store waits after a failure until the others have read its reason.
+        # Whether `close` waits after a failure on rank 0, so that the others can read the reason in its store.
         self.outlives = True
         self._roots = [root] if payload is root else [root, payload]
         # Function that is called when all ranks have ended this run in order.
@@ -74,26 +77,27 @@ class Connection:
         return self._membership
 
     def hear_deaths(self, name_of: Callable[[int], str]) -> None:
-        """Listen to the launcher's reports of deaths, if it has started this rank: such a peer is lost at once.
+        """Listen to the launcher's reports of deaths, so that a dead peer counts as lost without a timeout.
 
-        ``name_of`` returns the stable name of a rank, given the number with which it was started, or raises ValueError.
+        If no launcher that sends such reports has started this rank, this does nothing. ``name_of`` returns a peer's
+        stable rank id, given the rank with which it was started; it raises ValueError for a rank outside of this run.
         """
         self._name_of = name_of
         if (membership := self._membership) is None or self._listener is not None:
             return
 
         def hear(death: Death) -> None:
-            # The rank may not take part in this run, and has no name here.
+            # The dead rank may be outside of this run, and then has no stable rank id here.
             with suppress(ValueError):
                 membership.hear_death(self._name_of(death.rank), death.process, death.text)
 
         self._listener = listen(hear)
 
     def report_death(self, rank: int, text: str) -> None:
-        """Publish that the process has ended that was started as ``rank``; see `hear_deaths`."""
+        """Publish that the process that was started as ``rank`` has died; ``text`` says how. See `hear_deaths`."""
         try:
             self.membership.report_death(self._name_of(rank), text)
-        # If this fails, the others notice the death by its silence.
+        # If this fails, the others notice the death by missing heartbeats.
         except Exception as error:
             log.warning("The others could not be informed that rank %d has died: %s", rank, error)
 
@@ -102,9 +106,11 @@ class Connection:
             root.open()
 
     def close(self, in_order: bool) -> None:
-        """Release everything; with ``in_order``, first wait shortly until no rank needs the groups any more.
+        """Close the groups and the membership.
 
-        In a fork of the process that made it this does nothing, because everything belongs to the parent.
+        With ``in_order``, which says that this rank's run has not failed, first wait up to 30 seconds until all ranks
+        have ended the run, because closing the groups makes pending operations of other ranks fail. In a fork of the
+        process that made the connection, this does nothing, because everything belongs to the parent.
         """
         if os.getpid() != self._pid:
             return
@@ -127,7 +133,10 @@ class Connection:
             self.on_end()
 
     def _outlive_the_others(self, membership: Membership) -> None:
-        """Wait until the others have left or are lost, as they read the failure's reason in this rank's store."""
+        """Leave, and wait up to `_OUTLIVES_S` until all other ranks have left or are lost.
+
+        Meanwhile they can read the failure's reason in the store, which this rank may serve.
+        """
         membership.leave()
         until = time.monotonic() + _OUTLIVES_S
         others = {*membership.generation.members} - {membership.generation.name}
@@ -135,7 +144,7 @@ class Connection:
             time.sleep(0.02)
 
     def _why(self, error: Exception) -> str:
-        """Return why another rank has not ended in order, as the heartbeats tell."""
+        """Return the reason why another rank has not ended its run in order, as found in the heartbeats."""
         until = time.monotonic() + _HEARSAY_S
         while self._membership is not None and time.monotonic() < until:
             # The members only: joining ranks may leave, too.
@@ -159,10 +168,10 @@ def short_world(root: Collectives, check: Callable[[], None] = lambda: None) -> 
 
 
 class Transport(ABC):
-    """The base of transports, which decide who starts the ranks and what moves their bytes.
+    """A base of transports, which decide who starts the ranks and what moves their bytes.
 
-    A transport is a value. Everything that it opens belongs to the `Connection`, so two strategies may share a
-    transport.
+    A transport is an immutable value. Whatever it opens for a run belongs to a `Connection`, so two strategies may
+    share a transport.
     """
 
     @abstractmethod
@@ -173,7 +182,7 @@ class Transport(ABC):
     def launcher(
         self, strategy: Any, num_processes: int, num_nodes: int, on_death: Callable[[int, int], timedelta | None]
     ) -> Any:
-        """Return the launcher of the other ranks of this host; None if they are started already."""
+        """Return the launcher that starts the other ranks of this host; None if they are started already."""
 
     @abstractmethod
     def root_device(self, devices: Sequence[torch.device], local_rank: int) -> torch.device:
@@ -181,7 +190,7 @@ class Transport(ABC):
 
     @abstractmethod
     def backend_on(self, root_device: torch.device) -> str:
-        """Return the name of the backend that moves payloads of replicas on such a device; equal on all ranks."""
+        """Return the name of the backend that moves payloads of replicas on this device; it is equal on all ranks."""
 
     @abstractmethod
     def bucket_device(self, root_device: torch.device) -> torch.device:
@@ -194,7 +203,7 @@ class Transport(ABC):
         """Connect all ranks for a run.
 
         Args:
-            environment: Cluster environment, which knows this rank's number.
+            environment: Cluster environment, which has the rank and the world size.
             root_device: Device of the replica.
             name: Name of the run, which differs between the runs of one process.
             dead_after: Time without a heartbeat after which a rank is lost; None for no heartbeats.

@@ -25,7 +25,7 @@ REGISTERED: dict[str, Transport | TransportName] = {
 
 
 def choose_transport(owner: str, transport: Transport | TransportName, gloo_timeout: timedelta) -> Transport:
-    """Return the given transport, or the one that its name stands for.
+    """Return the given transport, or the transport with the given short name.
 
     "auto" is Horovod if horovodrun has started this process (``HOROVOD_RANK`` and ``HOROVOD_SIZE`` are set), else
     torch. Under mpirun alone Horovod must be requested.
@@ -60,7 +60,7 @@ def choose_transport(owner: str, transport: Transport | TransportName, gloo_time
 
 
 def how_to_have_more(transport: Transport) -> str:
-    """Return the advice for a user with a single rank who wants more.
+    """Return advice on how to start more ranks, for a user whose run has a single rank.
 
     >>> how_to_have_more(TorchTransport())
     'Pass `Trainer(devices=2)` or more'

@@ -58,17 +58,18 @@ _stores: list[Any] = []
 _processes: list[StoreProcess] = []
 # The store, while it is open and no group exists yet.
 _early: list[Any] = []
-# Functions that raise if ranks differ in how they begin, until all have begun.
+# Functions that raise if ranks differ in settings for the start; empty once all have started.
 _agreed: list[Callable[[], None]] = []
 # The store of the assembly. A new store at its address would not know who has come.
 _assembled: list[Any] = []
 
 
 def store_of(environment: Any, rank: int, apart: bool = False) -> Any:
-    """Return the store below the default group; with ``apart``, rank 0 keeps it in a process of its own.
+    """Return the store of the job, in which all ranks meet.
 
-    A rank that comes back is in no default group, and finds the store in which the others have met. MPI's group has no
-    store.
+    If the user's program has formed torch's default group, this is the group's store (except for MPI, which has no
+    store). Otherwise the first call opens a store: rank 0 serves it, or with ``apart`` a separate process of rank 0,
+    unless torchrun serves one. A rank that was started again after a failure connects to the existing store.
     """
     # The user's program has formed the default group.
     if not _stores and dist.is_initialized() and dist.get_backend() != "mpi":
@@ -89,19 +90,22 @@ def _agree(environment: Any, rank: int, waits: str) -> None:
 
 
 def check_start() -> None:
-    """Raise AsyncTrainingError if this rank's launcher has died, or if ranks differ in how they begin."""
+    """Raise AsyncTrainingError if this rank's launcher has died, or if ranks differ in settings for the start."""
     check_launcher()
     for check in _agreed:
         check()
 
 
 def start_is_over() -> None:
-    """Note that all ranks have begun; a rank that begins differently afterwards fails alone."""
+    """Note that all ranks have started; a rank with other settings that starts later fails without stopping them."""
     _agreed.clear()
 
 
 def assemble(environment: Any) -> ProcessRole:
-    """Return whether this rank begins with all others or comes back, by the launcher's store; see `Assembly`."""
+    """Wait for the other ranks in the launcher's store, and return in which role this rank starts.
+
+    Either all ranks start together, or this rank was started again while the others continued; see `Assembly`.
+    """
     rank = environment.global_rank()
     address = _address(environment)
     patience = _patience(rank)
@@ -114,7 +118,7 @@ def assemble(environment: Any) -> ProcessRole:
 
 
 def _say_how_it_ends(assembly: Assembly) -> None:
-    """Publish that the process ends in order, unless an exception has ended a run or the script."""
+    """Publish that this process ends in order, if no exception has ended a run or the script; called at exit."""
     if ended_in_order() and not hasattr(sys, "last_value"):
         assembly.end()
 
@@ -166,7 +170,7 @@ def _address(environment: Any) -> str:
 
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 _FORM_TIMEOUT = timedelta(minutes=5)
-# Between the runs of strategies without heartbeats.
+# Time without a heartbeat after which a process counts as dead, for strategies that set no such time.
 _DEAD_AFTER = timedelta(minutes=1)
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 # Time for the first heartbeat of a rank that has just been met.
@@ -182,8 +186,8 @@ class TorchTransport(Transport):
     torchrun, SLURM, mpirun or Lightning starts the ranks.
 
     Args:
-        backend: Backend of payloads: "gloo", "nccl" or "mpi". Everything small goes over Gloo (or MPI, for "mpi").
-            Default: "nccl" on CUDA, else "gloo".
+        backend: Backend of payloads: "gloo", "nccl" or "mpi". Messages of CPU tensors, such as headers, use MPI if this
+            is "mpi", else Gloo. Default: "nccl" on CUDA, else "gloo".
         start: Way in which Lightning starts the other ranks if no launcher did: "popen" (default) runs the script
             again; "spawn", "fork" and "forkserver" suit notebooks.
 
@@ -223,7 +227,7 @@ class TorchTransport(Transport):
         return self.backend or ("nccl" if root_device.type == "cuda" else "gloo")
 
     def bucket_device(self, root_device: torch.device) -> torch.device:
-        """Return the GPU, so that all arithmetic runs there; the host's memory for MPI."""
+        """Return the replica's GPU, so that all arithmetic runs there; the CPU without a GPU, or for MPI."""
         on_gpu = root_device.type == "cuda" and self.backend_on(root_device) in ("nccl", "gloo")
         return root_device if on_gpu else torch.device("cpu")
 
@@ -235,7 +239,7 @@ class TorchTransport(Transport):
         dead_after: timedelta | None,
         elastic: bool = False,
     ) -> Connection:
-        """Connect as `Transport` describes; with ``elastic``, joining ranks may publish heartbeats beside the ranks."""
+        """Connect as `Transport` describes; with ``elastic``, the membership can also admit joining ranks."""
         with naming_the_stores_host(environment.global_rank()):
             _join_default_group(environment, self.backend_on(root_device), elastic)
             presence = _meet(environment, name, dead_after)
@@ -250,9 +254,9 @@ class TorchTransport(Transport):
         timeout: timedelta,
         check: Callable[[], None],
     ) -> Connection:
-        """Connect ranks that train on another connection with joining ranks, for a run that continues theirs.
+        """Connect the ranks of a running training and joining ranks, for a run ``name`` that continues the training.
 
-        ``timeout`` is the time for all to come. ``check`` raises if a rank will not come.
+        ``timeout`` is the time within which all these ranks must call this. ``check`` raises if one of them will not.
         """
         rank = environment.global_rank()
         seal = Seal.of_job().within(name)
@@ -261,11 +265,11 @@ class TorchTransport(Transport):
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
 
     def assemble(self, environment: Any) -> ProcessRole:
-        """Return whether this rank begins with all others or comes back. Called first, if the store outlives ranks."""
+        """Call the function `assemble`; this is done before anything else if the launcher's store outlives ranks."""
         return assemble(environment)
 
     def early_door(self, environment: Any) -> JoinBoard:
-        """Return the board of `door` before all ranks have met, when it is not decided yet which ranks begin."""
+        """Return the same board as `door` without waiting for all ranks, before it is decided which ranks start."""
         # The store must outlive rank 0, so rank 0 keeps it in a process of its own.
         if not _stores:
             _stores.append(_open_store(environment, environment.global_rank(), apart=True))
@@ -278,7 +282,10 @@ class TorchTransport(Transport):
         return JoinBoard(store_of(environment, environment.global_rank()), Seal.of_job())
 
     def visit(self, environment: Any, name: str, joining_rank: str, dead_after: timedelta) -> Membership:
-        """Return a joining rank's membership beside those of the run ``name``; it is not started."""
+        """Return a membership, not started yet, for a process that is not one of the ranks of run ``name``.
+
+        By it the process exchanges heartbeats with these ranks, under the name ``joining_rank``.
+        """
         store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
         return Membership(store, 0, 1, member=joining_rank, visits=True, dead_after=dead_after, fresh=True, seal=seal)
@@ -293,7 +300,10 @@ class TorchTransport(Transport):
         elastic: bool,
         check: Callable[[], None],
     ) -> Connection:
-        """Connect ranks that have met; ``check`` raises for lost ranks if there are no heartbeats."""
+        """Open the communicators and the membership of ranks that have met in the store.
+
+        While there are no heartbeats, ``check`` is called to raise an error if a rank is lost.
+        """
         backend = self.backend_on(root_device)
         if backend == "nccl":
             nccl.set_variables()
@@ -344,12 +354,12 @@ class TorchTransport(Transport):
 
 
 def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessHeartbeat:
-    """Wait for all ranks to come to a run, however late they are, as long as their processes live."""
+    """Wait until all ranks have come to the run ``name``, however late they are, as long as their processes live."""
     rank = environment.global_rank()
     world_size = environment.world_size()
     seal = Seal.of_job()
     room = getattr(environment, "room", "lightning_async")
-    # Ranks were lost or have joined, so ranks have other numbers, under which a new heartbeat begins.
+    # Ranks were lost or have joined, so this process may have another rank, for which it needs a new heartbeat.
     if _presences and not _presences[0].inherited and _presences[0].room != room:
         _presences.pop().close()
     if not _presences or _presences[0].inherited:
@@ -361,10 +371,10 @@ def _meet(environment: Any, name: str, dead_after: timedelta | None) -> ProcessH
 
 
 def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
-    """Form torch's default group, for the user's code; this package forms its own groups beside it.
+    """Form torch's default group for the user's code; this package itself uses other groups.
 
-    A rank that comes back is in no default group, because the group of the first ranks cannot grow. With ``elastic``
-    the others may continue without rank 0, so the store must do so, too.
+    A rank that was started again after a failure is in no default group, because the group of the first ranks cannot
+    grow. With ``elastic`` the other ranks may continue without rank 0, so a separate process serves the store.
     """
     if dist.is_initialized() or came_back() is not None:
         return
@@ -399,7 +409,10 @@ def _leave_default_group(pid: int) -> None:
 
 @contextmanager
 def _gloo_at(host: str | None) -> Iterator[None]:
-    """Let Gloo listen on loopback only, if ``host`` is there, while torch forms a group of its own."""
+    """Let Gloo listen on the loopback interface only, for groups that torch forms in this context.
+
+    This does nothing if ``host`` is None, or if ``GLOO_SOCKET_IFNAME`` is set already.
+    """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if host is None or not names or _INTERFACE in os.environ:
         yield

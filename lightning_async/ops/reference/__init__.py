@@ -4,8 +4,8 @@ Elementwise operations are built from operations with a single rounding, so that
 use no ``alpha=`` and no `torch.lerp`, which have one rounding on some processors and two on others. Any NaN equals any
 NaN. Sums of squares are float64, and equal within rounding.
 
-All functions run without autograd, and write through torch's in-place operations only. The version counters then move,
-and a backward pass over overwritten values fails instead of returning wrong gradients.
+All functions run without autograd, and write through torch's in-place operations only, which increment the version
+counters of tensors. Therefore a backward pass that needs overwritten values fails instead of returning wrong gradients.
 
 `buckets` has lists of tensors and flat buckets, `compression` the messages, and `server` the steps of parameter
 servers.

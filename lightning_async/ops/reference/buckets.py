@@ -33,9 +33,9 @@ def accumulate_(total: Tensor, source: Tensor, weight: float) -> None:
 
 
 def weighted_sum_(out: Tensor, terms: list[Tensor], weights: Tensor) -> None:
-    """Write the weighted sum in the order of the terms.
+    """Write the weighted sum of ``terms`` into ``out``, added up in their order.
 
-    The first term is not added to zero, which would lose a negative zero.
+    The sum starts with the first term instead of zero, because adding to zero would turn -0.0 into 0.0.
     """
     for k, term in enumerate(terms):
         if k == 0:
@@ -58,7 +58,7 @@ def pack_(bucket: Tensor, layout: FlatLayout, tensors: Sequence[Tensor], remaind
 
     Args:
         bucket: Flat fp32 tensor of ``layout.numel`` elements; overwritten.
-        layout: Layout, which has each tensor's place.
+        layout: Layout that gives each tensor's place in the bucket.
         tensors: Tensors of any floating dtypes, in the layout's order.
         remainders: For each tensor, the part that its dtype could not hold (fp32, see `apply_`), or None. Default: none
             at all.
@@ -98,13 +98,13 @@ def apply_(
         d &= t - b, & v_k &= (\mathrm{fp32}(x_k) + r_k) + d_k \quad\text{or}\quad v_k = t_k \\
         x_k &\leftarrow \mathrm{cast}(v_k), & r_k &\leftarrow v_k - \mathrm{fp32}(x_k)
 
-    A float64 tensor without a base takes the target's fp32 value; with a base it keeps its own digits. A value
+    Without a base, a float64 tensor takes the target's fp32 values; with a base, it is moved in float64. A value
     beyond float16's range becomes infinite, as it would in any optimizer.
 
     Args:
         tensors: Tensors of any floating dtypes, in the layout's order; updated in place.
-        layout: Layout, which has each tensor's place.
-        target: Flat fp32 tensor; stays intact.
+        layout: Layout that gives each tensor's place in a bucket.
+        target: Flat fp32 tensor; not modified.
         base: Flat fp32 tensor; its values are undefined afterwards. None: copy ``target``.
         remainders: For each tensor an fp32 tensor of its shape (bf16 and fp16 tensors only), updated in place, or
             None. Without one, a displacement below half a unit in the last place is lost. Default: none at all.
@@ -146,7 +146,7 @@ def apply_(
 
 
 def _move_(tensors: list[Tensor], values: list[Tensor], add: bool) -> None:
-    """Write ``value``, or ``x + value``, computed in the wider of the two dtypes and rounded once."""
+    """Copy each value into its tensor; with ``add``, add it, in the wider of the two dtypes and with one rounding."""
     if not add:
         torch._foreach_copy_(tensors, values)  # pyright: ignore[reportPrivateImportUsage]
     elif all(x.dtype == v.dtype and x.device == v.device for x, v in zip(tensors, values, strict=True)):
@@ -212,7 +212,7 @@ def sq_norm(a: Tensor) -> float:
 
 @torch.no_grad()
 def all_finite(a: Tensor) -> bool:
-    """Return whether no element is infinite or NaN, in one pass without a temporary: both extremes are finite.
+    """Return whether all elements are finite: whether the minimum and the maximum are, without a temporary tensor.
 
     >>> all_finite(torch.tensor([1.0, float("nan")]))
     False
@@ -278,7 +278,7 @@ def outer_merge_(
 ) -> None:
     r"""Take one step of SGD with (Nesterov) momentum on the buckets of a round.
 
-    The target comes out in ``received``, and the snapshot in ``sent``.
+    Afterwards, ``received`` contains the target, and ``sent`` contains the snapshot.
 
     .. math::
         s &\leftarrow a - s, \qquad m \leftarrow \mu m + r \\
@@ -291,7 +291,8 @@ def outer_merge_(
         anchor: Flat fp32 :math:`a`; updated in place.
         momentum: Flat fp32 :math:`m`; updated in place.
         received: Flat fp32 :math:`r`, the mean pseudo-gradient; becomes the new anchor.
-        sent: Flat fp32 :math:`s`, this replica's pseudo-gradient; becomes its snapshot, up to rounding. Or None.
+        sent: Flat fp32 :math:`s`, this replica's pseudo-gradient; becomes its snapshot, up to rounding. None if this
+            replica has sent no message.
         lr: :math:`\eta`.
         mu: :math:`\mu`.
         nesterov: Whether to look ahead along the new momentum.

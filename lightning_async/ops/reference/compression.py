@@ -1,8 +1,9 @@
 """Compressed messages with error feedback, in plain torch.
 
 All of them encode ``v = source + residual`` and keep ``residual = v - decoded``, so that the part that a message could
-not hold is sent with the next one. A value that is not finite is sent as NaN, and in a scaled format its whole block
-is. Its residual starts again from zero: the receivers notice, and the next message is clean.
+not hold is sent with the next one. The codes send a value that is not finite as NaN; codes with scales send all values
+of its block as NaN. Receivers therefore notice it, and the residual of these elements is reset to zero, so that the
+next message is not affected. `topk_` sends values that are not finite unchanged, before all others.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def quantize_(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Te
         r_j &\leftarrow v_j - q_j \sigma_b
 
     with :math:`M` = 127 for int8 and 448 for fp8 (e4m3); bf16 has no scale. ``decoded + residual = v``, exactly. A
-    finite value that bf16 would round to infinity becomes the largest finite one.
+    finite value that bf16 would round to infinity becomes the largest finite bf16 value of its sign.
 
     Args:
         codes: :math:`q`, int8, float8_e4m3fn or bfloat16, shape (n,); overwritten.
@@ -116,12 +117,12 @@ def requantize_average_(
     scales: Tensor | None,
     weights: Tensor,
 ) -> None:
-    r"""Do as `dequantize_average_`, and encode the mean again by `quantize_` with a residual of its own, in one pass.
+    r"""Compute the weighted sum as `dequantize_average_` does, and encode it as `quantize_` does, in one pass.
 
     Args:
-        out_codes: Codes of the mean, shape (n,), of the same dtype as ``codes``; overwritten.
-        out_scales: Scales of the mean, as in `quantize_`; overwritten.
-        residual: Residual of the mean, fp32, shape (n,); updated in place.
+        out_codes: Codes of the sum, shape (n,), of the same dtype as ``codes``; overwritten.
+        out_scales: Scales of the sum, as in `quantize_`; overwritten.
+        residual: Residual of this encoding, which is added to the sum, fp32, shape (n,); updated in place.
         codes: As in `dequantize_average_`.
         scales: As in `dequantize_average_`.
         weights: As in `dequantize_average_`.

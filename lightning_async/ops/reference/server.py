@@ -1,8 +1,8 @@
 """The optimizer steps of a parameter server, in plain torch: from one bank of memory, which stays intact, to another.
 
-Gradients may be fp32, bf16 or fp16, and everything else is fp32. New weights, state and the reply to the worker have
-memory of their own. All arrays may be pieces of larger arrays of `whole` elements. Arrays beyond the caches are better
-written around them, with equal numbers.
+Gradients may be fp32, bf16 or fp16, and everything else is fp32. The new weights, the new state and the reply to the
+worker are written to other memory than the old ones. The arrays may be pieces of larger arrays, which have ``whole``
+elements each: if those are larger than the CPU's caches, the native library writes past the caches, with equal results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def server_add_(
         gradient: :math:`g`, fp32, bf16 or fp16.
         weight: :math:`w`.
         decay: :math:`d`. Default: no decay.
-        whole: Number of elements of the arrays of which these are pieces. Default: they are no pieces.
+        whole: Number of elements of the larger arrays, if these arrays are pieces of them. Default: no pieces.
 
     Raises as `accumulate_` does.
 
@@ -111,7 +111,7 @@ def server_dana_(
     scale: float = 1.0,
     whole: int = 0,
 ) -> None:
-    r"""Take a step of DANA: momentum per worker, and a reply that looks ahead along all workers' momenta.
+    r"""Take a step of DANA: a momentum for each worker, and a reply that looks ahead along the momenta of all workers.
 
     .. math::
         m_i' &= \mu m_i + \sigma g, \qquad v' = v + (m_i' - m_i), \qquad x' = x - \eta\, m_i' \\
@@ -227,7 +227,7 @@ def adam_scalars(step: int, lr: float, beta1: float, beta2: float) -> tuple[floa
 
 
 def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:
-    """Return the share of the weights that is added to the gradient, and the share that a step keeps."""
+    """Return two factors of the weights: for adding them to the gradient, and for shrinking them in the step."""
     return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
 
 
