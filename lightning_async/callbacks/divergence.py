@@ -222,10 +222,10 @@ class DivergenceMonitor(CollectiveCallback, Callback):
 
     @property
     def clean_steps(self) -> int:
-        """Number of batches since a signal was last out of bounds, from which the saver tells good checkpoints.
+        """Number of batches since a signal was last out of bounds; it decides which checkpoints are good.
 
-        The last batches may not be checked yet, so a state is good only after at least 3 of them. Ranks in lockstep
-        have the same number. Each asynchronous replica has its own.
+        Some numbers are read a step later, so call a state good after 3 of these batches at the earliest. Ranks in
+        lockstep have the same number. Each asynchronous replica has its own.
         """
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 

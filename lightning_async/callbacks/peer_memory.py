@@ -20,10 +20,11 @@ class PeerMemory(CollectiveCallback, Callback):
 
     A rank that comes back takes over rank 0's state, see docs/specification/failures.md, and then restores its own
     state from its last copy. For asynchronous replicas, this is the optimizers' state of each parameter, random states,
-    the gradient scale of fp16, and buffers that each replica keeps. The weights are those of the live ranks. Rank
-    :math:`r` sends its copies to rank :math:`(r + 1) \bmod n` of the live ranks, or to the rank with the same local
-    rank on the next host. Training pauses while the state is copied into memory. A thread then sends the copy over TCP,
-    with a checksum. If a copy does not arrive completely, the previous copy stays valid. No disk is involved.
+    the gradient scale of fp16, and buffers that each replica keeps. The weights are those of the live ranks. On a
+    single host, rank :math:`r` sends its copies to rank :math:`(r + 1) \bmod n` of the live ranks. With several hosts,
+    it sends them to the rank at the same position among the live ranks of the next host. Training pauses while the
+    state is copied into memory. A thread then sends the copy over TCP, with a checksum. If a copy does not arrive
+    completely, the previous copy stays valid. No disk is involved.
 
     This costs host memory: one copy of this rank's own state, two copies of another rank's state, and two more for each
     rank that is lost. If ranks step together, no optimizer state is copied, because all ranks have the same. For a
