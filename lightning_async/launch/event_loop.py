@@ -59,7 +59,7 @@ class EventLoop:
 
     @contextlib.contextmanager
     def signals(self, hear: Callable[[int], object]) -> Iterator[None]:
-        """Call ``hear`` with the number of each signal during the block; signals ignored before (nohup) stay ignored."""
+        """Call ``hear`` with the number of each signal during the block; ignored signals (nohup) stay ignored."""
         reader, writer = socket.socketpair()
         reader.setblocking(False)
         writer.setblocking(False)

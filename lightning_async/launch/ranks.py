@@ -136,7 +136,7 @@ class Ranks:
         return self._keeper
 
     def _lose(self, keeper: LaunchStore) -> None:
-        """Report the end of the store's process, and start another: if the launcher is killed, ranks need it to save."""
+        """Report the end of the store's process, and start another, which ranks need to save if the launcher dies."""
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
         self._keeper = None

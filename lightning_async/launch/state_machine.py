@@ -234,7 +234,7 @@ class LaunchState:
 
     @property
     def first(self) -> int | None:
-        """The rank that died first since all were started, without lost ranks; None if none has, or the store was first."""
+        """The first rank to die since all were started, except lost ones; None if none did, or the store died first."""
         if self.store_lost:
             return None
         return next((rank for rank, status in self.statuses.items() if status != 0 and rank not in self.lost), None)
