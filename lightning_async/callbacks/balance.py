@@ -49,7 +49,7 @@ _PATIENCE = 16
 
 
 class BalancedBatchSizes(CollectiveCallback, Callback):
-    r"""A callback that makes batches proportional to each rank's speed, so that all ranks need the same time for one.
+    r"""A callback that sizes each rank's batches by its speed, so that all ranks take equally long for a batch.
 
     .. math:: n_i = \operatorname{clip}\Big(\lambda v_i,\; n_{\min},\; n_{\max}\Big), \qquad \sum_i n_i = n
 
@@ -112,12 +112,12 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
         self._shown: dict[str, int] = {}
         self._total = self.global_batch_size or 0
         self._base = 0
-        # Whether this rank has called the others because of its memory. It calls once, as they may not be able to take
-        # more.
+        # Whether this rank has called for a sync point because it ran out of memory. It calls only once, because the
+        # other ranks may not have memory for larger batches, either.
         self._told_namespace = False
         # The sizes that a checkpoint has restored.
         self._sizes: dict[str, int] = {}
-        # Factor of the interval between checks of ranks in step, which doubles while sizes are right.
+        # Factor of the interval between checks of ranks in lockstep; doubles after each check that changes nothing.
         self._patience = 1
 
     @property
@@ -168,8 +168,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             self._since = state_dict["since"]
             self._patience = state_dict["patience"]
             self._sizes = dict(state_dict["sizes"])
-            # Training begins again within this fit, and the patches are in place.
-            # This rank joins a fit that is under way, so its training has begun already.
+            # `on_train_start` has run already on a rank that joins a running fit.
             if self._balancing is not None:
                 self._balancing.total = self._total
                 self._balancing.sizes = self._sizes

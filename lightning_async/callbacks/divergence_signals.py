@@ -109,7 +109,7 @@ def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     return RemedyAgreement() if lagged is None else LockstepAgreement(lagged)
 
 
-# Number of elements of a tensor that a sample has.
+# Number of elements that `sample` takes of a tensor.
 _SAMPLE = 1024
 
 

@@ -26,7 +26,7 @@ _grace: mmap.mmap | None = None  # additional seconds, written by the command; N
 
 
 def allow(seconds: float) -> None:
-    """Set the seconds for which PID 1 waits for the command's children if the command is killed."""
+    """Add seconds to the time for which PID 1 waits for the command's children if the command is killed."""
     if _grace is not None:
         _grace[:8] = struct.pack("d", seconds)
 

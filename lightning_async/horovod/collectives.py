@@ -310,7 +310,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         check_buffer(buffer)
         wire, op, narrow = reducible(buffer, op, self._native)
         hvd = self.horovod.hvd
-        # After `reducible`, because the sum of bools is a maximum.
+        # After `reducible`, which replaces the sum of bools by a maximum.
         horovod_op = how(op)
 
         def finish(_: object) -> Tensor:

@@ -60,7 +60,7 @@ def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Com
     A rank whose commit is not of the same moment as rank 0's takes over rank 0's commit, as a new rank does. Raises
     SettingsMismatch if this rank trains with other settings than rank 0.
     """
-    # The settings come first, because ranks with others would wait in different collectives.
+    # Settings are compared first, because ranks with other settings would wait in different collectives.
     told = world.gather_objects([mine.number, *mine.dealt, settings])
     if settings != told[0][3]:
         raise SettingsMismatch(

@@ -121,8 +121,8 @@ class GradientReducer:
     def finish(self, absent: float = 0.0) -> None:
         """Wait until all gradients of the backward pass are averaged, and set the parameters' gradients to the means.
 
-        ``absent`` is this replica's weight in the mean, for a replica without a backward pass. The mean is then over
-        the weights of the other replicas.
+        If this replica had no backward pass, ``absent`` is the weight that it would have had in the mean, and the means
+        are over the other replicas.
         Raises CollectiveError if an operation failed or was late.
         """
         if not self.enabled:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from lightning_async.membership.status import ENDED, FAILED, StatusRecord
 
-# Longest time between two looks that counts, see `Watched`.
+# Largest number of seconds by which one `Watched.tick` advances the clock.
 _LONGEST_LOOK_S = 10.0
 
 
@@ -66,7 +66,7 @@ class ReportedProgress:
         for each in last.values():
             process = each.name, each.process
             key = *process, each.run
-            if key not in self._first:  # a run that continues at the last one's step, because ranks join, has begun
+            if key not in self._first:  # a run continues at the step of the one before if ranks join
                 goes_on = process in self._begun and each.step >= self._begun[process]
                 self._first[key] = each.step - goes_on
             if each.step > self._first[key]:

@@ -429,7 +429,7 @@ def _signalled(policy: Policy, state: LaunchState, event: Signalled) -> Decision
             return state, []
         # The second Ctrl-C kills. A second SIGTERM is passed on to the ranks, which then end at once.
         return _kill(state) if event.number == signal.SIGINT else (state, [Send(signal.SIGTERM, state.living)])
-    # Saves of the others count without the ranks that were left behind.
+    # The exit code does not depend on ranks that were left behind.
     lost = state.lost | (state.left_behind if state.trains else frozenset())
     state = replace(state, asked=event.number, asked_at=event.at, lost=lost)
     if not state.living:  # between two starts

@@ -84,7 +84,7 @@ class LaunchStore:
         return in_words(status)
 
     def close(self) -> None:
-        self._process.popen.kill()  # first: the process takes the channel's end for a killed launcher
+        self._process.popen.kill()  # first: to this process, a closed channel means that the launcher was killed
         self.died()
 
     def _tell(self, said: Mapping[str, object], descriptors: Sequence[int]) -> None:
