@@ -46,41 +46,42 @@ class Probe:
         """Note that a batch begins."""
 
     def before_backward(self, scale: float) -> None:
-        """Note that a backward pass begins; ``scale`` is the factor of the gradient of this batch's mean loss."""
+        """Note that a backward pass begins, of the batch's mean loss multiplied by ``scale``."""
 
     def after_backward(self, ends: bool) -> None:
-        """Note that a backward pass has ended; ``ends`` says whether its gradients are stepped with now."""
+        """Note that a backward pass has ended; ``ends`` says whether it was the last one before an optimizer step."""
 
     def before_step(self) -> None:
-        """Note that an optimizer step begins, with its gradients in place."""
+        """Note that an optimizer step begins; the parameters hold the gradients that it uses."""
 
     def end_window(self, is_full: bool, small_size: float, big_size: float) -> None:
-        """End a window; ``is_full`` says that the window had its planned size and equal batches.
+        """End a window; ``is_full`` says whether the window had its planned size and batches of equal size.
 
-        A batch has ``small_size`` samples and the window ``big_size``, over all ranks whose gradients are averaged.
+        ``small_size`` is the number of samples in one batch of this rank. ``big_size`` is the number of samples in the
+        window, over all ranks whose gradients are averaged.
         """
 
     def end_period(self, mean: Callable[[float], float]) -> dict[str, Any]:
-        """Return the results as fields of `WindowProgress`; ``mean`` averages over the ranks that step together."""
+        """Return the period's results as fields of `WindowProgress`; ``mean`` averages over ranks in lockstep."""
         return {}
 
     def close(self) -> None:
         """Remove all hooks from the parameters."""
 
     def keep(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that assembles the present state. Only that call waits for a GPU."""
+        """Return a function that returns the state of this moment. It may wait for a GPU; `keep` itself does not."""
         return dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state that `keep` has assembled."""
+        """Restore a state that the function of `keep` has returned."""
 
 
 class NoiseProbe(Probe):
-    """A measurement of squared gradient norms, of single batches and of whole windows; see `estimate`.
+    """A measurement of squared gradient norms, of single batches and of whole windows, for `estimate`.
 
-    A hook of each parameter sees a batch's gradient before it is added to the other batches' gradients, so no copy is
-    kept. With ``arrive``, the strategy gathers windows apart from the parameters. They are measured when their mean
-    arrives, which may be one window late.
+    A hook of each parameter measures a batch's gradient before autograd adds it to the gradients of earlier batches, so
+    no copy is kept. ``arrive`` says that the strategy averages windows in the background. The mean of a window is then
+    measured when the strategy puts it into the gradients, which may be one window later.
     """
 
     measures = True
@@ -106,7 +107,7 @@ class NoiseProbe(Probe):
         self._sizes = (0.0, 0.0)
 
     def begin_period(self, optimizers: Sequence[Any]) -> None:
-        """Begin a period; also hook parameters that were unfrozen since the last one."""
+        """Begin a period, and register hooks of parameters that were unfrozen during the previous period."""
         self._optimizers = optimizers
         for optimizer in optimizers:
             for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -196,9 +197,10 @@ class NoiseProbe(Probe):
 
 
 class TimesProbe(Probe):
-    """A measurement of the time to the end of a backward pass, and of the time from there to the step.
+    """A measurement of the time of a batch's training, and of the time between backward pass and optimizer step.
 
-    The last batch of a window is timed until the optimizer's step, all others until their backward pass has ended.
+    The last batch of a window is timed until the optimizer's step, all others until their backward pass has ended. The
+    difference of the two medians is the time between backward pass and step.
     """
 
     measures = True
@@ -250,7 +252,7 @@ class TimesProbe(Probe):
 
 
 def probe_of(policy: AccumulationPolicy, strategy: Any, arrive: bool) -> Probe:
-    """Return the measurement that a policy needs; for ``arrive`` see `NoiseProbe`."""
+    """Return the probe for what a policy measures; ``arrive`` is an argument of `NoiseProbe`."""
     measures = getattr(policy, "measures", "nothing")
     if measures == "noise":
         return NoiseProbe(getattr(policy, "decay", 0.9), strategy.precision_plugin, arrive)
@@ -267,11 +269,11 @@ _SEEN: dict[str, Any] = {"noise": Noise, "times": Times}
 
 
 class Sizes:
-    """The sizes of the windows of one fit.
+    """The sizes of the windows of one fit, as the callback's policy chooses them.
 
-    If ranks average their gradients by the engine, they exchange their sizes with the gradients. Learning rates then
-    follow the samples of all ranks, and a measured size is that of the first rank, one window later. ``probe`` measures
-    what the policy needs.
+    If the engine averages the gradients, each rank sends its sizes with them. The factor of learning rates then depends
+    on the number of samples on all ranks. If the policy chooses a size from measurements, all ranks use the size that
+    the first rank has chosen, one window later. ``probe`` measures what the policy needs.
     """
 
     def __init__(self, callback: Any, trainer: Any, probe: Probe) -> None:
@@ -312,21 +314,21 @@ class Sizes:
         self.seen = {name: _SEEN[name](*value) for name, value in state["seen"].items()}
 
     def tell(self) -> None:
-        """Send the sizes to all ranks with this rank's next gradients, if the engine moves them."""
+        """Send the sizes to all ranks with this rank's next gradients, if the engine averages gradients."""
         if (gradients := self._strategy.gradients) is not None:
             gradients.asks = self._base, self._wanted
 
     @property
     def _told(self) -> Any:
-        """The values that all ranks have sent with the gradients of the step that is taken now; see `GradientsMean`.
+        """The values that all ranks have sent with the gradients of the current step; see `GradientsMean`.
 
-        None if the step has only this rank's gradients, or if another mechanism averages them.
+        None if the step uses only this rank's gradients, or if not the engine but DDP or Horovod averages them.
         """
         gradients = self._strategy.gradients
         return None if gradients is None else gradients.told
 
     def hear(self) -> None:
-        """Adopt the values that all ranks have sent with the gradients of the step that is taken now."""
+        """Adopt the sizes and the number of samples that all ranks have sent with the gradients of the current step."""
         told = self._told
         self.arrived = 0.0 if told is None else told.samples
         if told is not None and told.size:
@@ -335,7 +337,7 @@ class Sizes:
                 self._size = int(told.size)
 
     def lr_factor(self, samples: float) -> float:
-        """Return the factor of learning rates in the step that is taken now, of ``samples`` samples on this rank."""
+        """Return the factor of learning rates in the current step, which has ``samples`` samples on this rank."""
         if not self._base:
             return 1.0
         scaling = self._callback.lr_scaling
@@ -344,7 +346,7 @@ class Sizes:
         return lr_factor(scaling, told.samples, told.base * told.ranks) if told.base else 1.0
 
     def plan(self, samples: float) -> WindowPlan:
-        """Return the plan of the window that begins, whose first batch has ``samples`` samples."""
+        """Return the plan of the window that begins now; its first batch has ``samples`` samples."""
         callback = self._callback
         together = self._strategy.in_lockstep
         # Without `base_batch_size`, the first batch is the unit of learning rates, on average over the ranks.
@@ -371,7 +373,7 @@ class Sizes:
         return WindowPlan(batches, batches * (samples or self._base or 1.0))
 
     def mean(self, value: float) -> float:
-        """Return the mean over the ranks that have equally many batches in a window."""
+        """Return the mean of ``value`` over all ranks if they are in lockstep; otherwise return ``value``."""
         if not self._strategy.in_lockstep:
             return value
         strategy = self._trainer.strategy
@@ -401,7 +403,7 @@ class Sizes:
             self._size = size
 
     def _unit(self) -> float:
-        """Return the number of samples in one batch of each rank, or 1 if the policy counts batches."""
+        """Return the sum of samples in one batch of each averaged rank, or 1 if the policy counts batches."""
         return self._base * self._strategy.num_averaged if self._by_samples else 1.0
 
     def _batches(self, size: int) -> int:
@@ -416,20 +418,22 @@ class AdaptiveGradientAccumulation(Callback):
     .. math:: g = \frac{\sum_j n_j g_j}{\sum_j n_j}, \qquad \eta = \eta_0 \, f\Big(\frac{\sum_j n_j}{n_0}\Big)
 
     :math:`g_j` is the gradient of batch :math:`j`, and :math:`n_j` its number of samples. :math:`n_0` is the number of
-    samples in a step without accumulation, for which the learning rate :math:`\eta_0` is right. If ranks average their
-    gradients (DDP, Horovod, `Synchronous()`, windows in the background), the sums are over all ranks. Asynchronous
-    replicas step with their own gradients. The last window of an epoch, which may be smaller, has the mean of its own
-    samples, while Lightning divides it by the length of a full window. A window begins when the last one has ended:
-    whatever changes, no gradient is lost, counted twice, or late. Everything that counts optimizer steps
-    (``max_steps``, `EveryNSteps`, schedulers by step) counts windows.
+    samples in a step without accumulation, for which the learning rate :math:`\eta_0` was chosen. If ranks average
+    their gradients (DDP, Horovod, `Synchronous()`, `AsyncGradientStrategy`), the sums are over the batches of all
+    ranks. For asynchronous replicas, they are over the replica's own batches. The last window of an epoch may be
+    smaller. Its gradient is the mean over its own samples, while Lightning would divide by the length of a full window.
+    A window begins when the previous one has ended. Therefore a change of size loses no gradient, counts none twice,
+    and delays none. Everything that counts optimizer steps (``max_steps``, `EveryNSteps`, schedulers by step) counts
+    windows.
 
     Args:
         accumulation_steps: Number of batches in each rank's window: an int, `ByEpoch`, `ByStep`, `CommunicationShare`,
             or a policy of your own.
-        base_batch_size: Number of samples in one rank's batch, as the loader has it; only with ``target_batch_size``.
+        base_batch_size: Number of samples in one rank's batch, equal to the ``batch_size`` of its loader. Only with
+            ``target_batch_size``.
         target_batch_size: Number of samples in an optimizer step, over all ranks that average their gradients: an int,
-            `ByEpoch`, `ByStep`, `NoiseScale`, or a policy of your own. A fixed number must be a multiple of
-            ``base_batch_size`` times the number of these ranks. A measured number is rounded to such a multiple.
+            `ByEpoch`, `ByStep`, `NoiseScale`, or a policy of your own. It must be a multiple of ``base_batch_size``
+            times the number of these ranks. A number that a policy measures is rounded to such a multiple.
         lr_scaling: :math:`f`, which is "linear", "sqrt", or None (default) to leave learning rates as they are.
             Schedulers continue from the unscaled rates; the scaled ones exist only during the optimizer's step.
         count: Function that returns the weight of a batch as a number >= 0, such as its number of tokens. Default:
@@ -440,10 +444,10 @@ class AdaptiveGradientAccumulation(Callback):
 
     Raises:
         TypeError: An argument is of the wrong type.
-        ValueError: An argument is out of range, or does not go with the others. When training begins: manual
-            optimization, another `AdaptiveGradientAccumulation`, Lightning's `GradientAccumulationScheduler`,
-            ``Trainer(accumulate_grad_batches=...)``, a strategy that accumulates by itself, synchronous servers with
-            ``lr_scaling``, or a target that no number of samples meets exactly.
+        ValueError: An argument is out of range, or cannot be combined with another one. Also raised when training
+            begins, if there is manual optimization, another `AdaptiveGradientAccumulation`, Lightning's
+            `GradientAccumulationScheduler`, ``Trainer(accumulate_grad_batches=...)``, a strategy that accumulates
+            itself, synchronous servers with ``lr_scaling``, or a ``target_batch_size`` that is no such multiple.
 
     Source: Goyal et al., 2017, https://arxiv.org/abs/1706.02677; McCandlish et al., 2018,
     https://arxiv.org/abs/1812.06162
@@ -535,7 +539,7 @@ class AdaptiveGradientAccumulation(Callback):
         return (before if self._trainer.fit_loop.epoch_loop.batch_progress.total.ready < number else self._keep())()
 
     def _keep(self) -> Callable[[], dict[str, Any]]:
-        """Return a function that assembles the present state."""
+        """Return a function that returns the state of this moment, see `Probe.keep`."""
         assert self._windows is not None
         probe = self._probe.keep()
         state = {

@@ -120,7 +120,7 @@ def _check_windows(callback: Any, strategy: Any) -> None:
 
 
 def _check_servers(callback: Any, strategy: Any) -> None:
-    """Raise ValueError if a worker would need to know all workers' samples before it pushes its gradients."""
+    """Raise ValueError if a worker would need the number of all workers' samples before it pushes its gradients."""
     # Workers that run the optimizer themselves, or alone, know their whole step.
     if not view_of(strategy).served or not strategy.update_on_server or strategy.world_size == 1:
         return
@@ -143,7 +143,11 @@ def _check_servers(callback: Any, strategy: Any) -> None:
 
 
 def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -> None:
-    """Raise ValueError for a target that cannot be met exactly; warn if ranks were lost since training ``began``."""
+    """Raise ValueError if ``size`` samples cannot be divided into equal batches; only warn if not ``began``.
+
+    ``size`` must be a multiple of the callback's ``base_batch_size`` times ``ranks``. ``began`` is False if the number
+    of ranks has changed since the previous decision: a lost rank must not end training.
+    """
     base = callback.base_batch_size
     unit = base * ranks
     # Each rank has a whole number of batches.
@@ -166,7 +170,7 @@ def check_target(callback: Any, rank: int, size: int, ranks: int, began: bool) -
 
 
 def show(module: Any, metrics: dict[str, float]) -> None:
-    """Log metrics to all loggers, and the first one to the progress bar, too."""
+    """Log metrics to all loggers, and show the first metric in the progress bar."""
     trainer = module.trainer
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -175,10 +179,10 @@ def show(module: Any, metrics: dict[str, float]) -> None:
 
 
 class TemporaryRates:
-    """Learning rates that differ for the time of one optimizer step.
+    """Learning rates that are changed during one optimizer step only.
 
-    Schedulers and checkpoints never see them. They are set when gradients are ready, and restored when the step is
-    done, even if the step fails.
+    They are multiplied when the gradients are ready, and restored after the step, even if the step fails. So schedulers
+    and checkpoints never see the changed rates.
     """
 
     def __init__(self) -> None:
@@ -197,7 +201,7 @@ class TemporaryRates:
 
     @torch.no_grad()
     def multiply(self, optimizer: Any, factor: float) -> None:
-        """Multiply the learning rates of the next step by ``factor``; groups without a rate stay as they are."""
+        """Multiply an optimizer's learning rates by ``factor`` for its next step; skip parameter groups without one."""
         self._put_back()
         for group in optimizer.param_groups if factor != 1.0 else ():
             lr = group.get("lr")

@@ -19,7 +19,7 @@ from lightning_async.trainer.strategy_view import view_of
 
 
 def check_trainer(callback: Any, trainer: Any) -> None:
-    """Raise ValueError, with the remedy, if batches must not be of unequal size."""
+    """Raise ValueError, with the remedy, if the strategy or another setting does not allow batches of unequal size."""
     owner = type(callback).__name__
     strategy = trainer.strategy
     name = type(strategy).__name__
@@ -49,29 +49,29 @@ _PATIENCE = 16
 
 
 class BalancedBatchSizes(CollectiveCallback, Callback):
-    r"""A callback that gives each rank batches in proportion to its speed, so that all take equally long for one.
+    r"""A callback that sizes each rank's batches by its speed, so that all ranks take equally long for a batch.
 
     .. math:: n_i = \operatorname{clip}\Big(\lambda v_i,\; n_{\min},\; n_{\max}\Big), \qquad \sum_i n_i = n
 
     :math:`v_i` is the recent speed of rank :math:`i` in samples per second. :math:`n` is the number of samples in a
-    step, over all ranks, which stays the same. A rank that is 3 times slower than three others then no longer holds
-    them up: a step of 10 samples takes the time that 4 samples took. Each sample is trained on once in an epoch,
-    without a sampler's padding, and has the same weight.
+    step, over all ranks, which stays the same; the factor :math:`\lambda` makes the sizes add up to it. If one of four
+    ranks is 3 times slower than the others, a step of 10 samples then takes as long as a step of 4 samples takes with
+    equal batches. Each sample is trained on once in an epoch, without a sampler's padding, and has the same weight.
 
-    The first epoch begins with equal batches. Sizes change when all ranks are together: at the beginning of an epoch,
-    and within it at a sync point, if a step would become at least 5% shorter. The rest of the epoch is then divided
-    again. The callback is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, including `Synchronous()`, with one
-    DataLoader of a map-style dataset, whose sampler Lightning makes. The loader's ``batch_size`` is the size at the
-    beginning. A rank that runs out of memory trains on the batch in pieces, and has smaller batches from then on (not
-    with manual optimization). On GPUs the host waits for each backward pass, because otherwise it could not measure the
+    The first epoch begins with equal batches. Sizes change at the beginning of an epoch, and within it at a sync point,
+    if a step would become at least 5% shorter. The remaining samples of the epoch are then distributed again. The
+    callback is for `AsyncGradientStrategy` and `AsyncAveragingStrategy`, including `Synchronous()`, with one
+    DataLoader of a map-style dataset, whose sampler Lightning makes. The loader's ``batch_size`` is the first size. A
+    rank that runs out of memory trains on that batch in pieces, and gets smaller batches from then on (not with manual
+    optimization). On GPUs the host waits for each backward pass, because otherwise it could not measure the
     speed.
 
     Args:
         minimum: :math:`n_{\min}`. Default: 1.
         maximum: :math:`n_{\max}`. Default: limited by memory only.
-        every: Number of a rank's batches between two checks whether other sizes would pay; None: only at the beginning
-            of an epoch. Ranks that step together meet for the check, up to 16 times less often while sizes are right.
-            Default: 50.
+        every: Number of a rank's batches between two checks whether other sizes would make a step shorter. None: sizes
+            change only at the beginning of an epoch. Ranks in lockstep need a sync point for each check, so their
+            interval doubles after a check without a change, up to 16 times ``every``. Default: 50.
         global_batch_size: :math:`n`. Default: the sum of the batch sizes of all ranks' loaders when training begins. It
             stays the same when ranks are lost or join.
 
@@ -112,12 +112,12 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
         self._shown: dict[str, int] = {}
         self._total = self.global_batch_size or 0
         self._base = 0
-        # Whether this rank has called the others because of its memory. It calls once, as they may not be able to take
-        # more.
+        # Whether this rank has called for a sync point because it ran out of memory. It calls only once, because the
+        # other ranks may not have memory for larger batches, either.
         self._told_namespace = False
         # The sizes that a checkpoint has restored.
         self._sizes: dict[str, int] = {}
-        # Factor of the interval between checks of ranks in step, which doubles while sizes are right.
+        # Factor of the interval between checks of ranks in lockstep; doubles after each check that changes nothing.
         self._patience = 1
 
     @property
@@ -126,7 +126,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     @property
     def batch_sizes(self) -> dict[str, int]:
-        """Number of samples in each rank's batch, by the rank's name; empty with a single rank."""
+        """Number of samples in each rank's batch, by the rank's stable id; empty with a single rank."""
         return {} if self._balancing is None else dict(self._balancing.sizes)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -168,8 +168,7 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             self._since = state_dict["since"]
             self._patience = state_dict["patience"]
             self._sizes = dict(state_dict["sizes"])
-            # Training begins again within this fit, and the patches are in place.
-            # This rank joins a fit that is under way, so its training has begun already.
+            # `on_train_start` has run already on a rank that joins a running fit.
             if self._balancing is not None:
                 self._balancing.total = self._total
                 self._balancing.sizes = self._sizes
@@ -219,10 +218,10 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
             self.call_together()
 
     def _looks(self, every: int, trainer: Any, balancing: Balancing) -> bool:
-        """Return whether this rank goes to a sync point for other sizes.
+        """Return whether this rank calls for a sync point at which all ranks decide on batch sizes.
 
-        Ranks that step together all go after equally many batches, so that no step lacks one of them. Of asynchronous
-        replicas, one calls the others if other sizes pay.
+        Ranks in lockstep all do so after the same number of batches, so that no step lacks one of them. Of asynchronous
+        replicas, rank 0 does so if other sizes would shorten a step, and another rank once, if it ran out of memory.
         """
         strategy = trainer.strategy
         if strategy.in_step if strategy.in_windows else strategy.averages_gradients:
@@ -235,11 +234,11 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
     @property
     def _room(self) -> int | None:
-        """The number of samples that did fit into memory, if more did not; else None."""
+        """Largest number of samples trained on at once since this rank ran out of memory; None if it has not."""
         return None if self._windows is None or self._windows.pieces is None else self._windows.pieces.most
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide on sizes with all other ranks; the model stays as it is. See `CollectiveCallback`."""
+        """Decide on batch sizes together with all other ranks; return False: the model is unchanged."""
         if self._balancing is not None and (has_changed := self._balancing.decide(world)) is not None:
             self._since = 0
             self._told_namespace = self._told_namespace and not has_changed
@@ -252,6 +251,6 @@ class BalancedBatchSizes(CollectiveCallback, Callback):
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait for the GPU, so that the host measures the GPU's time, and waits afterwards only for other ranks."""
+    """Wait for the GPU, so that a batch's time includes its work, and later waits are for other ranks only."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

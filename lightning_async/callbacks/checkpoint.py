@@ -62,36 +62,36 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
     as a whole or not at all. Before a resume, every byte of the checkpoint is verified. Damaged checkpoints are
     renamed, and the next one is taken. Reading files executes no code in them, unless ``objects="pickle"``.
 
-    A checkpoint holds parameters, optimizers, schedulers, scaler, loops, callbacks, random states, positions of data
-    loaders and gradients in accumulation, of every rank its own. Training after a resume is bit-equal with training
-    without an interruption, for a single device, DDP and synchronous steps of this package's strategies. After a
-    SIGTERM to any rank, all ranks save once more and end with exit code 75 (try again).
+    A checkpoint holds each rank's parameters, optimizers, schedulers, scaler, loops, callbacks, random states, data
+    loader positions and accumulated gradients. Training after a resume is bit-equal with uninterrupted training, for a
+    single device, DDP and synchronous steps of this package's strategies. After a SIGTERM to any rank, all ranks save
+    once more and end with exit code 75 (try again).
 
     Args:
-        dirpath: Directory that all ranks see, or a URL that fsspec knows; it must belong to this training alone. If
-            ranks take every step together, each host may have its own.
+        dirpath: Directory that all ranks see, or a URL that fsspec knows; no other training may use it. If ranks take
+            every step together, each host may have a directory of its own.
         every_n_train_steps: Save after each time this number of optimizer steps.
         train_time_interval: Save after each time this interval.
         save: Alternatively, a policy of `lightning_async.algorithms`. Default, without any of the three:
-            ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time. Training also saves at its end,
-            in any case.
+            ``Adaptive(share=0.05)``, which saves as often as is possible within 5% of the training time. With any
+            policy, the end of training is saved, too.
         keep: Policy that says which checkpoints to keep. Default: ``Latest(2)``. The newest, the last good one and the
             one resumed from are always kept.
         recover: Checkpoint from which a plain ``trainer.fit(model)`` resumes: ``"auto"`` (default) or ``"latest"``, the
             newest complete one; ``"best"`` by the `Best` policy in ``keep``; ``"last_good"``; ``"step=N"``; None: begin
             from scratch.
         busy: Handling of a save that is due while the last one is still being written: ``"latest"`` (default) saves as
-            soon as that is done, ``"skip"`` leaves the save out, and for ``"wait"`` training waits.
+            soon as that is done, ``"skip"`` drops the new save, and with ``"wait"`` training waits for the last one.
         buffers: Number of copies of the state in memory, 1 or 2. Default: 2.
         max_failures: Number of failed saves in a row after which training ends with an error. Default: 3.
         good_after: With a `DivergenceMonitor`, number of steps without an alarm after which a checkpoint is good.
             Default: 20.
-        save_on_exception: Save the training so far when it ends by an exception; a rank alone, without waiting for
-            others. Default: True.
+        save_on_exception: Save the training so far when an exception ends it; each rank saves alone, without waiting
+            for the others. Default: True.
         objects: Handling of objects that are no plain values or tensors, such as one that a module puts into the
             checkpoint in ``on_save_checkpoint``. ``"refuse"`` (default): an error names the first one when training
-            begins; hyper-parameters are left out, and a warning names them. ``"pickle"``: such objects are pickled, and
-            checkpoints with them are loaded, which executes code in them.
+            begins; hyper-parameters that are such objects are not saved, and a warning names them. ``"pickle"``: such
+            objects are pickled, and checkpoints with them are loaded, which executes code in them.
 
     Raises:
         TypeError: A policy lacks a method, or an argument is of another type.
@@ -161,7 +161,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             self.call_together()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to save; raise ValueError if ranks that step together are not equal."""
+        """Begin to save; raise ValueError if ranks that step together may differ in weights or optimizer state."""
         kinds = [type(optimizer).__name__ for optimizer in trainer.strategy.optimizers]
         if "ZeroRedundancyOptimizer" in kinds or view_of(trainer.strategy).averages_parameters:
             raise ValueError(
@@ -192,7 +192,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             self._now.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save the training so far; after a signal, set the exit code that asks for another try."""
+        """Save the training so far; after a SIGTERM, set exit code 75, which asks the launcher to start it again."""
         if self._now is not None:
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):
@@ -216,7 +216,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
-        """Ignore the path that Lightning brings back from ranks it has forked or spawned: the folder tells it here."""
+        """Ignore the path that Lightning copies from ranks it has forked or spawned: the getter reads the directory."""
 
     def __repr__(self) -> str:
         s = self.settings

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class Alarm(NamedTuple):
-    """A report of signals out of bounds on one rank, for the function ``alert``."""
+    """A report of the signals that are out of bounds on one rank; the argument of `DivergenceMonitor(alert=...)`."""
 
     rank: int  # the rank that reports
     step: int  # the rank's number of optimizer steps
@@ -60,23 +60,23 @@ class RollsBack(Protocol):
     """An object, such as a callback on the same Trainer, that can restore the last good state."""
 
     def roll_back(self, trainer: Any) -> int | None:
-        """Restore the last good state: parameters, buffers, optimizers, scaler and schedulers; the data continues.
+        """Restore the last good parameters, buffers, optimizers, scaler and schedulers, but not the data's position.
 
-        All ranks call this together, between two batches, and all get the same state. Returns the step of that state,
-        or None if there is none, in which case nothing has changed.
+        All ranks call this together, between two batches, and all restore the same state. Returns the step of that
+        state, or None if no good state exists; then nothing has changed.
         """
         ...
 
 
 def drop_gradients(optimizer: Any) -> None:
-    """Drop gradients, so that this step changes no parameter and no optimizer state."""
+    """Set an optimizer's gradients to None, so that its step changes no parameter and no optimizer state."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = None
 
 
 def cut_learning_rates(groups: Iterable[dict[str, Any]], schedulers: Iterable[Any], factor: float) -> None:
-    """Multiply the learning rates of parameter groups, and the first and last rates of their schedulers."""
+    """Multiply by ``factor`` the learning rates of parameter groups, and the base and bounds of their schedulers."""
     for group in groups:
         for name in _RATES:
             if isinstance(group.get(name), (float, torch.Tensor)):
@@ -96,7 +96,7 @@ def _cut(scheduler: Any, factor: float) -> None:
 
 
 def sync_more(averager: Any) -> Callable[[], None]:
-    """Make rounds twice as frequent; return a function that restores the schedule."""
+    """Make an averager's rounds twice as frequent; return a function that restores its schedule."""
     schedule = averager.schedule
     averager.schedule = Denser(schedule)
 
@@ -110,8 +110,8 @@ def sync_more(averager: Any) -> Callable[[], None]:
 def call_unfit(replica: Any) -> Callable[[], None]:
     """Mark this replica as unfit; return a function that removes the mark.
 
-    At the next sync point an unfit replica takes over the others' model, and its optimizers begin again. The others
-    take nothing from it.
+    At the next sync point an unfit replica takes over the other replicas' model, and its optimizers begin without
+    state. Its own parameters do not enter the mean.
     """
     watched = replica.watched
     # A replica counts as unfit if one of its watched tensors is not finite.
@@ -127,23 +127,24 @@ class DivergenceMonitor(CollectiveCallback, Callback):
     r"""A callback that detects diverging training, with any strategy, and applies the mildest remedy that may help.
 
     A signal :math:`x` is out of bounds if it is not finite, or if :math:`x > m + k \max(\sigma, f |m|)` with the median
-    :math:`m` and the deviation :math:`\sigma` of its own recent values (`Relative`), or :math:`x > c` (`Absolute`). A
-    signal that is out of bounds again after a remedy asks for the next one:
+    :math:`m` and the deviation :math:`\sigma` of its own recent values (`Relative`), or :math:`x > c` (`Absolute`). If
+    a signal is out of bounds again after a remedy, the next remedy in this list is applied:
 
     - "log" and "alert" report;
-    - "sync_more" makes rounds twice as frequent, and "sync" makes one model now;
+    - "sync_more" makes rounds twice as frequent, and "sync" brings all replicas to a sync point now;
     - "cut_lr" cuts learning rates, and "skip" drops the gradients of batches;
-    - "reset" lets a replica take over the others' model, and its optimizers begin again;
-    - "roll_back" returns all ranks to the last good state, while the data continues;
+    - "reset" replaces a replica's model by that of the others, and its optimizers begin without state;
+    - "roll_back" restores the last good state on all ranks, while the data continues;
     - "stop" raises `TrainingDiverged` on all ranks.
 
-    A gradient that is not finite begins with "skip", and a model that is not finite with "reset". "sync_more", "sync"
-    and "reset" exist for asynchronous replicas only, and "roll_back" only with an object that can do so.
+    For a gradient that is not finite, the first remedy is "skip"; for a model that is not finite, it is "reset".
+    "sync_more", "sync" and "reset" exist for asynchronous replicas only, and "roll_back" only with an object for
+    ``rollback``.
 
-    All ranks apply the same remedy at the same step, and none waits for another. Ranks in lockstep gather a few numbers
-    beside the training and read them a step later. An asynchronous replica in need calls all ranks to a sync point.
-    Checks of gradients and parameters take less than 1% of the time, so with small batches not every step is checked.
-    On a GPU numbers are read one step later. A gradient scaler continues to skip steps by itself.
+    All ranks apply the same remedy at the same step, and none waits for another. Ranks in lockstep exchange a few
+    numbers in the background and read them one step later. An asynchronous replica that needs a remedy of all ranks
+    calls them to a sync point. Checks of gradients and parameters take less than 1% of the time, so with small batches
+    not every step is checked. Numbers on a GPU are read one step later. A gradient scaler continues to skip steps.
 
     Args:
         signals: Signals to watch. Default: all of "loss", "gradient_norm", "parameters", "optimizer_state",
@@ -151,14 +152,15 @@ class DivergenceMonitor(CollectiveCallback, Callback):
         alert_threshold: Threshold of all signals, or a mapping by signal (other signals keep `Relative()`). A number
             means `Absolute`.
         remedies: Names of the remedies to use. Default: all that are possible.
-        history: Length of the past that counts. Default: 100 steps, of which 20 must be there, and 10 steps for a
-            remedy to help.
-        rollback: Object that restores the last good state; see `RollsBack`. Default: the first callback of the Trainer
-            that does.
+        history: Number of steps over which signals are judged; see `History`. Default: the median of the last 100
+            values, relative bounds from 20 values on, and 10 steps between two remedies.
+        rollback: Object that restores the last good state; see `RollsBack`. Default: the first of the Trainer's
+            callbacks that has a method ``roll_back``.
         max_rollbacks: Largest number of rollbacks in one training. Default: 3.
         lr_factor: Factor by which "cut_lr" multiplies learning rates. Default: 0.5.
         skip_batches: Number of optimizer steps that one "skip" drops, for signals that are finite. Default: 1.
-        alert: Function that is called with an `Alarm` on the rank that reports. The loggers get the numbers, too.
+        alert: Function that is called with an `Alarm` on the rank whose signals are out of bounds. The rank's loggers
+            get the values, too.
 
     Raises:
         TypeError: An argument is of the wrong type.
@@ -220,9 +222,10 @@ class DivergenceMonitor(CollectiveCallback, Callback):
 
     @property
     def clean_steps(self) -> int:
-        """Number of batches since a signal was out of bounds; a state is good after some of them, at least 3.
+        """Number of batches since a signal was last out of bounds; it decides which checkpoints are good.
 
-        Ranks in lockstep have the same number. Each asynchronous replica has its own.
+        Some numbers are read a step later, so call a state good after 3 of these batches at the earliest. Ranks in
+        lockstep have the same number. Each asynchronous replica has its own.
         """
         return self._clean_everywhere if isinstance(self._council, LockstepAgreement) else self._escalation.clean_steps
 
@@ -355,7 +358,7 @@ class DivergenceMonitor(CollectiveCallback, Callback):
                 log.exception("Rank %d: `DivergenceMonitor(alert=...)` failed; training goes on.", alarm.rank)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Apply the most severe remedy of all ranks, once replicas have met and unfit ones have another's model."""
+        """Apply the most severe remedy that any rank requests; unfit replicas have another one's model already."""
         trainer = self._trainer
         asked = self._asked
         self._asked = Remedy.NONE

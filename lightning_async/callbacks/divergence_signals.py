@@ -19,7 +19,7 @@ from lightning_async.trainer.namespace import scaler_of
 
 
 class Row(NamedTuple):
-    """The numbers that one rank contributes to one step's agreement."""
+    """The numbers that one rank sends to all ranks at one step, so that all choose the same remedy."""
 
     wanted: Remedy = Remedy.NONE  # the remedy that the rank asks for
     loss: float = float("nan")  # the loss of its batch; NaN if unknown
@@ -28,7 +28,7 @@ class Row(NamedTuple):
 
 
 def severest(rows: Sequence[Row]) -> Remedy:
-    """Return the remedy that all ranks apply, the most severe one of all requests.
+    """Return the most severe of the remedies that ranks request; all ranks apply it.
 
     >>> severest([Row(), Row(Remedy.CUT_LR), Row(Remedy.SYNC)]).name
     'CUT_LR'
@@ -37,27 +37,28 @@ def severest(rows: Sequence[Row]) -> Remedy:
 
 
 class RemedyAgreement:
-    """The agreement by which all ranks apply the same remedy at the same step: the most severe one that any asks for.
+    """An exchange of rows, from which all ranks choose the same remedy at the same step.
 
-    This base is for a single rank.
+    It is the most severe remedy that any rank requests. This base class is for a single rank.
     """
 
     def hear(self) -> list[Row]:
-        """Return the rows of all ranks, equal on all of them at this step."""
+        """Return the rows that have arrived from all ranks, the same on every rank; empty if none have."""
         return []
 
     def say(self, row: Row) -> list[Row]:
-        """Send this rank's row; return the rows of all ranks that are known at once."""
+        """Send this rank's row; return the rows that need no exchange: its own if it is alone, else none."""
         return [row]
 
     def close(self) -> None:
-        """Release the connection."""
+        """Close the connection to the other ranks."""
 
 
 class SyncPointAgreement(RemedyAgreement):
     """The agreement of asynchronous replicas, which apply remedies at a sync point.
 
-    ``callback`` calls the others; see `CollectiveCallback`. Losses travel in the headers of the strategy's sync points.
+    A replica that requests a remedy calls all ranks to a sync point through ``callback``; see `CollectiveCallback`. The
+    ranks send their losses in the headers of the strategy's sync points.
     """
 
     def __init__(self, callback: Any, strategy: Any) -> None:
@@ -77,7 +78,7 @@ class SyncPointAgreement(RemedyAgreement):
 
 
 class LockstepAgreement(RemedyAgreement):
-    """The agreement of ranks that take every step together; ``lagged`` carries the rows."""
+    """The agreement of ranks that take every step together; ``lagged`` delivers all rows one step later."""
 
     def __init__(self, lagged: DelayedGather) -> None:
         self._lagged = lagged
@@ -95,7 +96,9 @@ class LockstepAgreement(RemedyAgreement):
 
 
 def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
-    """Return the agreement for the Trainer's strategy. All ranks call this together, when training begins.
+    """Return the object by which the ranks agree on a remedy, suited to the Trainer's strategy.
+
+    All ranks call this together, when training begins.
 
     Raises:
         ValueError: The ranks can be reached neither by this package nor by torch.distributed.
@@ -106,7 +109,7 @@ def council_of(callback: Any, trainer: Any) -> RemedyAgreement:
     return RemedyAgreement() if lagged is None else LockstepAgreement(lagged)
 
 
-# Number of elements of a tensor that a sample has.
+# Number of elements that `sample` takes of a tensor.
 _SAMPLE = 1024
 
 
@@ -148,10 +151,9 @@ def gradients(optimizer: Any) -> list[Tensor]:
 
 
 def sample(optimizer: Any) -> list[Tensor]:
-    """Return a few elements of the optimizer's gradients, if there is no time for all.
+    """Return the first elements of an optimizer's first and last gradient, for steps without a check of all.
 
-    They are of the last tensor, and of the first one, which any non-finite value from later layers reaches in the
-    backward pass.
+    The backward pass carries a non-finite value of any later layer into the first gradient.
     """
     groups = optimizer.param_groups
     first = next((p.grad for group in groups for p in group["params"] if p.grad is not None), None)
@@ -175,9 +177,10 @@ def optimizer_state(optimizers: Iterable[Any]) -> Iterator[Tensor]:
 
 
 class StepMetrics:
-    """Numbers by name, read without waiting for a GPU.
+    """A step's numbers by name, which are read without waiting for a GPU.
 
-    Numbers on the CPU are read at once. Numbers on a GPU are copied in the background, and read one step later.
+    Numbers on the CPU are read in the same step. Numbers on a GPU are copied in the background, and read one step
+    later.
     """
 
     def __init__(self) -> None:
@@ -192,7 +195,7 @@ class StepMetrics:
         self._coming = None
 
     def take(self) -> dict[str, float]:
-        """Return this step's numbers on the CPU, and the last step's numbers on a GPU."""
+        """Return this step's numbers that are on the CPU, and those of the step before that are on a GPU."""
         put = self._put
         self._put = {}
         here = {name: float(value) for name, value in put.items() if value.device.type != "cuda"}
@@ -215,9 +218,12 @@ class StepMetrics:
 
 
 class SamplingBudget:
-    r"""A budget for checks: the interval in steps at which checks take a ``share`` of the time.
+    r"""A budget for checks: the interval in steps at which checks take a ``share`` of the training time.
 
     .. math:: n = \lceil t_\text{look} / (s\, t_\text{step}) \rceil
+
+    :math:`t_\text{look}` and :math:`t_\text{step}` are the durations of a check and of a step, and :math:`s` is the
+    share.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -255,7 +261,7 @@ _SUSPECT = ("loss", "gradient_norm", "sample:gradient_norm")
 
 
 class SignalTracker:
-    """The signals of one rank; with ``skips``, non-finite gradients are dropped before they reach the model."""
+    """The signals of one rank; with ``skips``, it drops non-finite gradients before the optimizer uses them."""
 
     def __init__(
         self, signals: Collection[Signal], thresholds: Mapping[str, Threshold], history: History, skips: bool
@@ -344,7 +350,7 @@ class SignalTracker:
         return False
 
     def after_batch(self, trainer: Any, module: Any, outputs: Any) -> list[SignalAlarm]:
-        """Return the signals that are out of bounds: on the CPU in this batch, on a GPU in the batch before."""
+        """Return alarms for signals that are out of bounds, in this batch on the CPU, in the batch before on a GPU."""
         for optimizer in trainer.optimizers:
             if hasattr(optimizer, "found_inf"):
                 del optimizer.found_inf
@@ -389,7 +395,7 @@ class SignalTracker:
         return SignalAlarm(name, value, limit) if value > limit else None
 
     def compare(self, rows: Sequence[Row], summary: Any = None) -> list[SignalAlarm]:
-        """Return the alarms about replicas, from all ranks' losses and from the last round."""
+        """Return alarms for the variance of all ranks' losses, and for the spread of replicas at the last round."""
         if rows and not self.alone:
             self._every = max(row.every for row in rows)
         found = []
@@ -404,7 +410,7 @@ class SignalTracker:
 
 
 def _loss_of(outputs: Any, parts: int) -> Tensor | None:
-    """Return the loss of `training_step`, not divided by the number of accumulated batches."""
+    """Return the loss of `training_step`, multiplied by ``parts``: Lightning divides it by the accumulated batches."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         return None
@@ -412,7 +418,7 @@ def _loss_of(outputs: Any, parts: int) -> Tensor | None:
 
 
 def thresholds_by_signal(owner: str, given: Any) -> dict[str, Threshold]:
-    """Return the threshold of each signal; raise ValueError or TypeError for bad ones."""
+    """Return the threshold of each signal; raise ValueError or TypeError for a bad ``alert_threshold``."""
     for name in given if isinstance(given, Mapping) else ():
         check_choice(owner, "alert_threshold", name, get_args(Signal))
     thresholds: dict[str, Threshold] = {}

@@ -19,20 +19,21 @@ _EMPTY = (
 class AveragingMonitor(Callback):
     """A callback that logs the strategy's running totals after every round, and shows two in the progress bar.
 
-    The strategy adds one for the time of a fit, unless there is one. The names are:
+    For each fit, the strategy adds this callback to a Trainer without one. The names of the metrics are:
 
     - ``averaging/rounds``, ``/failed_rounds`` and ``/round_s``: number of rounds, and seconds per round;
     - ``/staleness_steps``: mean number of local steps between snapshot and merge;
     - ``/bytes``: bytes sent by this replica;
     - ``/hidden_share``: share of communication that is hidden behind training;
-    - ``/spread``: root of the work-weighted mean squared distance from the mean, at the last round;
-    - ``/samples/own``: samples of this replica; ``/samples/rank_0`` and so on: of each replica, at the last header;
+    - ``/spread``: root of the work-weighted mean squared distance of the replicas from their mean, at the last round;
+    - ``/samples/own``: samples of this replica; ``/samples/rank_0`` and so on: samples of each replica, as its last
+      header said;
     - ``/idle_s``: seconds of waiting at sync points;
     - ``/dropped_gradients``: gradients of this replica that were not finite.
 
-    Values about rounds appear from the first round on, and with parameter servers headers come at sync points only. All
-    values are rank 0's. The summary at the end of training names all replicas' samples. Between rounds the callback
-    costs nothing, while `LightningModule.log` would compute each name again at every step.
+    Values about rounds appear from the first round on. With parameter servers, headers are exchanged at sync points
+    only. All values are those of rank 0. The summary at the end of training lists all replicas' samples. Between rounds
+    the callback costs nothing, while `LightningModule.log` would process every metric at every step.
     """
 
     def __init__(self) -> None:
@@ -56,9 +57,9 @@ class AveragingMonitor(Callback):
             rank_zero_info(f"Set from measurements ({', '.join(summary.automatic)}): {summary.in_words()}.")
 
     def _is_due(self, summary: Any, every: int) -> bool:
-        """Return whether to log now.
+        """Return whether to log now: after each round, or after ``every`` exchanges of gradients.
 
-        Steps with windows of gradients and pushes are frequent, so these are logged as often as Lightning logs.
+        Windows of gradients and pushes to servers are exchanged at nearly every step, which is too often to log.
         """
         number = summary.exchanges + summary.consensuses
         if number == self._logged or (summary.totals is not None and 0 < number - max(0, self._logged) < every):
@@ -67,10 +68,10 @@ class AveragingMonitor(Callback):
         return True
 
     def is_news(self, summary: Any) -> bool:
-        """Return whether to log the settings of rounds, which have settled and differ from the last logged ones.
+        """Return whether to log the settings of rounds.
 
-        The difference is a third or more. The next line comes after twice as many rounds at the earliest, so that lines
-        stay few in a long training.
+        They are logged when they no longer change from one call to the next, and one of them differs by a third or more
+        from the last logged value. Between two lines the number of rounds at least doubles, so lines stay few.
         """
         settles = not _differ(self._before, summary.settings)
         self._before = summary.settings
@@ -81,7 +82,7 @@ class AveragingMonitor(Callback):
         return True
 
     def attach(self, trainer: Any) -> Callable[[], None]:
-        """Add this callback to the Trainer, unless it has a monitor; return a function that removes it."""
+        """Add this callback to a Trainer that has no `AveragingMonitor`; return a function that removes it again."""
         if any(isinstance(callback, AveragingMonitor) for callback in trainer.callbacks):
             return lambda: None
         # Lightning profiles every call of a hook, even of an empty one, so the empty ones are removed.

@@ -18,21 +18,22 @@ log = logging.getLogger(__name__)
 class PeerMemory(CollectiveCallback, Callback):
     r"""A callback that keeps each rank's own state in the next rank's memory, for when the rank dies and comes back.
 
-    A rank that joins takes over rank 0's state, see docs/specification/failures.md, and then its own state as of its
-    last copy, at step :math:`k`: for asynchronous replicas the optimizers' state of each parameter, random states, the
-    gradient scale of fp16, and buffers that each replica keeps. The weights are the run's. Rank :math:`r` sends its
-    copies to rank :math:`(r + 1) \bmod n` of the live ranks, or to the rank at the same place on the next host.
-    Training stands still while the state is copied into memory. A thread sends it, over TCP, with a checksum. A copy
-    that has not arrived as a whole does not count, and the copy before stays valid. No disk is involved.
+    A rank that comes back takes over rank 0's state, see docs/specification/failures.md, and then restores its own
+    state from its last copy. For asynchronous replicas, this is the optimizers' state of each parameter, random states,
+    the gradient scale of fp16, and buffers that each replica keeps. The weights are those of the live ranks. On a
+    single host, rank :math:`r` sends its copies to rank :math:`(r + 1) \bmod n` of the live ranks. With several hosts,
+    it sends them to the rank at the same position among the live ranks of the next host. Training pauses while the
+    state is copied into memory. A thread then sends the copy over TCP, with a checksum. If a copy does not arrive
+    completely, the previous copy stays valid. No disk is involved.
 
-    This costs host memory: one copy of this rank's own state, and two copies of another rank's state, and two more for
-    each rank that is lost. If ranks step together, no optimizer state is copied, because all ranks have the same. For a
+    This costs host memory: one copy of this rank's own state, two copies of another rank's state, and two more for each
+    rank that is lost. If ranks step together, no optimizer state is copied, because all ranks have the same. For a
     restart of all ranks use `FaultTolerantCheckpoint`, alone or beside this callback.
 
     Args:
         every_n_train_steps: Copy after each time this number of optimizer steps.
         save: Alternatively, a policy of `lightning_async.algorithms`. Default, without either of the two:
-            ``Adaptive(share=0.05)``, as often as costs at most 5% of the training time.
+            ``Adaptive(share=0.05)``, which copies as often as is possible within 5% of the training time.
 
     Raises:
         TypeError: ``save`` lacks a method of a policy, or ``every_n_train_steps`` is no int.
@@ -53,7 +54,7 @@ class PeerMemory(CollectiveCallback, Callback):
         self._now: Peers | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Prepare the copies. The ranks have met, and nothing is restored yet."""
+        """Prepare the copies. At this moment the ranks are connected, and no checkpoint is restored yet."""
         check_object(self, trainer)
         self._now = None
         strategy = trainer.strategy
@@ -75,7 +76,7 @@ class PeerMemory(CollectiveCallback, Callback):
             self._now = Peers(trainer, self.policy)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Listen for copies, before replicas become asynchronous, and before a rank that comes back asks to join."""
+        """Begin to receive copies, before replicas become asynchronous, and before a joining rank asks to join."""
         if self._now is not None and not searches_lr(trainer):
             self._now.start()
 

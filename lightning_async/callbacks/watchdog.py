@@ -25,7 +25,7 @@ _TOLD_S = 5.0
 
 
 class _Beat(NamedTuple):
-    """The place where the training thread was last seen; without a limit, it may stay there for ever."""
+    """The last point of training that the training thread has reported, and its time limit; None: no limit."""
 
     number: int = 0
     place: str = "before training"
@@ -38,22 +38,24 @@ class HangWatchdog(Callback):
     .. math:: \text{limit} = \max(t_\text{min}, k\, \tilde t)
 
     :math:`\tilde t` is the median duration of recent steps. If one step, with the loader's time, takes longer than the
-    limit, the rank writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``. It then tells the other
-    ranks, if this package's strategy can, and ends its process with ``exit_code``. A thread does this. If code in C
-    holds the interpreter, the thread cannot run, and a timer writes the stacks to stderr after twice the limit, with
-    exit code 1.
+    limit, the rank writes the stacks of all threads to stderr and to ``hang-rank-<n>.txt``. With a strategy of this
+    package, it then reports the hang to the other ranks. It ends its process with ``exit_code``. A thread does all
+    this. If code in C holds the interpreter's lock, that thread cannot run. Then a timer writes the stacks to stderr
+    after twice the limit, and ends the process with exit code 1.
 
     The first steps, validations, checkpoints and the ends of epochs have no limit unless ``other_s`` is given. Waiting
-    at a sync point has none. Time in which the whole process was stopped does not count, but a process that was stopped
-    for more than twice the limit may be ended by the timer when it continues. If every step waits for all ranks, all
-    end, each with its own stacks; the cause is the rank that does not wait for the others.
+    at a sync point never has a limit. Time in which the whole process was stopped does not count, but a process that
+    was stopped for more than twice the limit may be ended by the timer when it continues. If every step waits for all
+    ranks, as with DDP, the hang of one rank ends all ranks, and each writes its stacks; the rank whose stacks do not
+    show a wait for the others is the cause.
 
     Args:
-        k: Limit, in usual durations of a step. Default: 20.
-        min_s: Least limit in seconds. Default: 60.
-        other_s: Limit in seconds for everything that is no step. Default: None, no limit.
-        warmup: Number of first steps without a limit, in which compilers and caches work. Default: 10.
-        dirpath: Directory of the file. Default: the Trainer's ``default_root_dir``.
+        k: Limit as a multiple of the median step's duration. Default: 20.
+        min_s: Smallest limit, in seconds. Default: 60.
+        other_s: Limit in seconds for everything that is no step, and for the first steps. Default: None, no limit.
+        warmup: Number of first steps, which do not have the step's limit, because compilers and caches slow them down.
+            Default: 10.
+        dirpath: Directory of ``hang-rank-<n>.txt``. Default: the Trainer's ``default_root_dir``.
         exit_code: Exit code of the process. Default: 70.
 
     Raises:
@@ -94,7 +96,7 @@ class HangWatchdog(Callback):
 
     @property
     def limit_s(self) -> float | None:
-        """Seconds that the next step may take; None while too few steps were seen."""
+        """Seconds that the next step may take; ``other_s`` until ``warmup`` steps were measured."""
         if len(self._steps) < self.warmup:
             return self.other_s
         return max(self.min_s, self.k * statistics.median(self._steps))
@@ -213,7 +215,7 @@ class HangWatchdog(Callback):
 
 
 def _arm(limit_s: float | None, file: IO[str] | None) -> None:
-    """Set a timer in C that writes all stacks and ends the process after twice ``limit_s``, unless set again."""
+    """Restart the timer that writes all stacks and ends the process after twice ``limit_s``; None: stop it."""
     if limit_s is None or file is None:
         faulthandler.cancel_dump_traceback_later()
     else:
@@ -221,7 +223,7 @@ def _arm(limit_s: float | None, file: IO[str] | None) -> None:
 
 
 def _stderr() -> IO[str] | None:
-    """Return the process's stderr as a real file, which a notebook or test may have replaced; None if none."""
+    """Return stderr as a file with a descriptor, even if a notebook or test has replaced it; None if there is none."""
     for stream in (sys.stderr, sys.__stderr__):
         with contextlib.suppress(AttributeError, OSError, ValueError):
             if stream is not None and stream.fileno() >= 0:
@@ -237,7 +239,7 @@ def _dump(text: str, file: IO[str]) -> None:
 
 
 def _waits_at_sync_point(strategy: Any) -> bool:
-    """Return whether this rank waits for other ranks, which have watchdogs themselves."""
+    """Return whether this rank waits for other ranks; if one of them hangs, its own watchdog reports it."""
     sync_points = view_of(strategy).sync_points
     live_ranks = view_of(strategy).live_ranks
     waits = live_ranks is not None and live_ranks.are_short
@@ -245,7 +247,7 @@ def _waits_at_sync_point(strategy: Any) -> bool:
 
 
 def _tell_others(strategy: Any, text: str) -> None:
-    """Report the hang to the other ranks as if it was an exception of this rank."""
+    """Report the hang to the other ranks, as an exception of this rank would be reported."""
     if view_of(strategy).replicated:
         with contextlib.suppress(Exception):
             strategy.on_exception(AsyncTrainingError(text))

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _directory(store: CheckpointStore, options: argparse.Namespace) -> CheckpointStore:
-    """Return the directory of checkpoints; if the path is that of a checkpoint, select this one in its directory."""
+    """Return the directory of checkpoints; for the path of one checkpoint, select it in the directory that holds it."""
     path = store.dirpath.rstrip("/")
     if not store.files.exists(f"{path}/{MANIFEST}"):
         return store

@@ -3,8 +3,8 @@
     PID 1 --- forks ---> the command, as anywhere else
     PID 1 <-- signals --- passed on to the command, from the first moment on: the kernel drops signals to a PID 1
                           without a handler
-    PID 1 <-- ends ------ of processes whose parents are dead: no other process asks for their status, and each would
-                          stay a zombie. A launcher that did this itself would take the exit codes of its own ranks.
+    PID 1 <-- exits ----- of processes whose parents have ended: PID 1 must collect their exit status, else they stay
+                          zombies. A launcher that did this itself would also collect the status of its own ranks.
 
 This module runs before everything else, so it imports little, and only the standard library.
 """
@@ -26,13 +26,13 @@ _grace: mmap.mmap | None = None  # additional seconds, written by the command; N
 
 
 def allow(seconds: float) -> None:
-    """Tell PID 1 how many seconds the command's children may take to end if the command is killed."""
+    """Add seconds to the time for which PID 1 waits for the command's children if the command is killed."""
     if _grace is not None:
         _grace[:8] = struct.pack("d", seconds)
 
 
 def stand_aside() -> None:
-    """Continue in a child if this process is PID 1, and end with the child's exit code; else do nothing."""
+    """Fork if this process is PID 1: the child returns, and PID 1 ends with the child's exit code; else do nothing."""
     global _grace
     # Anywhere else, the system's own first process has these duties.
     if os.getpid() != 1:
@@ -72,9 +72,8 @@ def _reap(command: int) -> tuple[int | None, bool]:
     """Collect the status of all processes that have ended.
 
     Returns:
-        The exit code of the command, negative if a signal has killed it, or None if it lives; and whether there are
-            other
-        processes.
+        The exit code of the command (negative if a signal has killed it, None if it still runs), and whether there are
+        other processes.
     """
     code = None
     while True:

@@ -32,7 +32,7 @@ _EPILOG = """exit codes:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until a signal comes, or a server cannot go on; return the exit code."""
+    """Run the servers until a signal comes, or until one of them fails for good; return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _address(text: str) -> tuple[str, int]:
-    """Return host and port; raise ValueError if other hosts cannot use them.
+    """Return host and port of ``HOST:PORT``; raise ValueError if they are malformed, or the host is 0.0.0.0 or ::.
 
     >>> _address("10.0.0.1:29400"), _address("[fd00::1]:29400")
     (('10.0.0.1', 29400), ('fd00::1', 29400))
@@ -108,7 +108,7 @@ def _is_unspecified(host: str) -> bool:
 
 
 def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
-    """Return the job's secret, from the file or from the variable.
+    """Return the job's secret, from the file or, without a file, from the environment.
 
     Args:
         file: File with the secret, or None.
@@ -136,7 +136,7 @@ def _secret_of(file: Path | None, environment: Mapping[str, str]) -> str:
 
 
 def _wait(servers: Sequence[ServerProcess], woken: int) -> list[int]:
-    """Wait for a signal, or until a server has ended; return the numbers of servers that have."""
+    """Wait until a signal comes or a server ends; return the numbers of the ended servers, none after a signal."""
     watched = {os.pidfd_open(server.supervisor): number for number, server in enumerate(servers)}
     poll = select.poll()
     for descriptor in (woken, *watched):

@@ -48,7 +48,7 @@ class StoreAddress:
 
     @classmethod
     def of(cls, address: str) -> StoreAddress:
-        """Return the address of a text ``HOST:PORT``, with the secret of the environment."""
+        """Parse an address ``HOST:PORT``, and take the secret from the environment."""
         host, colon, port = address.rpartition(":")
         if not colon or not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
             raise ValueError(f"{address!r} is no HOST:PORT.")
@@ -69,14 +69,14 @@ class StoreAddress:
 
 @functools.cache
 def _client(host: str, port: int) -> Any:
-    """Return a client of the store, the same each time: while the store accepts a new one, it answers nobody."""
+    """Return the client of a store; it is created once, because a store answers nobody while it accepts a client."""
     from torch._C._distributed_c10d import TCPStore  # imported here, because it takes seconds
 
     return TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show all jobs that were asked for, once or repeatedly, until they have ended; return the exit code."""
+    """Show the given job, or all jobs of this user, once, repeatedly or over HTTP; return the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:

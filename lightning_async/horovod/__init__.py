@@ -5,7 +5,8 @@ the transport of averaging and gradient strategies. `HorovodStrategy` is synchro
 `GradientReducer` averages within the backward pass. `fit_elastic` is Horovod Elastic, and `build` compiles Horovod for
 the installed torch. Nothing outside of this folder imports Horovod.
 
-Horovod has threads of its own, to which operations are submitted by name; here any thread that waits for an operation
-may advance it, under the lock of its `Flight`. Read `collectives` first, then `transport`, `reducer`, `strategy` and
-`elastic`.
+Horovod executes operations on a thread of its own; they are submitted to it by name. In this package, any thread that
+waits for an operation may submit its next piece, under the lock of its `Flight`.
+
+Read `collectives` first, then `transport`, `reducer`, `strategy` and `elastic`.
 """

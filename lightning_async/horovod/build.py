@@ -2,8 +2,8 @@
 
 Horovod 0.28.1, its last release, is published as a source package that compiles for the torch that it finds, but not
 for torch 2.1 or newer. This script downloads the package, compares its checksum, sets the C++ standard that torch's
-headers need, and lets the library find torch beside itself. It builds a wheel, keeps it in a folder outside the project
-for the next environment with the same torch, and installs it.
+headers need, and makes the library look for torch relative to its own place. It builds a wheel, keeps it in a folder
+outside the project for the next environment with the same torch, and installs it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from pathlib import Path
 
 
 class BuildError(RuntimeError):
-    """An obstacle to a build, with its remedy."""
+    """An error that prevents a build; its message has the remedy."""
 
 
 def kept(cache: Path, pattern: str) -> Path | None:
-    """Return the kept wheel that matches ``pattern``, if its checksum is right; None if there is none.
+    """Return the wheel in the cache whose name matches ``pattern``, if its checksum is right; else None.
 
     Raises:
-        BuildError: Other users may write into the folder, and could have any wheel installed.
+        BuildError: Other users may write into ``cache``, and could put another wheel there.
     """
     if not cache.is_dir():
         return None
@@ -51,7 +51,7 @@ def kept(cache: Path, pattern: str) -> Path | None:
 
 
 def keep(cache: Path, wheel: Path) -> Path:
-    """Copy a wheel, with its checksum, into the folder where the next build looks for it."""
+    """Copy a wheel, with its checksum, into the cache, where the next build with the same features finds it."""
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
     place = cache / wheel.name
     # Write under temporary names first, because builds may run at the same time.
@@ -229,7 +229,7 @@ def build(spec: Build, cache: Path, jobs: int) -> Path:
 
 
 def _finds_mpi_headers() -> bool:
-    """Return whether MPI's headers exist, because some packages have the compiler's wrapper without them."""
+    """Return whether MPI's headers are installed; some packages install ``mpicxx`` without them."""
     command = ["mpicxx", "-E", "-x", "c++", "-include", "mpi.h", os.devnull]
     return shutil.which("mpicxx") is not None and subprocess.run(command, capture_output=True).returncode == 0
 

@@ -53,7 +53,7 @@ def load() -> ModuleType:
 
 
 class HorovodWorld:
-    """The Horovod of this process, from one ``hvd.init()`` to the next."""
+    """Horovod's ranks and state as this process sees them, from one ``hvd.init()`` to the next."""
 
     def __init__(self, hvd: ModuleType) -> None:
         self.hvd: Any = hvd
@@ -80,10 +80,11 @@ class HorovodWorld:
 
     @classmethod
     def join(cls, size: int | None = None, gloo_timeout: timedelta | None = None) -> HorovodWorld:
-        """Initialise Horovod if necessary; compare its number of ranks with ``size``, as the launcher started them.
+        """Initialise Horovod if it is not yet, and return its world.
 
-        After ``gloo_timeout`` Gloo inside Horovod gives up on a silent peer, unless ``HOROVOD_GLOO_TIMEOUT_SECONDS`` is
-        set. Raises ModuleNotFoundError if Horovod is not installed, and RuntimeError if it has another number of ranks.
+        ``size`` is the number of ranks that the launcher started; None: any number. After ``gloo_timeout`` Gloo inside
+        Horovod gives up on a silent peer, unless ``HOROVOD_GLOO_TIMEOUT_SECONDS`` is set. Raises ModuleNotFoundError if
+        Horovod is not installed, and RuntimeError if Horovod does not have ``size`` ranks.
         """
         global _current
         hvd: Any = load()
@@ -108,7 +109,7 @@ class HorovodWorld:
 
     @staticmethod
     def current(size: int | None = None) -> HorovodWorld | None:
-        """Return the world if Horovod is initialised, else None; ``size`` is compared as in `join`."""
+        """Return the world if Horovod is initialised, else None; raise RuntimeError if it has not ``size`` ranks."""
         hvd: Any = sys.modules.get("horovod.torch")
         return HorovodWorld.join(size) if hvd is not None and hvd.is_initialized() else None
 
@@ -136,7 +137,7 @@ class HorovodOperation(Operation[T]):
 
 
 class Flight:
-    """The pieces of one operation, submitted one by one, so that a fork's small operation passes between them."""
+    """An operation submitted piece by piece, so that small operations of other forks can run between the pieces."""
 
     def __init__(self, world: HorovodWorld, name: str, starts: Sequence[Start], operation: HorovodOperation) -> None:
         self.operation = operation
@@ -149,7 +150,7 @@ class Flight:
         self._lock = threading.Lock()
 
     def advance(self, finish: Callable[[list[Any]], object]) -> None:
-        """Submit the next piece, or end the operation. Never blocks."""
+        """Submit the next piece if the last one is done; end the operation if all are done. Never blocks."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -184,12 +185,13 @@ _NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 class HorovodCollectives(Communicator["HorovodCollectives"]):
-    """A communicator over Horovod's ranks: a prefix of names, with an order of its own.
+    """A communicator over Horovod's ranks, whose operations have a prefix of names of its own.
 
-    Large buffers travel in pieces, one at a time, so that a small operation of another fork passes between them.
-    Operations that move bytes use uint8. Bools, small integers and half types are reduced as int64 or fp32 and rounded
-    once, except for types in ``native``. ``recurring`` operations of one kind have one name, because Horovod remembers
-    the negotiation of a name, and would negotiate numbered operations each time.
+    So its operations need an order among themselves only. Large buffers are sent in pieces, one at a time, so that
+    small operations of other forks can run between them. Operations that only move data send it as uint8. Bools, small
+    integers and half types are reduced as int64 or fp32 and rounded once, except for types in ``native``. With
+    ``recurring``, all operations of one kind have the same name: Horovod remembers what it has negotiated for a name,
+    and would negotiate numbered names each time.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         self._recurring = recurring
 
     def for_gradients(self, timeout: timedelta, piece_bytes: int) -> HorovodCollectives:
-        """Return a fork for what the training thread awaits at each step: in one piece, and fp16 unchanged."""
+        """Return a fork for gradients, for which training waits at each step: larger pieces, and fp16 sums in fp16."""
         fork = self.fork("gradients", timeout)
         fork._piece_bytes = max(piece_bytes, PIECE_BYTES)
         fork._poll_s = 0.001
@@ -234,7 +236,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
             raise ValueError(f"Adasum needs a number of ranks that is a power of two, not {self.world_size}.")
 
     def adasum(self, buffer: Tensor) -> Operation[Tensor]:
-        """Combine ``buffer`` over all ranks by Adasum, in place; see `check_adasum`."""
+        """Combine ``buffer`` over all ranks by Adasum, in place; `check_adasum` says whether that is possible."""
         return self._reduce(buffer, ReduceOp.SUM, "adasum", lambda _: self.horovod.hvd.Adasum, in_pieces=False)
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
@@ -308,7 +310,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         check_buffer(buffer)
         wire, op, narrow = reducible(buffer, op, self._native)
         hvd = self.horovod.hvd
-        # After `reducible`, because the sum of bools is a maximum.
+        # After `reducible`, which replaces the sum of bools by a maximum.
         horovod_op = how(op)
 
         def finish(_: object) -> Tensor:
@@ -325,7 +327,7 @@ class HorovodCollectives(Communicator["HorovodCollectives"]):
         )
 
     def _submit(self, kind: str, starts: Sequence[Start], finish: Callable[[list[Any]], T]) -> Operation[T]:
-        """Start an operation: each of ``starts`` submits one piece, and ``finish`` makes the result of all outputs."""
+        """Start an operation: each of ``starts`` submits a piece; ``finish`` makes the result from their outputs."""
         self._check_usable()
         self._seq += 1
         name = kind if self._recurring else f"{self._seq}:{kind}"
@@ -364,7 +366,7 @@ C = TypeVar("C")
 
 
 class Committed(Generic[C]):
-    """The state to which all ranks return when ranks are lost, and with which joining ranks begin."""
+    """The state to which all ranks return when a rank is lost, and from which a joining rank begins."""
 
     def __init__(self, value: C) -> None:
         self.value = value
@@ -374,7 +376,7 @@ class Committed(Generic[C]):
         """Replace the value. All ranks do this at the same point.
 
         Raises:
-            HostsUpdatedInterrupt: Hosts have come or are about to leave, so all ranks must form a new world.
+            HostsUpdatedInterrupt: Hosts were added or are to be removed, so all ranks must form a new world.
         """
         self.value = value
         self._check()
@@ -383,16 +385,16 @@ class Committed(Generic[C]):
 def run_elastic(
     train: Callable[[], T], committed: Committed[C], broadcast: Callable[[Any], Any], gloo_timeout: timedelta
 ) -> T:
-    """Call ``train`` until it returns; after a lost rank, and with every change of hosts, again in a new world.
+    """Call ``train`` until it returns: again in a new world, each time that a rank is lost or the hosts change.
 
-    ``train`` lets all ranks continue from one commit, and does not catch Horovod's errors. ``broadcast`` sends rank 0's
-    object to all ranks.
+    ``train`` must let all ranks continue from the same commit, and must not catch Horovod's errors. ``broadcast``
+    returns rank 0's object on all ranks.
     """
     elastic: Any = importlib.import_module("horovod.common.elastic")
     HorovodWorld.join(gloo_timeout=gloo_timeout)
 
     class State(elastic.State):
-        """`Committed` in the form that Horovod expects. Committed values need no other saving."""
+        """The state object that Horovod Elastic asks for. It stores nothing, because `Committed` holds the value."""
 
         def __init__(self) -> None:
             super().__init__(bcast_object=broadcast, get_rank=lambda: HorovodWorld.join().rank)
@@ -404,7 +406,7 @@ def run_elastic(
             """Do nothing, because the committed value has not changed."""
 
         def sync(self) -> None:
-            """Do nothing, because ``train`` itself brings all ranks to one commit."""
+            """Do nothing, because ``train`` itself gives all ranks the same commit."""
 
     state = State()
     committed._check = state.check_host_updates

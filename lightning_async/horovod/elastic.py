@@ -55,12 +55,12 @@ class Commit:
 
 
 def agree(world: LightningCollectives, mine: Commit, settings: str) -> tuple[Commit, bool]:
-    """Return the commit from which this rank continues, and whether every rank has the rank that it had then.
+    """Return the commit from which this rank continues, and whether ranks and world size are as at that commit.
 
-    A rank with another commit than rank 0 takes rank 0's, like a new rank. Raises SettingsMismatch if this rank trains
-    with other settings than rank 0.
+    A rank whose commit is not of the same moment as rank 0's takes over rank 0's commit, as a new rank does. Raises
+    SettingsMismatch if this rank trains with other settings than rank 0.
     """
-    # The settings come first, because ranks with others would wait in different collectives.
+    # Settings are compared first, because ranks with other settings would wait in different collectives.
     told = world.gather_objects([mine.number, *mine.dealt, settings])
     if settings != told[0][3]:
         raise SettingsMismatch(
@@ -123,7 +123,7 @@ class Commits(CollectiveCallback, Callback):
         """The weight of the last batch in the epoch ``_epoch``, which was resumed."""
 
     def path(self) -> str | None:
-        """Return the path under which the strategy reads the commit from now on; None if there is no commit."""
+        """Let the strategy read the commit as if it was a file; return its path, or None if there is no commit."""
         checkpoint = self._committed.value.checkpoint
         if checkpoint is None:
             return None
@@ -140,7 +140,7 @@ class Commits(CollectiveCallback, Callback):
             self._undo += self._resume.install()
 
     def _beside(self) -> FaultTolerantCheckpoint | None:
-        """Return the Trainer's `FaultTolerantCheckpoint`, if any, whose `Resume` serves for commits, too."""
+        """Return the Trainer's `FaultTolerantCheckpoint`, if any; its `Resume` is then used for commits, too."""
         return next((each for each in self._trainer.callbacks if isinstance(each, FaultTolerantCheckpoint)), None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -206,7 +206,7 @@ class Commits(CollectiveCallback, Callback):
         return step > self._step and step % self._every == 0 and not loop.batch_progress.is_last_batch
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Commit, when all replicas are at a sync point with one model. See `CollectiveCallback`."""
+        """Commit at a sync point, where all replicas hold one model; return False, because the model is unchanged."""
         assert self._resume is not None
         with self._resume.as_it_was() as state:
             if all(world.gather_objects(state.resume is not None)):
@@ -239,7 +239,7 @@ class Commits(CollectiveCallback, Callback):
 
     @contextmanager
     def _leaving_together(self) -> Iterator[None]:
-        """Let all ranks leave this world together, without a failure, if hosts have come or are about to leave."""
+        """Keep the strategy from reporting a failure if a change of hosts interrupts the commit on all ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -281,21 +281,22 @@ def fit_elastic(
 
     Start it with ``horovodrun --min-np 1 --max-np 4 --host-discovery-script ...``. All ranks commit together, in
     memory, at intervals of steps and at the end of every epoch. When a rank is lost, the others return to the last
-    commit and train on without it. A rank that joins gets that commit. The uncommitted rest of the epoch is divided
-    again among the present ranks, and each sample is seen once.
+    commit and train on without it. A rank that joins begins from that commit. The part of the epoch after the commit
+    is distributed again among the live ranks, so that each sample counts once.
 
     Args:
-        make_trainer: Makes a new Trainer with ``strategy=HorovodStrategy()``, or with ``AsyncAveragingStrategy()`` or
-            ``AsyncGradientStrategy()`` over Horovod; called for every world.
+        make_trainer: Function that makes a new Trainer with ``strategy=HorovodStrategy()``, or with
+            ``AsyncAveragingStrategy()`` or ``AsyncGradientStrategy()`` over Horovod. It is called at the start, and
+            again after each change of ranks.
         module: Module to train.
         train_dataloaders: As for `Trainer.fit`.
         val_dataloaders: As for `Trainer.fit`.
         datamodule: As for `Trainer.fit`.
         commit_every: Number of steps between two commits, which is the largest number of steps that are lost. A commit
-            copies the model and the optimizers' state. Replicas that average meet for a commit and become one model, so
-            give them a few rounds. Default: 10.
-        gloo_timeout: Time after which a rank is noticed that was lost without a trace (a host without power), and time
-            for which the others wait for a joining rank while it imports. Default: 30 seconds.
+            copies the model and the optimizers' state. Asynchronous replicas need a sync point for a commit, so choose
+            a number of steps in which there are several rounds. Default: 10.
+        gloo_timeout: Time after which the other ranks notice that a rank is silent (its host has lost power), and time
+            for which they wait for a joining rank while it imports. Default: 30 seconds.
 
     Returns:
         The last Trainer.
@@ -303,7 +304,7 @@ def fit_elastic(
     Raises:
         TypeError: ``commit_every`` is no int.
         ValueError: ``commit_every`` is not positive, or Horovod does not support the Trainer's strategy.
-        SettingsMismatch: This rank has another strategy than rank 0, or commits at other steps.
+        SettingsMismatch: This rank has another strategy or another ``commit_every`` than rank 0.
     """
     check_number("fit_elastic", "commit_every", commit_every, at_least=1)
     committed = Committed(Commit())

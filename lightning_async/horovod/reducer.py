@@ -45,21 +45,22 @@ class GradientReducer:
 
     .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
 
-    Gradients move into flat buckets as the backward pass computes them, and a bucket leaves as soon as it is complete,
-    while the backward pass continues. `finish` waits for all. Until then, parameters whose gradients have left have
-    none, so that this memory serves the rest of the pass. Gradients of a second pass are added to the mean, and
-    averaged with it once more. A parameter that no replica used keeps ``None``. A parameter that some replicas used
-    counts as zero on the others. A mean that is not finite is dropped on all replicas: no parameter has a gradient
-    then.
+    Gradients move into flat buckets as the backward pass computes them. The reduction of a bucket begins as soon as the
+    bucket is complete, while the backward pass continues. `finish` waits for all buckets. Until then, the gradient of a
+    parameter in such a bucket is ``None``, so that the rest of the pass can use its memory. Gradients of a second pass
+    are added to the mean, and averaged with it once more. A parameter that no replica used keeps ``None``. If only some
+    replicas used a parameter, its gradient counts as zero on the others. A mean that is not finite is dropped on all
+    replicas: the gradients of all parameters are then ``None``.
 
     Args:
         params: Parameters to train, in the order of the forward pass.
-        collectives: Communicator of which many forks cost nothing.
+        collectives: Communicator, which is forked for each bucket, so forks must be cheap.
         bucket_bytes: Size of a bucket; 0 for one parameter in each.
-        wire: Type that travels (``torch.float16`` halves the bytes). Default: that of the gradients.
-        mean: Whether gradients are divided by the number of replicas before they travel.
+        wire: Type in which gradients are sent (``torch.float16`` halves the bytes). Default: their own type.
+        mean: Whether gradients are divided by the number of replicas before they are sent.
         all_reduce: Function that reduces a bucket. Default: a sum.
-        on_drop: Function that is called when a mean was dropped. None: parameters get any mean, for a gradient scaler.
+        on_drop: Function that is called when a mean was dropped. None: no mean is dropped, because a gradient scaler
+            needs to see it.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class GradientReducer:
 
     @property
     def enabled(self) -> bool:
-        """Whether gradients travel. While False, they accumulate in place."""
+        """Whether gradients are averaged. While False, this rank accumulates them in its parameters."""
         return self._backward.under_way
 
     @enabled.setter
@@ -118,9 +119,10 @@ class GradientReducer:
         return self._backward.begun
 
     def finish(self, absent: float = 0.0) -> None:
-        """Wait for the gradients after the backward pass, and give their means to the parameters.
+        """Wait until all gradients of the backward pass are averaged, and set the parameters' gradients to the means.
 
-        ``absent`` is the weight that a replica without a pass would have had in the mean. The others count for it.
+        If this replica had no backward pass, ``absent`` is the weight that it would have had in the mean, and the means
+        are over the other replicas.
         Raises CollectiveError if an operation failed or was late.
         """
         if not self.enabled:
@@ -167,7 +169,7 @@ class GradientReducer:
             bucket.pending = self._all_reduce(bucket.collectives, bucket.flat)
 
     def _average_again(self, buckets: Sequence[_Bucket]) -> None:
-        """Add the gradients to the mean that came on any replica after these buckets had left."""
+        """Average these buckets again, with gradients that any replica computed after the buckets were sent."""
         for bucket in buckets:
             # The mean is equal on all ranks, so averaging it once more returns it unchanged (also by Adasum).
             bucket.flat.mul_(self._scale)

@@ -133,7 +133,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._undo += ShortEpochs(trainer).install()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Include parameters that were unfrozen since, on all ranks alike, from now on."""
+        """Average the gradients of newly unfrozen parameters, too; every rank must have unfrozen the same ones."""
         if self._reducer is None or self._reducer.begun:
             return
         if any(param.requires_grad and id(param) not in self._averaged for param in self.module.parameters()):
@@ -175,7 +175,7 @@ class HorovodStrategy(ReplicatedStrategy):
             )
 
     def on_train_start(self) -> None:
-        """Give all ranks' optimizers rank 0's state, because only rank 0 may have resumed."""
+        """Copy the state of rank 0's optimizers to all ranks, because only rank 0 may have resumed."""
         if self.world is None:
             return
         has_state = any(optimizer.state for optimizer in self.optimizers)
@@ -186,7 +186,7 @@ class HorovodStrategy(ReplicatedStrategy):
                 optimizer.load_state_dict(state)
 
     def on_validation_start(self) -> None:
-        """Take over rank 0's buffers, which checkpoints hold; BatchNorm's differ between ranks in training."""
+        """Copy rank 0's buffers, which checkpoints hold, to all ranks: in training, BatchNorm's buffers differ."""
         if self.world is None:
             return
         buffers = dict(self.module.named_buffers())
@@ -207,7 +207,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reducer.enabled = True
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
-        """Do nothing, because Lightning's checkpoint is complete; ``origin`` names the commit."""
+        """Add nothing to a checkpoint, because Lightning's own one is complete; ``origin`` names the commit."""
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss if self.weight == 1.0 else closure_loss * self.weight, *args, **kwargs)
@@ -218,7 +218,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reduced = True
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Take the step, and join its averaging even if `training_step` has returned None, as the others wait."""
+        """Take the step. If `training_step` returned None, still take part in the averaging, as other ranks wait."""
         reducer = self._reducer
 
         def with_all() -> Any:

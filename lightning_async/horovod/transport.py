@@ -29,7 +29,7 @@ from lightning_async.transports.base import Connection, Transport, short_world
 class HorovodEnvironment(ClusterEnvironment):
     """The environment of Horovod's ranks.
 
-    Numbers come from Horovod itself once it is initialised, and from horovodrun's or mpirun's variables before that.
+    Ranks and sizes come from Horovod once it is initialised, and from horovodrun's or mpirun's variables before that.
     One process trains on one device, that of its local rank, whatever the Trainer's ``devices`` and ``num_nodes`` are.
     """
 
@@ -57,7 +57,7 @@ class HorovodEnvironment(ClusterEnvironment):
 
     @property
     def own_address(self) -> str:
-        """The name of this host for the launcher."""
+        """The name of this host: the one that horovodrun uses, or the system's host name."""
         return os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
 
     @property
@@ -102,8 +102,8 @@ class HorovodTransport(Transport):
     """A transport in which Horovod moves the bytes, and horovodrun or mpirun starts the ranks. See `Transport`.
 
     Args:
-        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer. The first transport that opens
-            Horovod in a process decides. Default: 30 seconds.
+        gloo_timeout: Time after which Gloo inside Horovod gives up on a silent peer. In each process, it is set by the
+            first transport that initialises Horovod. Default: 30 seconds.
 
     Raises:
         ValueError: ``gloo_timeout`` is not longer than zero.
@@ -140,7 +140,7 @@ class HorovodTransport(Transport):
     def connect(
         self, environment: Any, root_device: torch.device, name: str, dead_after: timedelta | None
     ) -> Connection:
-        """Connect. Horovod's world counts the names, because ranks may join that have run nothing yet."""
+        """Connect the ranks. Horovod's world numbers the runs, because a joining rank has counted no earlier ones."""
         world = HorovodWorld.join(environment.launched, self.gloo_timeout)
         root = _collectives(world)
         membership = None
@@ -179,7 +179,7 @@ def _collectives(world: HorovodWorld) -> HorovodCollectives:
 
 
 def _store(world: HorovodWorld, root: HorovodCollectives) -> Any:
-    """Return the store of Horovod's world, which rank 0 serves; its address is broadcast by Horovod itself."""
+    """Return the store of Horovod's world; at its first use, rank 0 opens it and broadcasts its address."""
     if world.store is None:
         timeout = timedelta(minutes=1)
         patience = WaitWithLog(root.rank, timeout, check=lambda: None)

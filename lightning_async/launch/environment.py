@@ -32,7 +32,7 @@ class LaunchedJob:
     def of(
         cls, program: Sequence[str], ranks: int, max_restarts: int, shell: Mapping[str, str], cores: int
     ) -> LaunchedJob:
-        """Return a job with the environment of this shell, completed by a secret and a number of threads.
+        """Return a job with this shell's environment; add a secret and ``OMP_NUM_THREADS`` if they are not set.
 
         Args:
             program: Arguments of Python.
@@ -48,7 +48,7 @@ class LaunchedJob:
         return cls(tuple(program), ranks, max_restarts, base, f"launch-{os.getpid()}")
 
     def command(self) -> list[str]:
-        """Return the command line of a rank, without buffering, so that output is seen at once and survives a kill."""
+        """Return a rank's command line; its output is unbuffered, so that it is seen at once and survives a kill."""
         return [sys.executable, "-u", *self.program]
 
     def variables(self, rank: int, port: int | str, restarts: int) -> dict[str, str]:
@@ -86,7 +86,7 @@ class LaunchedJob:
 
 
 def shown(job: LaunchedJob, shell: Mapping[str, str], standbys: int = 0) -> list[str]:
-    """Return a shell command for each rank, in which the secret is hidden."""
+    """Return the lines that show a job before it runs: a shell command for each rank, with the secret hidden."""
     added = {name: value for name, value in job.base.items() if shell.get(name) != value}
     if SECRET in added:
         added[SECRET] = "..."

@@ -34,15 +34,15 @@ class EventLoop:
             self._selector.unregister(fd)
 
     def after(self, seconds: float, key: Hashable, call: Callable[[], object]) -> None:
-        """Call a function once, after these seconds, in place of an earlier one for the same key."""
+        """Call a function once, after ``seconds``; it replaces a function that waits under the same key."""
         self._dues[key] = time.monotonic() + seconds, call
 
     def cancel(self, key: Hashable) -> None:
-        """Drop the call for this key, if there is one."""
+        """Cancel the call that waits under this key, if there is one."""
         self._dues.pop(key, None)
 
     def step(self, outputs: Outputs) -> None:
-        """Wait for the next event, and call its functions; pass on the output of ranks meanwhile."""
+        """Wait until a descriptor, a time or an output of ``outputs`` is ready, and call the functions for it."""
         outputs.watch(self._selector)
         dues = [due for due, _ in self._dues.values()]
         for key, _ in self._selector.select(max(0.0, min(dues) - time.monotonic()) if dues else None):

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from lightning_async.membership.status import ENDED, FAILED, StatusRecord
 
-# Longest time between two looks that counts, see `Watched`.
+# Largest number of seconds by which one `Watched.tick` advances the clock.
 _LONGEST_LOOK_S = 10.0
 
 
 class Watched:
-    """A clock that only counts time in which its process runs, so that a suspended job does not age.
+    """A clock that stops while its process is suspended, so that a suspended job does not count as hanging.
 
     Args:
         since: Present time, in seconds.
@@ -22,14 +22,14 @@ class Watched:
         self.now = 0.0
 
     def tick(self, now: float) -> float:
-        """Count the time since the last call, up to a limit; return the clock's time."""
+        """Advance the clock by the time since the last call, 10 seconds at most; return its time."""
         self.now += min(now - self._last, _LONGEST_LOOK_S)
         self._last = now
         return self.now
 
 
 class ReportedProgress:
-    """The steps that all ranks of one start have reported.
+    """The steps that ranks have reported since all of them were last started.
 
     Args:
         limits: Seconds without a step of any rank that count as a hang: before the first step of a training, while
@@ -49,7 +49,7 @@ class ReportedProgress:
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self, standings: Sequence[StatusRecord], now: float) -> str | None:
-        """Return a text with the state of each rank if the job hangs, and begin to count again; else return None.
+        """Return a text with the state of each rank if the job hangs, else None; after a text, the limit starts again.
 
         Args:
             standings: Newest records of all ranks.
@@ -66,7 +66,7 @@ class ReportedProgress:
         for each in last.values():
             process = each.name, each.process
             key = *process, each.run
-            if key not in self._first:  # a run that continues at the last one's step, because ranks join, has begun
+            if key not in self._first:  # a run continues at the step of the one before if ranks join
                 goes_on = process in self._begun and each.step >= self._begun[process]
                 self._first[key] = each.step - goes_on
             if each.step > self._first[key]:

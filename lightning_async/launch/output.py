@@ -3,8 +3,8 @@ r"""The output of ranks: whole lines with the rank as a prefix, to the terminal 
     a rank's pipe ---> Stream: whole lines ---> Sink: the terminal, as fast as it accepts output
                                            \--> the rank's file, without prefixes
 
-A rank keeps its two pipes through all its starts. Nothing here blocks. When the terminal accepts no more output, ranks
-are not read any more and wait themselves, as they would without a launcher.
+A rank that is started again writes to the same two pipes. Nothing here blocks. When the terminal accepts no more
+output, the pipes are not read, so that the ranks block when they write, as they would without a launcher.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sink:
 
     @property
     def full(self) -> bool:
-        """Whether so much output waits that ranks must not be read."""
+        """Whether so much output is pending that the ranks' pipes must not be read."""
         return len(self._pending) >= _FULL
 
     def lines(self, text: bytes, drawn: bool = False) -> None:
@@ -63,7 +63,7 @@ class Sink:
 
         Args:
             text: The lines.
-            drawn: Whether `progress` has shown the first of them already. Default: False.
+            drawn: Whether the first line replaces the one that `progress` has shown last. Default: False.
         """
         if self._gone:
             return
@@ -73,7 +73,7 @@ class Sink:
         self._pending += text
 
     def progress(self, text: bytes) -> None:
-        """Show a line that will be overwritten: in place on a terminal, elsewhere now and then as a line of its own."""
+        """Show a line of a progress bar: in place on a terminal; in a file or pipe every 10 s, as a whole line."""
         if self._gone:
             return
         if self._is_terminal:
@@ -84,13 +84,13 @@ class Sink:
             self._pending += text + b"\n"
 
     def settle(self) -> None:
-        """End the line of a progress bar."""
+        """End the line of a progress bar, if one is shown, so that later output begins a new line."""
         if self._progress:
             self._pending += b"\n"
             self._progress = b""
 
     def write(self) -> None:
-        """Write what the descriptor accepts at once."""
+        """Write as much of the pending output as the descriptor accepts without blocking."""
         try:
             del self._pending[: os.write(self.fd, self._pending[:_PIECE])]
         except BlockingIOError:
@@ -100,7 +100,7 @@ class Sink:
             self._pending.clear()
 
     def flush(self, timeout: float) -> None:
-        """Write all output that waits, for ``timeout`` seconds at most."""
+        """Write all pending output, within ``timeout`` seconds."""
         poll = select.poll()
         until = self._now() + timeout
         poll.register(self.fd, select.POLLOUT)
@@ -136,7 +136,7 @@ class Stream:
         self._rest = b""
 
     def read(self) -> int:
-        """Read what is there, at most one pipe's size; return the number of bytes."""
+        """Read what the pipe holds, at most 64 KiB; return the number of bytes."""
         try:
             data = os.read(self.fd, 1 << 16)
         except BlockingIOError:
@@ -146,7 +146,7 @@ class Stream:
         return len(data)
 
     def drain(self) -> None:
-        """Read all that is there, after the rank has ended; a last line without end gets one."""
+        """Read all that is left after the rank has ended, and end a last line that lacks its newline."""
         for _ in range(64):  # a process that the rank has left behind may write without end
             if not self.read():
                 break
@@ -189,7 +189,7 @@ class Stream:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """Return the visible part of a line that was drawn over itself."""
+    """Return what a terminal shows in the end of a line whose parts overwrite each other, as in a progress bar."""
     drawn = [part for part in line.split(b"\r") if part]
     return _CURSOR.sub(b"", drawn[-1]) if drawn else b""
 
@@ -233,7 +233,7 @@ class Outputs:
         return {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Register the descriptors that can be read or written now; each key's data is the function to call."""
+        """Register pipes that may be read, and sinks with pending output; a key's data is the function to call."""
         wanted: dict[int, tuple[int, Callable[[], object]]] = {}
         for stream in (stream for pair in self.streams for stream in pair):
             if stream.open and not stream.sink.full:
@@ -249,7 +249,7 @@ class Outputs:
                 selector.register(fd, *wanted[fd])
 
     def flush(self, timeout: float = 5.0) -> None:
-        """Write all output that waits, at the end, for ``timeout`` seconds at most."""
+        """Write all pending output of the job at its end; wait for each destination ``timeout`` seconds at most."""
         for sink in dict.fromkeys(self.sinks):
             sink.settle()
             sink.flush(timeout)

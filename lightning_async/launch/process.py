@@ -1,9 +1,11 @@
 """The process of one rank: started in a session of its own, and ended together with all that it has started.
 
-Signals go to the rank's process alone: a SIGTERM would end its DataLoader workers, and thereby the rank, before it has
-saved. When the rank has ended, the rest of its process group is killed. A process that must outlive the rank needs a
-session of its own, as the process that writes checkpoints has. `ErrorFiles` are files in which ranks write the error
-that ended them, as in torch.distributed.elastic, and `report` says in words how ranks have ended.
+A signal is sent to the rank's process only, not to its process group: a SIGTERM would end its DataLoader workers, and
+thereby the rank, before it has saved. When the rank has ended, the rest of its process group is killed. A process that
+must outlive the rank needs a session of its own, such as the process that writes checkpoints.
+
+`ErrorFiles` are files in which ranks write the error that ended them, as in torch.distributed.elastic, and `report`
+says in words how ranks have ended.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class Process:
                 signal.pidfd_send_signal(self.pidfd, number)
 
     def messages(self) -> list[bytes]:
-        """Return the messages of the process, or of others that use its channel; see `heard`."""
+        """Return the messages that came on the process's channel; its children may write there, too, see `heard`."""
         self._unread, unread = [], [*self._unread, *self._read()]
         return unread
 
@@ -113,9 +115,9 @@ class Process:
     def tell(self, death: Death) -> None:
         """Tell the process that another rank has died, without waiting.
 
-        If the process does not read its messages, it notices the death later, by the silence. The system drops the
-        unread messages of a process that is gone when something is sent to it, so these messages are read first and
-        kept for `messages`.
+        A process that does not read this message notices the death later, because nothing more comes from that rank. If
+        this process has ended itself, sending to it would make the system drop its unread messages. So they are read
+        first, and kept for `messages`.
         """
         self._unread += self._read()
         with contextlib.suppress(OSError):
@@ -135,7 +137,7 @@ class Process:
 
 
 def watched(popen: subprocess.Popen[bytes]) -> int:
-    """Return a descriptor that becomes readable when a process ends; kill the process if no descriptor is left."""
+    """Return a descriptor that shows the end of a process; if the system has none left, kill it and raise OSError."""
     try:
         return os.pidfd_open(popen.pid)
     except OSError:
@@ -156,7 +158,7 @@ class ErrorFiles:
         self._own: str | None = None
 
     def begin(self, rank: int) -> dict[str, str]:
-        """Delete the file of an earlier start of a rank; return the variable that names its file."""
+        """Delete a rank's error file of an earlier start; return the environment variable that names the file."""
         path = self._path(rank)
         path.unlink(missing_ok=True)
         return {ERROR_FILE: str(path)}
@@ -185,7 +187,7 @@ class ErrorFiles:
 
 
 def _message(said: Any) -> str:
-    """Return the text of either form: {"message": {"message": ...}} and {"message": ...}."""
+    """Return the text of an error file: {"message": {"message": ...}} or {"message": ...}; empty for other forms."""
     for _ in range(2):
         with contextlib.suppress(TypeError, KeyError):
             said = said["message"]
@@ -236,7 +238,7 @@ def how(ending: Ending) -> str:
 
 
 def report(endings: Sequence[Ending], first: int | None, code: int | None, lost: Collection[int] = frozenset()) -> str:
-    """Return a list of all ranks in the order of their ends, with the last lines of those that died by themselves.
+    """Return a text that lists how the ranks ended, in order, with the last stderr lines of the first and lost ones.
 
     Args:
         endings: Ends of the ranks.

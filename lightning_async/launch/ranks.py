@@ -96,12 +96,12 @@ class Ranks:
         self._supervisor.started(rank, process.pid)
 
     def send(self, number: int, ranks: Collection[int]) -> None:
-        """Send a signal to the live ones of these ranks."""
+        """Send a signal to those of ``ranks`` that are alive."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].signal(number)
 
     def tell(self, death: Death, ranks: Collection[int]) -> None:
-        """Report to the live ones of these ranks that another rank has died."""
+        """Report to those of ``ranks`` that are alive that another rank has died."""
         for rank in self._processes.keys() & set(ranks):
             self._processes[rank].tell(death)
             # Messages that were read meanwhile are handled later: a death is being handled now.
@@ -112,7 +112,7 @@ class Ranks:
         self._standbys.prepare(wanted)
 
     def leave(self) -> None:
-        """End all that still lives, and write the rest of the output."""
+        """Kill all processes that still live, and write the rest of the output."""
         self._standbys.close()
         for rank, process in self._processes.items():
             process.signal(signal.SIGKILL)
@@ -136,7 +136,7 @@ class Ranks:
         return self._keeper
 
     def _lose(self, keeper: LaunchStore) -> None:
-        """Start another store process at once: it must be there if the launcher is killed and the ranks save."""
+        """Report the end of the store's process, and start another, which ranks need to save if the launcher dies."""
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
         self._keeper = None
@@ -181,7 +181,7 @@ class Ranks:
                 self._supervisor.told(rank, *told)
 
     def close(self) -> None:
-        """Close the pipes, at the very end. Without `leave` before, the ranks and their store live on for a while."""
+        """Close the pipes at the very end. Ranks that `leave` did not kill save, as if the launcher had been killed."""
         for fd in (fd for pipe in self._pipes for fd in pipe):
             os.close(fd)
         self._pipes.clear()

@@ -1,7 +1,7 @@
 """A registry of this user's jobs on this host, in which ``lightning-async status`` finds their stores.
 
 Each launcher keeps one file, which only its user can read, because it holds the job's secret, as the environments of
-ranks do. The folder is in ``XDG_RUNTIME_DIR``, or beside other temporary files if there is no such directory.
+ranks do. The folder is in ``XDG_RUNTIME_DIR``, or in the directory of temporary files if that variable is not set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class JobEntry:
 
 
 class Registry:
-    """The entry of this launcher. If the system does not let it be written, there is none, and nothing else changes.
+    """The registry entry of this launcher. A launcher whose entry cannot be written runs without one.
 
     Args:
         secret: Secret of the job.
@@ -90,7 +90,7 @@ def _folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether no other user can write into the folder, which may lie beside other users' temporary files."""
+    """Return whether no other user can use the folder; any user may have made it, if it is in a shared directory."""
     try:
         found = folder.lstat()
     except OSError:
@@ -99,7 +99,7 @@ def _is_ours(folder: Path) -> bool:
 
 
 def _started(process: int) -> int | None:
-    """Return the start time of a process, in ticks since the system's start; None if the process is gone."""
+    """Return the start time of a process, in clock ticks since the host's boot; None if the process has ended."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:

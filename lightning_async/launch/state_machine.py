@@ -81,11 +81,11 @@ class Policy:
         return self.hang_after_start_s or max(_LONGEST_START_S, self.hang_after_s), self.hang_after_s
 
     def pause_s(self, before: int) -> float:
-        """Return the pause before all ranks are started again, after this number of earlier restarts."""
+        """Return the pause before all ranks are started again; ``before`` is the number of earlier restarts."""
         return min(self.first_pause_s * 2.0 ** min(before, 60), _LONGEST_PAUSE_S)
 
     def pause_alone_s(self, in_vain: int) -> float:
-        """Return the pause before a rank starts again alone, by its number of starts since it trained with others."""
+        """Return the pause before a rank starts again alone; ``in_vain`` counts such starts since it last trained."""
         return self.pause_s(in_vain - 1) if in_vain else self.first_pause_s / 10.0
 
 
@@ -141,7 +141,7 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Due:
-    """An event: the last `Wait` is over. With a rank: the pause of that rank is over."""
+    """An event: the last `Wait` of the job is over or, with a rank, the last `Wait` of that rank."""
 
     rank: int | None = None
 
@@ -158,7 +158,7 @@ class StartRanks:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """An action: start this rank alone, so that it joins the ranks that train; ``count`` numbers these starts."""
+    """An action: start this rank alone, so that it joins those that train, for the ``count``-th time."""
 
     rank: int
     count: int
@@ -182,7 +182,7 @@ class Announce:
 
 @dataclass(frozen=True)
 class Wait:
-    """An action: report `Due` after these seconds, in place of an earlier wait, for the job or for one rank."""
+    """An action: report `Due` after these seconds, for the job or for one rank; it replaces an earlier wait."""
 
     seconds: float
     rank: int | None = None
@@ -234,16 +234,16 @@ class LaunchState:
 
     @property
     def first(self) -> int | None:
-        """The rank that died first in this start, of those that are not lost; None if none has."""
+        """The first rank to die since all were started, except lost ones; None if none did, or the store died first."""
         if self.store_lost:
             return None
         return next((rank for rank, status in self.statuses.items() if status != 0 and rank not in self.lost), None)
 
     @property
     def agreed(self) -> LaunchGeneration | None:
-        """The newest generation, if all of its live members are in it; else None.
+        """The newest generation that a rank has reported, if all of its live members have reported it; else None.
 
-        Reports of dead ranks do not count, nor do those of ranks that have not joined yet.
+        Reports of ranks that have died do not count, nor do those of lost ranks that have not joined again.
         """
         told = {
             rank: generation
@@ -260,7 +260,7 @@ class LaunchState:
 
     @property
     def left_behind(self) -> frozenset[int]:
-        """Live ranks that trained with the others, and that the others have reported to continue without."""
+        """Live ranks that have trained, but are no members of the generation in which the other ranks continue."""
         agreed = self.agreed
         if agreed is None:
             return frozenset()
@@ -328,7 +328,10 @@ def _told(policy: Policy, state: LaunchState, event: RankReported) -> Decision:
 
 
 def _without_the_lost(state: LaunchState) -> LaunchState:
-    """Count dead ranks as lost once the others have continued, unless these were told to end because of the death."""
+    """Add dead ranks to the lost ones once the live ranks continue without them, and remove those that have joined.
+
+    Change nothing if the launcher has told the live ranks to end because of the death.
+    """
     agreed = state.agreed if state.trains or state.asked is not None else None
     if agreed is None:
         return state
@@ -426,7 +429,7 @@ def _signalled(policy: Policy, state: LaunchState, event: Signalled) -> Decision
             return state, []
         # The second Ctrl-C kills. A second SIGTERM is passed on to the ranks, which then end at once.
         return _kill(state) if event.number == signal.SIGINT else (state, [Send(signal.SIGTERM, state.living)])
-    # Saves of the others count without the ranks that were left behind.
+    # The exit code does not depend on ranks that were left behind.
     lost = state.lost | (state.left_behind if state.trains else frozenset())
     state = replace(state, asked=event.number, asked_at=event.at, lost=lost)
     if not state.living:  # between two starts

@@ -23,13 +23,13 @@ _LONGEST_WORDS = 1 << 16
 
 
 class LaunchStore:
-    """The process that keeps the store.
+    """The launcher's connection to the process that keeps the store.
 
     Args:
         readers: Descriptors of the ranks' pipes, see `store_main.main`.
         logs: Directory of the ranks' files, or None.
         grace_s: Seconds in which ranks must end once the launcher was killed.
-        limits: Limits of hang detection, see `ReportedProgress`. Default: None, there is none.
+        limits: Limits of hang detection, see `ReportedProgress`. Default: None, hangs are not detected.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class LaunchStore:
         return self._channel.fileno()
 
     def words(self) -> str:
-        """Return a message about ranks that hang; empty if the process is gone, or if it is about an earlier store."""
+        """Return a message about ranks that hang; empty if the process has ended, or all ranks were restarted since."""
         try:
             said = self._channel.recv(_LONGEST_WORDS, socket.MSG_DONTWAIT).decode(errors="replace")
         except OSError:
@@ -69,22 +69,22 @@ class LaunchStore:
         return self._port
 
     def started(self, process: Process) -> None:
-        """Tell the process that a rank has started, so that it can wait for its end."""
+        """Tell the store's process that a rank has started, and pass it the descriptor that shows the rank's end."""
         self._tell({"what": "started", "pid": process.pid}, [process.pidfd])
 
     def ended(self, process: Process) -> None:
-        """Tell the process that a rank has ended."""
+        """Tell the store's process that a rank has ended."""
         self._tell({"what": "ended", "pid": process.pid}, [])
 
     def died(self) -> str:
-        """Return in words how the process has ended; called once its descriptor is readable."""
+        """Return in words how the store's process has ended; call this once ``pidfd`` is readable."""
         status = self._process.popen.wait()
         self._channel.close()
         os.close(self.pidfd)
         return in_words(status)
 
     def close(self) -> None:
-        self._process.popen.kill()  # first: the process takes the channel's end for a killed launcher
+        self._process.popen.kill()  # first: to this process, a closed channel means that the launcher was killed
         self.died()
 
     def _tell(self, said: Mapping[str, object], descriptors: Sequence[int]) -> None:

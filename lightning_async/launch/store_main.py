@@ -1,11 +1,12 @@
 """The process beside the launcher that keeps the store, also while ranks save after the launcher was killed.
 
 It runs in a session of its own, and starts without this package's ``__init__``. It imports torch for the first store,
-while the ranks still import theirs. They can connect at once, because the launcher listens and hands the socket over.
+while the ranks import torch, too. The ranks can connect at once, because the launcher opens the listening socket and
+passes it to this process, the keeper.
 
     launcher --- a message with a descriptor ---> keeper: open a store on this socket; a rank has started or ended
              <-- text -------------------------- keeper: no rank takes steps, if hang detection is on
-             --- the end of the channel --------> keeper: the launcher was killed (else it kills the keeper first)
+             --- the end of the channel --------> keeper: the launcher was killed (else it kills the keeper at its end)
 
 When the launcher is killed, the system sends its ranks a SIGTERM, and they save. For that they need the store, and a
 process that reads their output. Ranks that have not ended after the grace time are killed.
@@ -44,7 +45,7 @@ def main(
         readers: Descriptors of the ranks' pipes, see `Outputs`; read here once the launcher was killed.
         logs: Directory of the ranks' files, or None.
         grace_s: Seconds in which ranks must end once the launcher was killed.
-        limits: Limits of hang detection, see `ReportedProgress`. Default: None, the launcher is told of no hang.
+        limits: Limits of hang detection, see `ReportedProgress`. Default: None, hangs are not detected.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # meant for the launcher, which tells the ranks
@@ -89,7 +90,7 @@ def _open(
 def _look_for_progress(
     store: Any, launcher: socket.socket, port: int, world_size: int, limits: Sequence[float]
 ) -> None:
-    """Report hangs until the ranks start again, with another store.
+    """Report hangs to the launcher, until all ranks are started again with another store.
 
     Reports are repeated, because the launcher ignores them while it handles a death.
     """
@@ -107,7 +108,7 @@ def _look_for_progress(
 
 
 def _see_to_the_end(living: dict[int, int], outputs: Outputs, grace_s: float) -> None:
-    """Read the output of a killed launcher's ranks until they have ended, or are killed after the grace time."""
+    """Pass on the output of a killed launcher's ranks until they end; kill those that live after the grace time."""
     outputs.say(f"The launcher was killed. Its ranks have {grace_s:g} s to save and to end.")
     until = time.monotonic() + grace_s
     selector = selectors.PollSelector()

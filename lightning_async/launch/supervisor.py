@@ -87,7 +87,7 @@ class Supervisor:
         self._follow(state_machine.StoreEnded())
 
     def hung(self, words: str) -> None:
-        """Kill all ranks, as if each had died, because no rank takes steps any more."""
+        """Kill all ranks, because none takes steps any more; their ends are then handled like those of dead ranks."""
         if self._state.phase is Phase.RUNNING and self._state.asked is None:
             self._say(f"{words}\nAll are killed.")
             self._hung = self._state.living
@@ -150,7 +150,7 @@ class Supervisor:
             self._start_rank(rank)
 
     def _start_again(self, action: state_machine.Rejoin) -> None:
-        """Start one rank beside those that train; an error ends none of them."""
+        """Start one rank alone, while others train; if this fails, report its end, and the others continue."""
         try:
             self._start_rank(action.rank, action.count)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Warm spares: processes that have done slow imports, and become the next rank that is started again.
 
-Until then a warm spare is no rank: it holds no port, store or file, no process waits for it, and it ends with the
-launcher. `warm_spare_main` is its program.
+Until then a warm spare is no rank: it uses no port, store or file, no other process waits for it, and the end of the
+launcher ends it. `warm_spare_main` is its program.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WARM_SPARE_MAIN = str(Path(__file__).with_name("warm_spare_main.py"))
 
 
 def can_stand_by(job: LaunchedJob) -> bool:
-    """Return whether the program is a module or the text of a script; a warm spare cannot run anything else."""
+    """Return whether a warm spare can run the program: a module or source file, but no archive or folder."""
     path = job.program[0]
     return path == "-m" or not (path.endswith((".pyc", ".pyz", ".zip")) or Path(path).is_dir())
 
@@ -39,7 +39,7 @@ class WarmSpares:
     Args:
         job: The program.
         count: Largest number of warm spares.
-        say: Writes a line of the launcher.
+        say: Function that writes a line to the launcher's output.
     """
 
     def __init__(self, job: LaunchedJob, count: int, say: Callable[[str], None]) -> None:
@@ -50,14 +50,14 @@ class WarmSpares:
         self._waiting: list[Process] = []
 
     def learn(self, program: Program) -> None:
-        """Note which modules the ranks' program has imported."""
+        """Note which modules the ranks' program has imported; have no spares if it sets variables that imports read."""
         if program.sets:
             self._stop(f"the program sets {', '.join(program.sets)} itself, which is read at imports")
             self.close()
         self._program = program
 
     def prepare(self, wanted: int) -> None:
-        """Start warm spares, until there are ``wanted``, or as many as allowed."""
+        """Start warm spares until there are ``wanted``, or ``count`` if that is less."""
         if self._program is None or not self._program.imports:
             return  # without slow imports, a spare would save no time
         self._waiting = [process for process in self._waiting if self._lives(process)]
@@ -93,7 +93,7 @@ class WarmSpares:
             self._leave(self._waiting.pop())
 
     def _leave(self, process: Process) -> None:
-        """Kill a spare that is of no use; if it does not end, because it waits for a file, leave it alone."""
+        """Kill a spare, and wait for its end; give up if it does not end in time, because a file system blocks it."""
         process.signal(signal.SIGKILL)
         if process.wait(_KILLED_S):
             process.end()
@@ -107,7 +107,7 @@ class WarmSpares:
         return False
 
     def hear(self, message: bytes, process: int) -> None:
-        """Handle a message, which may say that a spare cannot do its imports."""
+        """Handle a message on a process's channel; if it says that a spare's imports failed, start no more spares."""
         if problem := problem_of(message, process):
             self._stop(problem)
 
@@ -128,7 +128,7 @@ def _may_come_back() -> bool:
 
 
 def _be_nice(process: Process, nicer: int) -> None:
-    """Set the niceness of all threads of a process: threads of libraries have that of the thread that started them."""
+    """Set the niceness of each thread of a process, because every thread has a value of its own."""
     if not _may_come_back():
         return
     niceness = os.getpriority(os.PRIO_PROCESS, 0) + nicer

@@ -1,9 +1,9 @@
 """The program of a warm spare: it does slow imports, waits, and then becomes the rank that the launcher names.
 
 It is started as a script, by its path, with the environment that all ranks share, and imports only the standard library
-itself. On its channel it gets what a rank is started with: environment variables, and two descriptors. There is no
-server that forks ranks: numpy starts threads when it is imported, and a lock that such a thread holds at a fork stays
-locked in the child forever.
+itself. On its channel it receives what makes it a rank: environment variables, and descriptors for stdout and stderr.
+Ranks are not forked from one prepared process, because numpy starts threads when it is imported, and a lock that such a
+thread holds at a fork stays locked in the child forever.
 
     python -u warm_spare_main.py VARIABLE-OF-THE-CHANNEL torch,lightning.pytorch train.py ARGUMENTS...
 """
@@ -55,7 +55,7 @@ def _import(names: Sequence[str]) -> str:
 
 
 def _wait_for_the_launcher(channel: str, problem: str) -> None:
-    """Report that the imports are done, or a problem; then take over variables and output of a rank.
+    """Report to the launcher that the imports are done, or failed; then wait, and adopt a rank's variables and output.
 
     If the launcher ends meanwhile, the system ends this process, too.
     """
@@ -69,7 +69,7 @@ def _wait_for_the_launcher(channel: str, problem: str) -> None:
 
 
 def _take_rank() -> None:
-    """Tell Lightning the rank's number, which it has read at its import to let only rank 0 write messages."""
+    """Set the rank again in Lightning, which has read it at its import, and lets only rank 0 write messages."""
     if (module := sys.modules.get("lightning_utilities.core.rank_zero")) is not None:
         module.rank_zero_only.rank = int(os.environ["RANK"])
 
