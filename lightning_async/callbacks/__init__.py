@@ -1,4 +1,4 @@
-"""Lightning callbacks of this package, which work with any strategy as far as their docstrings say so.
+"""Lightning callbacks of this package; each docstring says with which strategies the callback works.
 
 `FaultTolerantCheckpoint` saves without stalling and resumes exactly. `PeerMemory` keeps a rank's own state in another
 rank's memory. `DivergenceMonitor` detects diverging training and applies remedies. `HangWatchdog` ends a rank that
