@@ -150,10 +150,10 @@ class AsyncGradientStrategy(AsyncStrategy):
         super().setup_environment()
 
     def _check(self, trainer: Any) -> None:
-        """Refuse settings of the Trainer that this strategy would not carry out as they are named.
+        """Refuse settings of the Trainer that have no effect with this strategy.
 
         Raises:
-            ValueError: there is such a setting.
+            ValueError: ``accumulate_grad_batches`` is not 1, or there is a `GradientAccumulationScheduler`.
         """
         owner = type(self).__name__
         if trainer.accumulate_grad_batches != 1:
@@ -206,15 +206,15 @@ class AsyncGradientStrategy(AsyncStrategy):
 
     @property
     def is_update_step(self) -> bool:
-        """Whether the optimizer has stepped in this batch; for hooks at the end of a batch."""
+        """Whether the optimizer has stepped during the current batch; meant for hooks at the end of a batch."""
         if self.updates is not None:
             return self.updates.taken
         return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
 
     def tell_place(self) -> None:
-        """Record how far this replica is in its data when a window leaves.
+        """Record, when a window is sent, that its message covers all batches up to the current one.
 
-        If this rank is lost, the others train on its samples from there.
+        If this rank is lost, the other ranks train on its remaining samples from there.
         """
         if self.fit_sessions is not None:
             self.fit_sessions.patches.tell_place()
