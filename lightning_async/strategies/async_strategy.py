@@ -44,8 +44,8 @@ _fits = itertools.count(1)  # Numbers of this process's fits, which are equal on
 class AsyncStrategy(ReplicatedStrategy):
     """A strategy whose replicas wait for all others only at sync points; in between they exchange in the background.
 
-    This base averages the replicas at sync points, and takes local steps in between. Derived classes set the class
-    attributes to exchange more.
+    This base averages the replicas at sync points only. Derived classes set the class attributes to exchange between
+    sync points as well.
 
     Args:
         config: Settings of the averager and the engine.
@@ -88,7 +88,7 @@ class AsyncStrategy(ReplicatedStrategy):
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
         self.config = config
         self.num_fits = 0
-        # Ranks can join over torch only: the groups of Horovod cannot be formed anew.
+        # Ranks can join over torch only, because Horovod's groups cannot be formed again during a run.
         self.host = JoinCoordinator(self) if isinstance(self.transport, TorchTransport) else None
         if config.timeouts.replicas and not isinstance(self.transport, TorchTransport):
             raise ValueError(

@@ -73,11 +73,12 @@ class AsyncAveragingStrategy(AsyncStrategy):
             bytes. Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four if ``schedule`` is
             ``"auto"`` and rounds overlap, but no more than there are parameters; else one.
         min_replicas: Smallest number of replicas with which training goes on after ranks are lost. Live ranks lose no
-            local step; they repeat the round that was under way, and train on the samples of the epoch that lost ranks
-            had not shared. None (default): half of the ranks that were started, rounded up; over Horovod all of them.
-            With the number of ranks, the loss of one rank ends training on all.
-        max_replicas: Largest number of replicas up to which ranks that are started during training are admitted: lost
-            ranks under their earlier numbers, new ranks under new numbers. None (default): as many as were started.
+            local step; they repeat the round that was under way. Samples of the epoch whose steps a lost rank had not
+            shared yet are trained on by the live ranks. None (default): half of the ranks that were started, rounded
+            up; over Horovod all of them. If it is the number of all ranks, the loss of one rank ends training on all.
+        max_replicas: Largest number of replicas. Ranks that are started during training are admitted up to this number:
+            lost ranks under their earlier numbers, new ranks under new numbers. None (default): as many as were
+            started.
         timeouts: Time limits of waits, see `Timeouts`. Default: those of `Timeouts()`.
         part_mb: Largest size in MiB of the parts in which payloads move. Default 16.
         transport: Starts the ranks and moves their bytes: `TorchTransport`, `HorovodTransport`, or a short name,

@@ -71,9 +71,9 @@ class ParameterServerStrategy(AsyncStrategy):
             than ``max_staleness`` of the slowest worker's pushes; pushes are counted from the last sync point. MXNet's
             names ("dist_async", "dist_sync", "dist_sync_device" and others) are allowed, too.
         num_servers: Number of servers. None (default): one on each host; with dedicated servers, one.
-        placement: ``"colocated"`` (default): servers are processes beside the workers. ``"dedicated"``: the last
-            ``num_servers`` ranks are servers. They build no data and never train; their first call of the Trainer ends
-            the process with exit code 0, once all workers have ended.
+        placement: ``"colocated"`` (default): servers are further processes on the workers' hosts. ``"dedicated"``: the
+            last ``num_servers`` ranks are servers. They load no data and never train; their first call of the Trainer
+            serves until all workers have ended, and then ends the process with exit code 0.
         update_on_server: True (default): the optimizer is on the servers, see above. False: each worker has its own
             optimizer, of any class, and pushes the changes of its weights. Servers add these changes; in sync mode they
             add their mean, in which all workers weigh the same.

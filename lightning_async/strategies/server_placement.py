@@ -268,7 +268,7 @@ class ServerHandle:
             )  # fmt: skip
             workers.append(Worker(named, plan, client))
         first = world is not None and world.rank == 0
-        if first:  # rank 0 brings the weights, and the optimizers' state of a checkpoint
+        if first:  # rank 0 gives the servers its weights, and the optimizers' state of a checkpoint
             for group, worker in zip(self.groups, workers, strict=True):
                 served = service.update_on_server
                 state: Any = state_of(optimizers[group.optimizer], worker.params) if served else ({}, {})
@@ -281,7 +281,7 @@ class ServerHandle:
             # The exchange makes the other workers wait until the servers have rank 0's weights.
             version, *_ = world.gather_objects(tables.updates(self.groups))
             self.progress.begin(version)
-        # The others join now that servers have weights, which they pull.
+        # The other workers join now that the servers have weights, because they pull these.
         if not first:
             for group, worker in zip(self.groups, workers, strict=True):
                 worker.start(group.name, group.arguments, staleness=service.staleness)

@@ -497,7 +497,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
         self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
-        # Without overlap, the next batch is computed at the weights that this push brings.
+        # Without overlap, the next batch is computed at the weights that are pulled with this push.
         if not self._strategy.service.overlap or self.tables.in_step:
             self._finish()
 
