@@ -57,8 +57,8 @@ class AsyncGradientStrategy(AsyncStrategy):
         compression: Form in which gradients are sent: "none" (default), as fp32; "bf16" (half of the bytes); "int8" or
             "fp8" (a quarter, with a scale per 256 elements); "topk" or `TopK(fraction)`, only the largest elements;
             "powersgd" or `PowerSGD(rank)`, matrices as products of thin ones. The error of a message is kept as a
-            residual and added to the next message; checkpoints hold it. Compression needs memory for two fp32 copies of the parameters.
-            "topk" and "powersgd" delay a large part of each gradient, and need a smaller learning rate.
+            residual and added to the next message; checkpoints hold it. Compression needs memory for two fp32 copies of
+            the parameters. "topk" and "powersgd" delay a large part of each gradient, and need a smaller learning rate.
         buffers: Treatment of floating-point buffers (BatchNorm statistics) at sync points: ``"average"`` (default),
             ``"keep"``, ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
         min_replicas: Smallest number of replicas with which training goes on after ranks are lost; the live ranks
