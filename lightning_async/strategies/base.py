@@ -98,10 +98,10 @@ class Roles:
         """Raise ValueError if this transport does not support these roles."""
 
     def check_ranks(self, started: int) -> None:
-        """Raise ValueError if ``started``, the number of ranks that were started, does not fit these roles."""
+        """Raise ValueError if these roles do not fit the number of ranks that were started."""
 
     def is_alone(self, world_size: int) -> bool:
-        """Return whether a replica trains without any other process, where there are ``world_size`` replicas."""
+        """Return whether a replica trains without any other process, given the number of live replicas."""
         return world_size == 1
 
     def take_part(self, strategy: Any) -> None:
@@ -267,9 +267,9 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.connect_ranks()
 
     def _comes_late(self) -> bool:
-        """Ask the store whether the other ranks train already; return False where `asks_the_store` is False.
+        """Return whether the other ranks train already, as the store says; False if this rank need not ask the store.
 
-        Where the store is asked, all ranks call this in their first run.
+        If ranks must ask the store, all of them call this in their first run.
 
         Raises:
             ValueError: the environment asks for it, but ``wait_for_workers`` lets training begin without some ranks.

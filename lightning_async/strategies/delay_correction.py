@@ -5,8 +5,8 @@
 - `ParameterLookahead` swaps the parameters with a predicted copy during a batch's forward and backward pass. At all
   other times the parameters are those that the optimizer has stepped to.
 
-Both forget their state at sync points, so that training after a sync point does not depend on state that a checkpoint
-without it would lack.
+Both discard their state at sync points. So training goes on in the same way after a sync point as from a checkpoint
+that was saved there without this state.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class LocalSteps(StepRunner):
         self._of_batch = samples
 
     def finish_batch(self) -> None:
-        """Report the batch to the averager as one step, in manual optimization; it may then merge a round.
+        """Report the batch as one step to the averager, which may then merge a round; only in manual optimization.
 
         Rounds are merged only between batches. Between the steps of two losses of a batch, a merge would change
         parameters that the second loss's graph still needs.
@@ -240,7 +240,8 @@ class LocalSteps(StepRunner):
     def _count(self, *_: Any) -> None:
         """Count a step that an optimizer has taken; called by a hook of the optimizer.
 
-        A call of Lightning's is no proof of a step: mixed precision may skip the step, and users may call optimizers.
+        Lightning's calls do not show how many steps were taken: mixed precision may skip a step, and users may call
+        optimizers themselves.
 
         Raises:
             RuntimeError: in manual optimization, the step was to be synchronous, and the gradients were not averaged.

@@ -214,9 +214,9 @@ class ParameterServerStrategy(AsyncStrategy):
                 self.handle.warn_of_momentum()
 
     def join_servers(self, averager: BackgroundAverager) -> ParameterGroups:
-        """Find or start the servers, and join them with this worker's model; all workers call this together.
+        """Find or start the servers, and connect this worker's model with them; all workers call this together.
 
-        A joining rank calls it alone, and joins the servers whose addresses it has received from rank 0.
+        A joining rank calls it alone, and connects with the servers whose addresses it has received from rank 0.
         """
         connection = self.connection
         assert connection is not None

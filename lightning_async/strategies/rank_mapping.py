@@ -194,9 +194,9 @@ def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) ->
 
 
 def numbered_last(environment: Any) -> Any:
-    """Return the environment of this process; while it waits to join ranks that train, the highest rank is its own.
+    """Return the environment of this process, in which it has the highest rank while it waits to join ranks that train.
 
-    The ranks that train have a rank 0 already. So this process must not act as rank 0, even if it was started as such.
+    Those have a rank 0 already, so this process must not act as rank 0, even if it was started with that number.
     """
     comes = environment is not None and came_back() is not None and not _here
     return JoiningEnvironment(environment) if comes else environment

@@ -40,7 +40,7 @@ def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str |
     """Return the policy for staleness.
 
     ``"auto"`` is returned unchanged if the servers have the optimizer, because it depends on the optimizer's class,
-    which is not known yet. If workers have the optimizers, ``"auto"`` is no correction.
+    which is not known yet. If workers have the optimizers, ``"auto"`` gives `NoCorrection`.
 
     Args:
         staleness: A policy, or its short name.
@@ -63,7 +63,7 @@ class ServerOptions:
     Args:
         wait_for_workers: Workers with which training begins. ``"all"`` (default): all of them. A number: training
             begins as soon as so many workers have started, rank 0 among them. (A number, a timedelta): training begins
-            when all have started, or after this time if so many have. Workers that start later join.
+            when all have started, or, once this time is over, as soon as so many have. Workers that start later join.
         server_address: Addresses ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. These
             keep their weights from one training to the next; the first training gives them its weights. Default: the
             strategy starts servers.

@@ -113,7 +113,7 @@ class ServerRoles(Roles):
             raise SystemExit(0)
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError if some ranks are servers, and the transport cannot form groups without them."""
+        """Raise ValueError if some ranks are servers, and the transport cannot form groups of the workers alone."""
         if not self.dedicated:
             return
         mpi = isinstance(transport, TorchTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
@@ -338,7 +338,8 @@ class ServerHandle:
     def _at(self, addresses: Sequence[Mapping[str, Any]]) -> Servers:
         """Return the servers at these addresses.
 
-        If a dedicated server cannot be reached later, its answer in the store is read, which may hold its error.
+        When a worker cannot reach a dedicated server later, it raises the error that this server has written to the
+        store, if there is one.
         """
         start_is_over()
         options = self._service.options

@@ -393,7 +393,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._samples.skip()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context for a backward pass; if possible, the last pass before a step sends gradients meanwhile."""
+        """Return a context for a backward pass; gradients may be sent during the last pass before a step."""
         self._batches.see()
         self._samples.begin_pass()
         free = self._overlaps and not self._requests.under_way

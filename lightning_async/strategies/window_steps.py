@@ -163,7 +163,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._made = True
 
     def after_batch(self) -> None:
-        """Add the batch's gradients to the window; if it is full, step with the previous window's mean and send it."""
+        """Add the batch's gradients to the window; if it is full, step with the previous mean, then send the window."""
         if self._made:
             self._made = False
             if not self._window.batches:
