@@ -275,7 +275,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.summarise()
 
     def settings(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks of a fit; the Trainer's checks refuse a difference."""
+        """Return the settings that must be equal on all ranks of a fit; a difference is refused."""
         return {
             "strategy": type(self).__qualname__, "buffers": self.buffers,
             "backend": self.transport.backend_on(self.root_device), **self.config.settings(),
