@@ -44,8 +44,8 @@ _fits = itertools.count(1)  # Numbers of this process's fits, which are equal on
 class AsyncStrategy(ReplicatedStrategy):
     """A strategy whose replicas wait for all others only at sync points; in between they exchange in the background.
 
-    This base averages the replicas at sync points, and takes local steps in between. Derived classes set the class
-    attributes to exchange more.
+    This base averages the replicas at sync points only. Derived classes set the class attributes to exchange between
+    sync points as well.
 
     Args:
         config: Settings of the averager and the engine.
@@ -88,7 +88,7 @@ class AsyncStrategy(ReplicatedStrategy):
         super().__init__(transport=transport, dead_after=dead_after, gloo_timeout=dead_after)
         self.config = config
         self.num_fits = 0
-        # Ranks can join over torch only: the groups of Horovod cannot be formed anew.
+        # Ranks can join over torch only, because Horovod's groups cannot be formed again during a run.
         self.host = JoinCoordinator(self) if isinstance(self.transport, TorchTransport) else None
         if config.timeouts.replicas and not isinstance(self.transport, TorchTransport):
             raise ValueError(
@@ -137,7 +137,7 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.undo += self.pacing.install()
 
     def on_train_start(self) -> None:
-        """Begin a session, in which replicas may differ; all ranks hold the same model now."""
+        """Begin a session: all ranks hold the same model now, and may differ until the next sync point."""
         if self.averager is not None:  # a loop within this fit has begun, such as the LearningRateFinder's
             self.start_over()
         if self.joining:
@@ -206,7 +206,7 @@ class AsyncStrategy(ReplicatedStrategy):
 
     @property
     def fewest(self) -> int:
-        """Smallest number of replicas with which training goes on, or waits for others."""
+        """Smallest number of live replicas with which the job goes on: they train, or wait for ranks to join."""
         return self.config.survives(self.num_started, can_lose=isinstance(self.transport, TorchTransport))
 
     @property
@@ -249,7 +249,10 @@ class AsyncStrategy(ReplicatedStrategy):
     count = staticmethod(batch_size)
 
     def count_samples(self, batch: Any) -> float:
-        """Return the weight of a batch, its samples by default, and report its samples to `pacing`; once per batch."""
+        """Return a batch's weight, by default its number of samples, and report that number to `pacing`.
+
+        The step runner calls this once for each batch.
+        """
         counted = self.count(batch)
         self.pacing.samples = counted if self.count is batch_size else batch_size(batch)
         return counted
@@ -272,30 +275,30 @@ class AsyncStrategy(ReplicatedStrategy):
             self.fit_sessions.summarise()
 
     def settings(self) -> dict[str, object]:
-        """Return the settings that must be equal on all ranks in a fit."""
+        """Return the settings that must be equal on all ranks of a fit; a difference is refused."""
         return {
             "strategy": type(self).__qualname__, "buffers": self.buffers,
             "backend": self.transport.backend_on(self.root_device), **self.config.settings(),
         }  # fmt: skip
 
     def usual_settings(self) -> dict[str, object]:
-        """Return the settings that may differ between ranks, but commonly are equal."""
+        """Return the settings that usually are equal on all ranks; rank 0 warns of a difference."""
         return {"timeouts": self.config.timeouts}
 
     def go_on_without(self, names: Sequence[str], rank: int) -> None:
-        """Forget lost ranks; called on the engine's thread.
+        """Adapt the strategy to the loss of ranks; called on the engine's thread. This base does nothing.
 
         Args:
             names: Names of the lost ranks in this run.
-            rank: Number of this rank from now on.
+            rank: This rank's new number.
         """
 
     def handed_over(self) -> dict[str, Any]:
-        """Return what a joining rank needs of the strategy, beside the model and the state of averaging."""
+        """Return the strategy's own state for a joining rank; model and state of averaging are sent separately."""
         return {}
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        """Take over, on a joining rank, what `handed_over` has returned on rank 0."""
+        """Load, on a joining rank, the state that `handed_over` has returned on rank 0."""
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
         self.saved.write(checkpoint, None if self._session is None else self._session.state(), origin)

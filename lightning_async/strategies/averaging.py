@@ -73,11 +73,12 @@ class AsyncAveragingStrategy(AsyncStrategy):
             bytes. Parts are runs of whole parameters, balanced by bytes. ``"auto"`` (default): four if ``schedule`` is
             ``"auto"`` and rounds overlap, but no more than there are parameters; else one.
         min_replicas: Smallest number of replicas with which training goes on after ranks are lost. Live ranks lose no
-            local step; they repeat the round that was under way, and train on the samples of the epoch that lost ranks
-            had not shared. None (default): half of the ranks that were started, rounded up; over Horovod all of them.
-            With the number of ranks, the loss of one rank ends training on all.
-        max_replicas: Largest number of replicas up to which ranks that are started during training are admitted: lost
-            ranks under their earlier numbers, new ranks under new numbers. None (default): as many as were started.
+            local step; they repeat the round that was under way. Samples of the epoch whose steps a lost rank had not
+            shared yet are trained on by the live ranks. None (default): half of the ranks that were started, rounded
+            up; over Horovod all of them. If it is the number of all ranks, the loss of one rank ends training on all.
+        max_replicas: Largest number of replicas. Ranks that are started during training are admitted up to this number:
+            lost ranks under their earlier numbers, new ranks under new numbers. None (default): as many as were
+            started.
         timeouts: Time limits of waits, see `Timeouts`. Default: those of `Timeouts()`.
         part_mb: Largest size in MiB of the parts in which payloads move. Default 16.
         transport: Starts the ranks and moves their bytes: `TorchTransport`, `HorovodTransport`, or a short name,
@@ -161,7 +162,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
             check_optimizers(self.world, self.module, self.optimizers, usual=apart)
 
     def _fit_rule(self) -> None:
-        """Choose a rule without momentum if several optimizers step manually, or warn if the user chose another."""
+        """Set the rule if it is "auto": the mean if several optimizers step manually, else `AdaptiveDiLoCo`.
+
+        Momentum harms several such optimizers, so warn if the user has chosen a rule with momentum for them.
+        """
         in_rounds = not isinstance(self.schedule, Synchronous)
         several = in_rounds and not self.module.automatic_optimization and len(self.optimizers) > 1
         if "rule" in self._left_open:
@@ -177,7 +181,10 @@ class AsyncAveragingStrategy(AsyncStrategy):
         return super().backward(closure_loss, *args, **kwargs)
 
     def loss_of_batch(self, closure_loss: Tensor) -> Tensor:
-        """Return the loss that Lightning has divided by the number of batches of a step, which ranks may choose."""
+        """Return a batch's loss before Lightning divided it by the number of accumulated batches.
+
+        Ranks may accumulate different numbers of batches, so their divided losses could not be compared.
+        """
         divided = self.module.automatic_optimization
         return closure_loss.detach() * (self.module.trainer.accumulate_grad_batches if divided else 1)
 
@@ -203,7 +210,13 @@ class AsyncAveragingStrategy(AsyncStrategy):
 
 
 def _num_fragments(given: int | Literal["auto"], several: bool, num_parameters: int = 4) -> int:
-    """Return the number of fragments: the ``given`` one; for "auto" at most four where ``several`` are allowed."""
+    """Return the number of fragments.
+
+    Args:
+        given: The user's setting. An int is returned unchanged.
+        several: Whether "auto" may give more than one fragment.
+        num_parameters: Number of parameters. "auto" gives at most as many fragments, and at most four.
+    """
     if given != "auto":
         return given
     return max(1, min(4, num_parameters)) if several else 1

@@ -23,22 +23,22 @@ log = logging.getLogger(__name__)
 
 
 class SavedState:
-    """The state of averaging in a checkpoint: loaded by this run, or left by the last fit.
+    """A holder of the state of averaging that this run has loaded from a checkpoint, or that the last fit ended with.
 
     Args:
-        key: Key under which a checkpoint holds the state.
+        key: Key of the state in a checkpoint.
     """
 
     def __init__(self, key: str) -> None:
         self._key = key
         self._is_read = False
-        """Whether the loaded state is a checkpoint's, and was not handed over by ranks that train."""
+        """Whether the loaded state comes from a checkpoint, and not from another session or the ranks that train."""
         self._last: dict[str, Any] | None = None
         self._owner: Any = None
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Begin a run: forget the state that an earlier run has loaded."""
+        """Begin a run: discard the state that an earlier run has loaded."""
         self.origin = "none"
         """Description of the checkpoint that this run goes on from; equal on all ranks that loaded the same one."""
         self.own = False
@@ -50,9 +50,10 @@ class SavedState:
         self._alike: Any = None
 
     def begin_stage(self, module: Any, fitting: bool) -> None:
-        """Begin a stage of the run.
+        """Begin a stage of the run: a fit or an evaluation.
 
-        A fit will take the loaded state. After an evaluation, checkpoints of the same module still hold it.
+        In a fit, a loaded state stays until `take` returns it. In an evaluation, it is only kept for `write`:
+        checkpoints that are saved later contain it, as long as the module is the same.
 
         Args:
             module: The user's module.
@@ -69,7 +70,7 @@ class SavedState:
         self._owner = module
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Take the state of averaging out of a checkpoint that was read."""
+        """Hold the state of averaging of a checkpoint that Lightning has read; the checkpoint stays as it is."""
         self._has_loaded = True
         self._loaded = checkpoint.get(self._key)
         self._last = None
@@ -78,9 +79,13 @@ class SavedState:
         self.origin = (self._loaded or {}).get("origin") or _describe(checkpoint, self._loaded)
 
     def leave_rule(self, rule: str) -> None:
-        """Replace the loaded state of a rule with that of ``rule``, which has none, and make all replicas one model.
+        """Discard the averaging rule's state that was loaded, and every replica's own weights.
 
-        This is for a strategy that goes on from the weights only, whichever strategy wrote the checkpoint.
+        Averaging then goes on with ``rule``, whose state is empty, and all replicas have the checkpoint's weights. This
+        is for a strategy that needs only the weights, whichever strategy wrote the checkpoint.
+
+        Args:
+            rule: Name of the rule.
         """
         if self._loaded is not None:
             begins = {"alike": None, "synchronous": True, "fresh": True}
@@ -90,7 +95,11 @@ class SavedState:
             self._loaded = {**self._loaded, "rule": rule, "rule_state": {}, "replicas": alone, "replica": None}
 
     def take_replica(self) -> dict[str, Any] | None:
-        """Return this replica's own parameters, if they differed from the agreed ones; None at the next call."""
+        """Return this replica's own parameters from the checkpoint, and clear them.
+
+        Returns:
+            The parameters; None if the checkpoint holds the same ones for all replicas, or at a second call.
+        """
         replica = self._replica
         self._replica = None
         return replica
@@ -99,14 +108,15 @@ class SavedState:
         """Return the step runner's saved state, and clear it.
 
         Returns:
-            What this rank had gathered towards its next step, and what is equal on all ranks beside the rule's state.
+            This rank's part, such as the gradients of an open window; and the part that is equal on all ranks. Each is
+            None if nothing was saved.
         """
         taken = self._gathered, self._alike
         self._gathered = self._alike = None
         return taken
 
     def take(self) -> dict[str, Any] | None:
-        """Return the state that the fit goes on from, and clear it."""
+        """Return the loaded state, from which the fit goes on, and clear it; None if there is none."""
         loaded = self._loaded
         self._loaded = None
         return loaded
@@ -116,14 +126,14 @@ class SavedState:
 
         Args:
             state: State of averaging.
-            gathered: What this rank has gathered towards its next step, if the state does not hold that. Default: none.
+            gathered: This rank's part of the step runner's state, if ``state`` does not hold it. Default: none.
         """
         self._loaded = state
         self._gathered = gathered
         self._is_read = False
 
     def keep(self, state: dict[str, Any]) -> None:
-        """Keep the state at the end of a fit, for checkpoints that are saved after it."""
+        """Keep the state that a fit ended with, for checkpoints that are saved after the fit."""
         self._last = state
 
     def write(self, checkpoint: dict[str, Any], now: dict[str, Any] | None, origin: str = "") -> None:
@@ -131,8 +141,8 @@ class SavedState:
 
         Args:
             checkpoint: The checkpoint.
-            now: Present state; None before a fit's start and after its end, when the state that was loaded or kept is
-                written.
+            now: Present state. None before a fit begins and after it has ended: then the loaded state is written, or
+                the one passed to `keep`.
             origin: Description of the checkpoint, if each rank writes a different one. Default: a description is made
                 from the content when the checkpoint is loaded.
         """
@@ -141,14 +151,15 @@ class SavedState:
             checkpoint[self._key] = {**state, "origin": origin} if origin else state
 
     def leave_behind(self) -> None:
-        """Drop the loaded state, because a world of one goes on from the weights alone."""
+        """Discard the loaded state, because a rank that trains alone uses only the checkpoint's weights."""
         if (saved := self.take()) is not None:
             self._warn_of_windows(saved)
 
     def resume(self, averager: BackgroundAverager, rank: int, world_size: int) -> None:
-        """Let the averager go on from the loaded state, if there is one.
+        """Load the saved state into the averager, if there is one.
 
-        A state of another number of ranks is used as far as it does not belong to single ranks; clocks are rank 0's.
+        If the checkpoint was saved with another number of ranks, every rank takes rank 0's clocks, without the parts
+        that belong to rank 0 alone.
 
         Args:
             averager: Averager of this session, not started yet.
@@ -173,7 +184,7 @@ class SavedState:
             self._gathered = own.get("gathered") or self._gathered
 
     def _warn_of_rule(self, saved: dict[str, Any], agreed: RuleState) -> None:
-        """Warn if the averager's rule has a state that the checkpoint, of another rule, does not hold."""
+        """Warn if the averager's rule needs a state, and the checkpoint was saved with another rule and lacks it."""
         if self._is_read and saved["rule"] != agreed.name and agreed.nbytes():
             log.warning(
                 "The checkpoint of %s holds no state of a rule: that of `rule=%r` begins there.",
@@ -181,7 +192,10 @@ class SavedState:
             )  # fmt: skip
 
     def _warn_of_windows(self, saved: dict[str, Any]) -> None:
-        """Warn of gathered gradients that are dropped, because their windows belong to ranks that are not there."""
+        """Warn that this run drops the gradients of open windows that the checkpoint holds.
+
+        It cannot use them, because the checkpoint was saved with another number of ranks, or this rank trains alone.
+        """
         windows = [(each.get("gathered") or {}).get("window") for each in saved["replicas"]]
         samples = [float(window["samples"]) for window in windows if window is not None]
         if not self._is_read or not any(samples):
@@ -199,7 +213,8 @@ class SavedState:
 def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -> dict[str, Any]:
     """Return the engine's state for a checkpoint.
 
-    At a sync point, where all ranks call this together, it holds the clocks of every replica; else only this one's.
+    At a sync point, all ranks call this together, and the state holds the clocks of every replica. Between sync points
+    a rank may call this alone, and the state holds the clocks of this replica only.
     """
     if world is None or world.asynchronous:
         replicas = [averager.clocks()]
@@ -209,12 +224,12 @@ def state_of(averager: BackgroundAverager, world: LightningCollectives | None) -
 
 
 def clocks_of(averager: BackgroundAverager, rank: int) -> dict[str, Any]:
-    """Return the clocks of a rank for `state_of`; only those of rank 0 hold what is equal on all ranks."""
+    """Return a rank's clocks for `state_of`; state that is equal on all ranks is in rank 0's clocks only."""
     return averager.clocks() if rank == 0 else {**averager.clocks(), "alike": None}
 
 
 def _describe(checkpoint: dict[str, Any], state: dict[str, Any] | None) -> str:
-    """Return the progress of a checkpoint, and a checksum of its weights and its rule's state."""
+    """Return a description of a checkpoint: epoch, step, round, and a checksum of its weights and its rule's state."""
     steps = checkpoint.get("global_step")
     epochs = checkpoint.get("epoch")
     checksum = _checksum(checkpoint.get("state_dict", {}).values(), 0)

@@ -1,7 +1,7 @@
 """The base of every strategy of this package: ranks and their launch, one model at the start, collectives.
 
-`ReplicatedStrategy` is the base class. `Roles` tells which ranks are replicas. `asks_the_store` tells whether a process
-learns from the store that it comes back, for jobs whose launcher does not tell it.
+`ReplicatedStrategy` is the base class. `Roles` tells which ranks are replicas. `asks_the_store` returns whether a
+process must ask the store if it was restarted while others train, because its launcher does not say so.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _AUTO = "auto"
 
 
 def asks_the_store(variables: Mapping[str, str]) -> bool:
-    """Return whether a rank must ask the store whether it comes back while others train.
+    """Return whether this rank must ask the store whether it was restarted while the other ranks train.
 
-    It must where the environment variables ask for it, and where each rank has its own agent of torchrun: such an agent
-    starts and counts its own rank only.
+    It must if the environment variables ask for it, or if each rank has its own torchrun agent: such an agent counts
+    only the starts of its own rank, and does not know whether the others were restarted, too.
 
     Args:
         variables: Environment variables of the rank.
@@ -95,13 +95,13 @@ class Roles:
     """Whether training begins only when all ranks have come."""
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError if the roles cannot be had over this transport."""
+        """Raise ValueError if this transport does not support these roles."""
 
     def check_ranks(self, started: int) -> None:
-        """Raise ValueError if these roles cannot be given to ``started`` ranks."""
+        """Raise ValueError if these roles do not fit the number of ranks that were started."""
 
     def is_alone(self, world_size: int) -> bool:
-        """Return whether a replica, one of ``world_size``, trains without any other process."""
+        """Return whether a replica trains without any other process, given the number of live replicas."""
         return world_size == 1
 
     def take_part(self, strategy: Any) -> None:
@@ -161,7 +161,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def cluster_environment(self) -> Any:
-        """The Lightning environment of this rank; it is replaced when the rank's number changes."""
+        """Lightning's cluster environment of this rank; it is replaced when the rank's number changes."""
         return self._environment
 
     @cluster_environment.setter
@@ -196,7 +196,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
     def set_world_ranks(self) -> None:
-        """Pass this rank's number and the number of ranks to the environment, and the former to Lightning's logging."""
+        """Set the rank and the number of ranks in the cluster environment, and the rank in Lightning's logging."""
         environment = self.cluster_environment
         if environment is not None:
             environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
@@ -206,7 +206,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def global_rank(self) -> int:
-        """Current rank; it changes when other ranks are lost and training goes on without them."""
+        """Current rank; it may change when other ranks are lost and training goes on without them."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.rank
         # The environment of a joining rank gives it the last number of all ranks, dedicated servers included.
@@ -214,7 +214,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def world_size(self) -> int:
-        """Number of live replicas: ranks that are lost, or that are no replicas, do not count."""
+        """Number of live replicas: lost ranks and dedicated servers do not count."""
         if self.live_ranks is not None:
             return self.live_ranks.generation.world_size
         return super().world_size - self.roles.num_serving
@@ -229,17 +229,21 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def num_started(self) -> int:
-        """Number of replicas that began, including those that were lost since."""
+        """Number of replicas at the start of the job, including those that were lost later."""
         return self.world_size if self.live_ranks is None else self.live_ranks.started
 
     def _configure_launcher(self) -> None:
         self._launcher = self.transport.launcher(self, self.num_processes, self.num_nodes, self._child_died)
 
     def _child_died(self, local_rank: int, returncode: int) -> timedelta | None:
-        """Report a dead rank of this host to the others.
+        """Report to the other ranks that a process of this host has ended.
+
+        Args:
+            local_rank: Local rank of the process.
+            returncode: Exit status of the process.
 
         Returns:
-            The time that the other ranks may take to end; None if they go on.
+            Time after which the launcher kills the other processes of this host; None if they train on.
         """
         rank = self.node_rank * self.num_processes + local_rank
         live_ranks = self.live_ranks
@@ -263,13 +267,13 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self.connect_ranks()
 
     def _comes_late(self) -> bool:
-        """Return whether the store says that the other ranks train already; False where the store is not asked.
+        """Return whether the other ranks train already, as the store says; False if this rank need not ask the store.
 
-        Where the store is asked, all ranks call this in their first run.
+        If ranks must ask the store, all of them call this in their first run.
 
         Raises:
-            ValueError: the settings do not let the store decide this.
-            CollectiveTimeout: ranks are missing, and no rank trains.
+            ValueError: the environment asks for it, but ``wait_for_workers`` lets training begin without some ranks.
+            CollectiveTimeout: other ranks do not come, and no training is under way.
         """
         if self.host is None or not asks_the_store(os.environ):
             return False
@@ -302,11 +306,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def place(self) -> Any:
-        """The environment in which only the live replicas are counted."""
+        """The cluster environment with the current rank and the number of live replicas."""
         return among(self.live_ranks, self.cluster_environment, self.roles.num_serving)
 
     def use(self, connection: Connection, run: int) -> None:
-        """Use a connection of all ranks for the run with this number."""
+        """Use this connection, which all ranks share, for run number ``run``."""
         self._connection = connection
         self.num_runs = run
         self._operations = 0
@@ -318,17 +322,17 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def bucket_device(self) -> torch.device:
-        """The device on which payloads are staged."""
+        """The device that holds the buckets in which payloads are sent and received."""
         return self.transport.bucket_device(self.root_device)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Restore the optimizers' state as Lightning does, after a check that the state is that of these optimizers."""
+        """Restore the optimizers' state as Lightning does, after checking that these optimizers can take it."""
         check_saved(self.optimizers, checkpoint["optimizer_states"])
         super().load_optimizer_state_dict(checkpoint)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the strategy's name, and its variants with a suffix for each way to start ranks from a notebook."""
+        """Register the strategy's name, and the names with a suffix for each way to start ranks from a notebook."""
         names = {cls.strategy_name + suffix: transport for suffix, transport in REGISTERED.items()}
         refuse_elsewhere(cls, names)
         for name, transport in names.items():
@@ -356,9 +360,9 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
     def _lightning_module(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, module: LightningModule | None
     ) -> None:
-        """Store the module, and hide that it is compiled until `launcher` or `connect` shows it again.
+        """Store the module, and hide that it is compiled until the Trainer reads `launcher` or calls `connect`.
 
-        The Trainer would refuse a compiled module before it knows whether this strategy can train it.
+        Otherwise the Trainer would refuse a compiled module before it knows whether this strategy can train it.
         """
         self._users_module = module
         self._compiled.hide(module)
@@ -373,7 +377,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         self._compiled.show()
 
     def setup_replica(self, trainer: Any) -> None:
-        """Set up the replica: precision, device, one model on all ranks and, in a fit, the optimizers."""
+        """Set up the replica: its precision, its device, the same model on all ranks and, in a fit, the optimizers."""
         fitting = trainer.state.fn == "fit"
         cast(Any, self.accelerator).setup(trainer)
         self.model = self.precision_plugin.convert_module(self.module)
@@ -398,7 +402,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         return output
 
     def skip_batch(self) -> None:
-        """Do not count the current batch: in automatic optimization, `training_step` has returned None."""
+        """Leave the current batch uncounted, because `training_step` returned None in automatic optimization."""
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         with self.own_steps.taking(optimizer):
@@ -412,7 +416,11 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
             make_equal(self.world, self.module)
 
     def tell_alone(self, why: str = "") -> None:
-        """Log that there is only one rank, which trains alone, and ``why`` that matters."""
+        """Log that there is only one rank, which trains as with a single device.
+
+        Args:
+            why: Consequence to add to the line, such as "so there is nothing to average". Default: none.
+        """
         what = f"there is one rank only, and it trains as with a single device{why and ', '}{why}"
         rank_zero_info(f"{type(self).__name__}: {what}.")
 
@@ -420,7 +428,7 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         """Close the connection.
 
         Args:
-            in_order: Whether the ranks close it together, so that none of them ends while another still uses it.
+            in_order: Whether to wait until all ranks close it, so that no rank ends while another still uses it.
         """
         if self._connection is not None:
             self._connection.close(in_order)
@@ -428,13 +436,14 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
 
     @property
     def world(self) -> LightningCollectives | None:
-        """Collectives over all ranks while the Trainer runs; None otherwise, and in a world of one."""
+        """Collectives over all ranks; None before the ranks connect, after the run, and if this rank trains alone."""
         return self._connection.world if self._connection is not None else None
 
     def _together(self) -> AbstractContextManager[LightningCollectives | None]:
-        """Return a context with the collectives of all ranks, as `world` has them; None for a rank alone.
+        """Return a context with collectives over all ranks; with None if this rank trains alone.
 
-        After a run the ranks connect for one operation, such as ``trainer.save_checkpoint`` after ``fit``.
+        During a run they are those of `world`. After a run the ranks connect again for the time of the context, for one
+        operation such as ``trainer.save_checkpoint`` after ``fit``, unless this rank has failed.
         """
         # A rank that has failed must not wait for the others.
         if self._connection is not None or self.num_runs == 0 or self.failed or self.roles.is_alone(self.world_size):

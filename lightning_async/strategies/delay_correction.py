@@ -5,8 +5,8 @@
 - `ParameterLookahead` swaps the parameters with a predicted copy during a batch's forward and backward pass. At all
   other times the parameters are those that the optimizer has stepped to.
 
-Both forget their state at sync points, so that training after a sync point does not depend on state that a checkpoint
-without it would lack.
+Both discard their state at sync points. So training goes on in the same way after a sync point as from a checkpoint
+that was saved there without this state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_async.engine.gradients.reduction import Reduction, SynchronousGra
 
 
 class Correcting:
-    """A correction of the delay; this base class corrects nothing.
+    """A correction of the delay of gradients; this base class corrects nothing.
 
     Args:
         gradients: The component that averages gradients of windows.
@@ -43,22 +43,22 @@ class Correcting:
         yield
 
     def change_(self, mean: Tensor, arrived: Reduction) -> None:
-        """Correct the mean that has arrived in place, before the optimizer steps with it.
+        """Correct ``mean`` in place, before the optimizer steps with it.
 
         Args:
-            mean: Flat mean of the gradients.
-            arrived: Reduction that made it.
+            mean: Mean of the gradients, as one flat tensor.
+            arrived: Reduction that computed the mean.
         """
 
     def forget(self) -> None:
-        """Forget the state, because a sync point has opened."""
+        """Discard the correction's state, because a sync point has opened."""
 
     def state(self) -> Any:
-        """Return the state for a checkpoint: plain values and tensors."""
+        """Return the correction's state for a checkpoint, as plain values and tensors; None if there is none."""
         return None
 
     def load(self, state: Any) -> None:
-        """Go on from a saved state, unless it is the state of another correction."""
+        """Load a saved state; ignore it if it belongs to another correction."""
 
 
 class LateGradientCorrection(Correcting):
@@ -67,7 +67,7 @@ class LateGradientCorrection(Correcting):
     Args:
         gradients: The component that averages gradients of windows.
         correction: Formula of the correction.
-        number: Returns the number of steps that were taken.
+        number: Returns the number of steps taken so far.
     """
 
     def __init__(
@@ -86,7 +86,10 @@ class LateGradientCorrection(Correcting):
             self._before = state.to(self._replica.device)
 
     def change_(self, mean: Tensor, arrived: Reduction) -> None:
-        """Correct the mean, if it is late by a step, for the parameters of now."""
+        """Correct ``mean`` in place if a step was taken since its gradients were computed.
+
+        The correction follows from how far the parameters have moved in that step.
+        """
         now = torch.empty_like(mean)
         before = self._before
         self._replica.pack_parameters_(now)
@@ -185,12 +188,12 @@ class ParameterLookahead(Correcting):
 def correcting(
     correction: DelayCorrection | None, gradients: SynchronousGradients, number: Callable[[], int]
 ) -> Correcting:
-    """Return the `Correcting` that carries out a correction.
+    """Return the object that applies a correction to a replica: a subclass of `Correcting`.
 
     Args:
         correction: The correction; None for none.
         gradients: The component that averages gradients of windows.
-        number: Returns the number of steps that were taken.
+        number: Returns the number of steps taken so far.
     """
     if isinstance(correction, GradientCorrection):
         return LateGradientCorrection(gradients, correction, number)

@@ -47,8 +47,8 @@ class AsyncGradientStrategy(AsyncStrategy):
     Args:
         accumulate: Number of batches in a window. Default 1: as many steps as DDP takes. ``"until_reduced"``: each
             window lasts until the one before is reduced, and at least one batch, so that no rank waits for another.
-            `BalancedWindows`: slow ranks have fewer batches in a window. An `AdaptiveGradientAccumulation` among the
-            callbacks replaces a number.
+            `BalancedWindows`: slow ranks have fewer batches in a window. If ``accumulate`` is a number, an
+            `AdaptiveGradientAccumulation` among the callbacks replaces it.
         delay: 1 (default): a window's step is taken when the next window is full. 0: training waits for each step.
         warmup_steps: Number of steps without delay at the start of training. Default 0.
         correction: Correction of the delay. None (default): none. `DelayCompensation` changes late gradients;
@@ -56,13 +56,13 @@ class AsyncGradientStrategy(AsyncStrategy):
             parameters.
         compression: Form in which gradients are sent: "none" (default), as fp32; "bf16" (half of the bytes); "int8" or
             "fp8" (a quarter, with a scale per 256 elements); "topk" or `TopK(fraction)`, only the largest elements;
-            "powersgd" or `PowerSGD(rank)`, matrices as products of thin ones. What a message lacks is kept and goes
-            with the next message; checkpoints hold it. Compression needs memory for two fp32 copies of the parameters.
-            "topk" and "powersgd" delay a large part of each gradient, and need a smaller learning rate.
+            "powersgd" or `PowerSGD(rank)`, matrices as products of thin ones. The error of a message is kept as a
+            residual and added to the next message; checkpoints hold it. Compression needs memory for two fp32 copies of
+            the parameters. "topk" and "powersgd" delay a large part of each gradient, and need a smaller learning rate.
         buffers: Treatment of floating-point buffers (BatchNorm statistics) at sync points: ``"average"`` (default),
             ``"keep"``, ``"broadcast"`` or ``"recompute"``, see `AsyncAveragingStrategy`.
-        min_replicas: Smallest number of replicas with which training goes on after ranks are lost; these reduce the
-            windows in flight again, among themselves. None (default): half of the ranks that were started, rounded up;
+        min_replicas: Smallest number of replicas with which training goes on after ranks are lost; the live ranks
+            repeat the averaging that was under way. None (default): half of the ranks that were started, rounded up;
             over Horovod all of them.
         max_replicas: Largest number of replicas up to which ranks that are started during training are admitted, see
             `AsyncAveragingStrategy`. None (default): as many as were started.
@@ -150,10 +150,10 @@ class AsyncGradientStrategy(AsyncStrategy):
         super().setup_environment()
 
     def _check(self, trainer: Any) -> None:
-        """Refuse settings of the Trainer that this strategy would not carry out as they are named.
+        """Refuse settings of the Trainer that have no effect with this strategy.
 
         Raises:
-            ValueError: there is such a setting.
+            ValueError: ``accumulate_grad_batches`` is not 1, or there is a `GradientAccumulationScheduler`.
         """
         owner = type(self).__name__
         if trainer.accumulate_grad_batches != 1:
@@ -206,15 +206,15 @@ class AsyncGradientStrategy(AsyncStrategy):
 
     @property
     def is_update_step(self) -> bool:
-        """Whether the optimizer has stepped in this batch; for hooks at the end of a batch."""
+        """Whether the optimizer has stepped during the current batch; meant for hooks at the end of a batch."""
         if self.updates is not None:
             return self.updates.taken
         return self._trainer is not None and not self._trainer.fit_loop._should_accumulate()
 
     def tell_place(self) -> None:
-        """Record how far this replica is in its data when a window leaves.
+        """Record, when a window is sent, that its message covers all batches up to the current one.
 
-        If this rank is lost, the others train on its samples from there.
+        If this rank is lost, the other ranks train on its remaining samples from there.
         """
         if self.fit_sessions is not None:
             self.fit_sessions.patches.tell_place()

@@ -1,9 +1,9 @@
 """The admission of a joining rank, on the ranks that train: they go on with it from a sync point.
 
     ranks that train                         joining rank, a process of its own, see `strategies/joining_rank`
-    pin a notice with the run and its settings
-                                             builds its model, compares settings, sends heartbeats beside the run's
-    see it, and rank 0 invites it
+    rank 0 writes a notice to the store: the run and its settings
+                                             builds its model, compares settings, sends heartbeats to these ranks
+    notice the heartbeats, and rank 0 invites the joining rank
     ------ all ranks connect while the old connection is in use and training goes on, see `JoinPreparation` ------
     come to a sync point, where rank 0 copies its state; they exchange over the old connection whether each of them
     can admit the joining rank
@@ -11,7 +11,7 @@
         rank 0 sends its state
                                              takes over the state, and trains with the others
         if not: the new connection is closed, and training goes on as before
-                                             reads that, and waits again or ends
+                                             reads that it is not admitted, and waits again or ends
 
 A joining rank that fails at any moment does not stop the others. Read `JoinCoordinator` first, which acts at sync
 points. `JoinPreparation` prepares joins on a thread of each rank, and connects the ranks with a `JoinConnector`.
@@ -64,7 +64,7 @@ _GONE = "rank 0 was lost."
 
 
 class PreparedJoin(NamedTuple):
-    """A connection of all ranks that train with a joining rank, ready for its admission.
+    """A connection between all ranks that train and a joining rank, ready for the admission of the joining rank.
 
     Args:
         joining_rank: Name under which the joining rank waits.
@@ -119,10 +119,10 @@ class JoinConnector:
             rank: Number of this rank in the new connection.
             joining_rank: Name of the joining rank.
             place: The invitation.
-            check: Called while ranks connect; raises if one of them will not come.
-            made: Called with the connection before its groups are formed, which closing the connection ends. Default:
-                nothing is called.
-            own: Place of the joining rank in the epoch, if this rank is the joining rank. Default: it is not.
+            check: Called repeatedly while the ranks connect; raises an error if one of them will not connect.
+            made: Called with the new connection before its groups are formed. Closing that connection interrupts the
+                forming of groups. Default: nothing is called.
+            own: The joining rank's place in the epoch, on the joining rank. Default: this rank trains already.
 
         Raises:
             AsyncTrainingError: the ranks could not connect; the new connection is closed.
@@ -148,9 +148,9 @@ class JoinConnector:
 
 
 def release(connection: Connection, why: str) -> None:
-    """Close a prepared connection that is not used, and report why to its other ranks, so that they do not wait.
+    """Close a prepared connection that is not used, and report ``why`` to its other ranks, so that they do not wait.
 
-    This takes some seconds at most.
+    This takes a few seconds at most.
     """
     connection.outlives = False
     connection.membership.on_change = None
@@ -173,7 +173,10 @@ class JoinCoordinator(CollectiveCallback):
         self._state: JoinState | None = None
 
     def open(self, trainer: Any) -> None:
-        """Begin to admit joining ranks: a session has begun. The current rank 0 pins a notice of the run."""
+        """Begin to admit joining ranks, at the start of a session.
+
+        The current rank 0 writes a notice of the run to the store, which joining ranks read.
+        """
         strategy = self._strategy
         transport = self._strategy.transport
         connection = strategy.connection
@@ -198,9 +201,9 @@ class JoinCoordinator(CollectiveCallback):
         self.notice()
 
     def close(self) -> None:
-        """End the admission of joining ranks: the session ends.
+        """End the admission of joining ranks, at the end of a session.
 
-        The notice of the run stays if this rank has failed, because the others may train on.
+        The current rank 0 clears the notice of the run, unless it has failed: the other ranks may then train on.
         """
         if self._speaks and not self._strategy.failed:
             self._pin({})
@@ -215,7 +218,7 @@ class JoinCoordinator(CollectiveCallback):
 
     @property
     def _speaks(self) -> bool:
-        """Whether this rank pins the notice for joining ranks; the current rank 0 does."""
+        """Whether this rank is the current rank 0, which writes the notice for joining ranks."""
         live_ranks = self._strategy.live_ranks
         return self._door is not None and live_ranks is not None and live_ranks.generation.rank == 0
 
@@ -225,7 +228,7 @@ class JoinCoordinator(CollectiveCallback):
             self._door.pin(notice)
 
     def notice(self) -> None:
-        """Look for joining ranks and lost ranks after heartbeats have changed; called on the heartbeats' thread."""
+        """Look for joining ranks and lost ranks, after heartbeats or the live ranks have changed; on any thread."""
         if (join_preparation := self._join_preparation) is not None:
             join_preparation.look()
 
@@ -242,13 +245,13 @@ class JoinCoordinator(CollectiveCallback):
             call()
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Admit a joining rank if all ranks can admit the same one.
+        """Admit a joining rank if all ranks have prepared a join with the same one.
 
-        All ranks stand at a sync point and hold one model. One exchange tells each rank whether all can, and where each
-        rank is in the epoch; no rank may change afterwards what it has sent.
+        All ranks are at a sync point and hold the same model. In one exchange each rank sends which join it has
+        prepared and where it is in the epoch. All ranks decide by these values, so none may change its own afterwards.
 
         Returns:
-            False, because the model stays as it is.
+            Always False: the model was not replaced.
         """
         strategy = self._strategy
         fit_sessions = self._strategy.fit_sessions
@@ -256,7 +259,7 @@ class JoinCoordinator(CollectiveCallback):
         if join_preparation is None or fit_sessions is None or fit_sessions.session is None:
             return False
         averager = fit_sessions.session.averager
-        # Where rank 0 has taken its last step, a joining rank, which takes over its state, would have nothing to do.
+        # A joining rank takes over rank 0's state, so after rank 0's last step it would have nothing to do.
         ready = None if world.rank == 0 and strategy.module.trainer.fit_loop.done else join_preparation.hold()
         mine = ["", None, {}, []]
         own = None
@@ -288,7 +291,7 @@ class JoinCoordinator(CollectiveCallback):
     def _take_in(
         self, ready: PreparedJoin, own: Packed | None, clocks: list[Any], places: list[Any], world: LightningCollectives
     ) -> None:
-        """Go on with the joining rank, over its connection.
+        """End the session, begin one over the prepared connection with the joining rank, and send it rank 0's state.
 
         Args:
             ready: The prepared join.
@@ -331,11 +334,11 @@ class JoinCoordinator(CollectiveCallback):
             self._hands_over.start()
 
     def _pack(self, ready: PreparedJoin, fit_sessions: FitSessions) -> tuple[Packed | None, str | None]:
-        """Pack the state that rank 0 sends to the joining rank; on other ranks, do nothing.
+        """Pack, on rank 0, the state that it sends to the joining rank; do nothing on other ranks.
 
         Returns:
-            The packed state, None if there is none; and the reason of a failure, ``""`` without one, None on other
-            ranks.
+            On rank 0, the packed state and ``""``; after a failure, None and the error's text. On other ranks, None and
+            None.
         """
         if ready.pair is None:
             return None, None
@@ -356,7 +359,7 @@ class JoinCoordinator(CollectiveCallback):
 
 
 def _hand_over(ready: PreparedJoin, *states: Packed) -> None:
-    """Send states from rank 0 to the joining rank, on a thread of its own, while the other ranks train on."""
+    """Send states from rank 0 to the joining rank; runs on its own thread, so that training goes on meanwhile."""
     assert ready.pair is not None
     try:
         world = LightningCollectives(ready.pair, ready.connection.membership.check)
@@ -372,17 +375,17 @@ class JoinPreparation:
     wait for a joining rank --(its heartbeat)--> invite it (rank 0), or read the invitation (other ranks)
     --> connect, and form all groups --> ready: call the ranks to a sync point --> taken by `JoinCoordinator`
 
-    A thread does this while there is a joining rank. If a rank does not come, is lost, or fails before the join is
-    taken, the joining rank gets an answer and the connection is closed. Each name is prepared only once: a joining rank
-    that was not admitted comes again under another name.
+    A thread does this while there is a joining rank. If a rank does not connect, is lost, or fails before the join is
+    taken, the joining rank is told to try again, and the connection is closed. Each name is prepared only once: a
+    joining rank that tries again does so under another name.
 
     Args:
         view: Strategy of this rank, which trains.
         connector: Connects this rank with the others and the joining rank.
         door: Board with the notes between this run and joining ranks.
         most: Largest number of replicas.
-        on_coming: Called on the preparing thread before this rank connects with a joining rank.
-        on_ready: Called on the preparing thread when a joining rank can be admitted.
+        on_coming: Called on the preparation's thread before this rank connects with a joining rank.
+        on_ready: Called on the preparation's thread when a joining rank can be admitted.
     """
 
     def __init__(
@@ -414,7 +417,7 @@ class JoinPreparation:
         """Connection whose groups are being formed, which `close` interrupts."""
 
     def look(self) -> None:
-        """Start the preparing thread if there is a joining rank, or if the join that is ready is broken.
+        """Start the preparation's thread if a joining rank waits, or if a rank of the join that is ready was lost.
 
         Any thread may call this; it does not wait for other ranks.
         """
@@ -425,45 +428,44 @@ class JoinPreparation:
                 self._thread.start()
 
     def hold(self) -> PreparedJoin | None:
-        """Return the join that this rank can take, if there is one, and hold it until `take` or `let_go`.
+        """Return the join that is ready, and keep it unchanged until `take` or `let_go`; None if there is none.
 
-        A held join stays valid for this rank even if a rank is lost meanwhile, because it has told the others that it
-        can take it.
+        Meanwhile this rank tells the others that it can take the join, so it keeps the join even if a rank is lost.
         """
         with self._lock:
             self._held = self._ready is not None and not self._broken()
             return self._ready if self._held else None
 
     def let_go(self) -> None:
-        """Release the hold, because other ranks cannot take the join, or cannot take it yet."""
+        """Undo `hold`, because not all other ranks can take the join now."""
         with self._lock:
             self._held = False
         self.look()
 
     def take(self) -> None:
-        """Hand the held join over to the caller."""
+        """Remove the held join: from now on its connection belongs to the caller of `hold`."""
         with self._lock:
             self._ready = None
             self._held = False
 
     def answer(self, joining_rank: str, admitted: bool, again: bool = False) -> None:
-        """Write the answer for a joining rank, which trains only after it has read that it is admitted.
+        """Write to the store whether a joining rank is admitted; it does not train before it has read this.
 
         Args:
             joining_rank: Name of the joining rank.
-            admitted: Whether it was admitted.
-            again: Whether it may come again under another name. Default False.
+            admitted: Whether it is admitted.
+            again: Whether it may try again under another name. Default False.
         """
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
             self._door.answer(joining_rank, admitted, again)
 
     def drop(self, ready: PreparedJoin, why: str) -> None:
-        """Release a join that was taken and cannot be completed, on another thread, so that training does not wait."""
+        """Close the connection of a join that was taken and cannot be completed, without waiting for its end."""
         threading.Thread(target=release, args=(ready.connection, why), name="lightning_async goodbye").start()
         self.look()
 
     def close(self) -> None:
-        """End the preparation, and tell a joining rank that is ready to come again."""
+        """End the preparation; if a join is ready, tell its joining rank to try again, and close its connection."""
         self._ends.set()
         with self._lock:
             thread = self._thread
@@ -482,9 +484,10 @@ class JoinPreparation:
             thread.join(_END_S)
 
     def _waiting(self) -> list[str]:
-        """Return the names of joining ranks that could be invited; none while a join is ready.
+        """Return the names of joining ranks that can be invited now; none while a join is ready.
 
-        A joining rank whose stable id is that of a live rank must wait until that rank is known to be lost.
+        A rank that was started again has the stable id of the rank that it replaces. It must wait until that rank is
+        known to be lost.
         """
         live_ranks = self._view.live_ranks
         if self._ends.is_set() or self._ready is not None or live_ranks is None:
@@ -497,7 +500,10 @@ class JoinPreparation:
         ]
 
     def _broken(self) -> bool:
-        """Return whether the join that is ready cannot be completed any more, because a rank is lost."""
+        """Return whether the join that is ready cannot be completed, because one of its ranks was lost.
+
+        Return False while the join is held.
+        """
         try:
             if self._ready is not None and not self._held:
                 self._ready.connection.membership.check()
@@ -540,7 +546,10 @@ class JoinPreparation:
                 self._on_ready()
 
     def _invitation(self, waiting: list[str]) -> tuple[str, dict[str, Any]] | None:
-        """Return a joining rank and its invitation: rank 0 writes one for the first that waits, other ranks read it."""
+        """Return the name of a joining rank and its invitation; None if there is no invitation yet.
+
+        Rank 0 writes the invitation, for the first of the ``waiting`` ranks; the other ranks read it from the store.
+        """
         live_ranks = self._view.live_ranks
         assert live_ranks is not None
         with contextlib.suppress(RuntimeError, OSError):  # the store is gone: the heartbeat says so
@@ -563,7 +572,7 @@ class JoinPreparation:
         return None
 
     def _prepare(self, joining_rank: str, place: dict[str, Any]) -> bool:
-        """Connect with an invited rank; return whether the join is ready."""
+        """Connect with an invited joining rank; return whether the join is ready for `hold`."""
         live_ranks = self._view.live_ranks
         membership = self._connection.membership
         assert live_ranks is not None
@@ -610,12 +619,12 @@ class JoinPreparation:
         tell_failed(live_ranks.generation.rank, joining_rank, why)
 
     def _send_again(self, joining_rank: str) -> None:
-        """Tell a joining rank to come again; called before its connection is closed, so that it finds the answer."""
+        """Tell a joining rank to try again; called before its connection is closed, so that it finds the answer."""
         self.answer(joining_rank, admitted=False, again=True)
 
 
 def for_life(joining_rank: str) -> str:
-    """Return the stable id of a joining rank, which is the first part of its name."""
+    """Return the stable id of a joining rank: the part of its name before the first dot."""
     return joining_rank.partition(".")[0]
 
 
@@ -628,6 +637,6 @@ def tell_failed(rank: int, joining_rank: str, why: str) -> None:
 def digest(module: Any) -> int:
     """Return a hash of the names, shapes and types of all tensors that replicas share.
 
-    It leaves out which parameters are trained, because that may change within a fit.
+    The hash does not depend on which parameters are trained, because that may change within a fit.
     """
     return zlib.crc32(repr([line.rpartition(", ")[0] for line in describe(module)]).encode())

@@ -64,10 +64,12 @@ class JoiningRank:
 
         Raises:
             SettingsMismatch: the other ranks train with other settings.
-            ValueError: the other ranks are in another fit, have another model, or use a transport that admits no rank.
-            SIGTERMException: this process was told to end while it waited.
-            CollectiveTimeout: no rank trains, or admits this rank, for 30 minutes.
-            StoreLost: the store is lost, or silent for `Timeouts(dead_after=)`.
+            ValueError: the other ranks are in another fit, or have another model; or ranks cannot join over this
+                transport; or this rank's own limits would end training at once.
+            SIGTERMException: this process received SIGTERM while it waited.
+            CollectiveTimeout: for 30 minutes no rank trains, or the ranks that train do not answer.
+            StoreLost: the store is lost, or has not answered for `Timeouts(dead_after=)`.
+            AsyncTrainingError: the ranks that train have decided not to admit this rank.
         """
         try:
             self._join()
@@ -99,12 +101,12 @@ class JoiningRank:
         worthwhile: Callable[[], bool] = lambda: True,
         look_s: float = _BOARD_LOOK_S,
     ) -> dict[str, Any]:
-        """Wait until a note is found, and return it.
+        """Wait until the other ranks have written a note to the store, and return it.
 
         Args:
-            look: Returns the note; empty if there is none yet.
-            worthwhile: Returns whether a note may still come; if not, an empty one is returned. Default: always.
-            look_s: Longest pause between two looks.
+            look: Reads the note; returns an empty one if it is not there yet.
+            worthwhile: Returns whether the note may still come; if not, an empty note is returned. Default: always.
+            look_s: Longest time between two calls of ``look``, in seconds.
         """
         patience = WaitWithLog(
             self._number, self.patience, self._end_if_told, sleep=lambda seconds: time.sleep(min(seconds, look_s))
@@ -114,7 +116,7 @@ class JoiningRank:
         return found
 
     def _end_if_told(self) -> None:
-        """Raise SIGTERMException if this process was told to end: Lightning's handler only notes the signal."""
+        """Raise SIGTERMException if this process has received SIGTERM, which Lightning's handler only records."""
         if self._trainer.received_sigterm:
             raise pytorch("utilities.exceptions").SIGTERMException
 
@@ -134,7 +136,7 @@ class JoiningRank:
             )
 
     def _visit(self, transport: TorchTransport, door: JoinBoardWithTimeout, room: str) -> bool:
-        """Send heartbeats beside a run until this rank is invited, and try to join.
+        """Send heartbeats to the ranks of a run until they invite this rank, then try to join them.
 
         Args:
             transport: Transport of this rank.
@@ -142,7 +144,7 @@ class JoiningRank:
             room: Prefix of the run's keys in the store.
 
         Returns:
-            Whether this rank has joined; False if it could not, and may try again.
+            Whether this rank has joined; False if that failed, and it may try again.
         """
         strategy = self._strategy
         self._attempts += 1
@@ -175,7 +177,7 @@ class JoiningRank:
     def _connect(
         self, transport: TorchTransport, joining_rank: str, place: dict[str, Any], door: JoinBoardWithTimeout
     ) -> PreparedJoin | None:
-        """Connect with all ranks that train; return None if they could not connect, and train on without this rank."""
+        """Connect with all ranks that train; return None if that fails, and they train on without this rank."""
 
         def check() -> None:
             self._end_if_told()
@@ -198,13 +200,13 @@ class JoiningRank:
             return None
 
     def _receive(self, ready: PreparedJoin, answer: Callable[[], dict[str, Any]]) -> dict[str, Any] | None:
-        """Receive the state of rank 0 after all ranks have come to a sync point.
+        """Receive rank 0's state, which rank 0 sends when all ranks have come to a sync point and admit this rank.
 
         Returns:
-            The state; None if it does not come, and this rank may try again.
+            The state; None if rank 0 does not send it, and this rank may try again.
 
         Raises:
-            AsyncTrainingError: the ranks have refused this rank at their sync point.
+            AsyncTrainingError: the ranks have decided at their sync point not to admit this rank.
             StoreLost: the store is lost.
         """
         connection = ready.connection
@@ -232,7 +234,7 @@ class JoiningRank:
             return None
 
     def _take_part(self, ready: PreparedJoin, state: dict[str, Any], answer: Callable[[], dict[str, Any]]) -> None:
-        """Wait for the admission, restore the state, and begin a session with the other ranks."""
+        """Wait until this rank is admitted, restore the received state, and begin a session with the other ranks."""
         strategy = self._strategy
         trainer = self._trainer
         fit_sessions = self._strategy.fit_sessions
@@ -261,7 +263,7 @@ class JoiningRank:
         """Wait until the other ranks have written that this rank is admitted.
 
         Raises:
-            AsyncTrainingError: this rank is not admitted, or the other ranks are lost.
+            AsyncTrainingError: this rank is not admitted, or another rank is lost.
         """
         # Twice the time after which a rank is lost, because a rank may be lost during the vote.
         patience = max(PATIENCE, 2 * self._strategy.config.timeouts.dead_after)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LocalSteps(StepRunner):
-    """The step runner of averaging: the averager plans each step, as a local or a synchronous one, and counts it.
+    """The step runner of averaging: the averager decides whether each step is local or synchronous, and counts it.
 
     Args:
         strategy: Strategy of this rank.
@@ -83,10 +83,10 @@ class LocalSteps(StepRunner):
         self._of_batch = samples
 
     def finish_batch(self) -> None:
-        """Report the batch as one step, in manual optimization.
+        """Report the batch as one step to the averager, which may then merge a round; only in manual optimization.
 
-        Merges happen between batches only: between the steps of two losses, a merge would change parameters that the
-        second loss's graph still needs.
+        Rounds are merged only between batches. Between the steps of two losses of a batch, a merge would change
+        parameters that the second loss's graph still needs.
         """
         planned = self._batch_step
         self._batch_step = None
@@ -129,7 +129,7 @@ class LocalSteps(StepRunner):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context for a backward pass, during which gradients of a synchronous step are sent."""
+        """Return a context for a backward pass; if possible, gradients of a synchronous step are sent during it."""
         self._batches.see()
         trained = self._gradients.replica.tensors.trained.values()
         if self._strategy.module.automatic_optimization and all(p.grad is None for p in trained):
@@ -145,17 +145,20 @@ class LocalSteps(StepRunner):
             raise
 
     def after_backward(self) -> None:
-        """Average the gradients that a backward pass has made for a synchronous step, in manual optimization."""
+        """In manual optimization, average the gradients of a backward pass if the batch's step is synchronous."""
         if self._is_synchronous():
             self._reduce_gradients()
             self._reduced = True
 
     def _is_synchronous(self) -> bool:
-        """Return whether this batch's step is a synchronous one, in manual optimization."""
+        """Return whether the current batch's step is synchronous; always False in automatic optimization."""
         return self._batch_step is Action.GRADIENTS
 
     def _synchronised(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a closure that also averages the gradients over all replicas, before they are unscaled and clipped."""
+        """Return a closure that calls ``closure``, then averages the gradients over all replicas.
+
+        Lightning unscales and clips gradients after the closure, so it does so with the mean.
+        """
 
         def wrapped() -> Any:
             self._in_step = True
@@ -189,9 +192,10 @@ class LocalSteps(StepRunner):
 
     @property
     def _factor(self) -> float:
-        """Factor that makes accumulated gradients a mean over the batches that have a loss.
+        """Factor that turns accumulated gradients into their mean over the batches that have a loss.
 
-        Lightning divides each loss by the number of all batches, but only samples of batches with a loss are counted.
+        Lightning divides each loss by the number of all accumulated batches, even if `training_step` returned None for
+        some of them. Only the samples of the batches with a loss are counted.
         """
         trainer: Any = self._strategy.module.trainer
         if not self._without_loss or any(isinstance(each, AdaptiveGradientAccumulation) for each in trainer.callbacks):
@@ -202,15 +206,16 @@ class LocalSteps(StepRunner):
 
     @property
     def _sample_counts(self) -> float:
-        """Number of samples of the gradients that are not averaged yet.
+        """Number of samples of the gradients that are averaged next.
 
-        In manual optimization these are the samples of the current batch only, because the gradients of each backward
-        pass are averaged after it, also if several are accumulated.
+        In automatic optimization these are the samples of all accumulated batches. In manual optimization they are
+        those of the current batch only, because gradients are averaged after each backward pass, even if several passes
+        accumulate.
         """
         return self._samples if self._strategy.module.automatic_optimization else self._of_batch
 
     def _tick(self, planned: Action, stepped: bool) -> None:
-        """Report a step to the averager, which may merge a round that has arrived."""
+        """Report a step to the averager, which may then merge the mean of a round into the parameters."""
         self._batches.see()
         strategy = self._strategy
         samples = self._samples
@@ -225,15 +230,22 @@ class LocalSteps(StepRunner):
             reset(strategy.optimizers)
 
     def _forget_state(self) -> None:
-        """Reset the optimizers unless their state is averaged, after this replica had values that were not finite.
+        """Reset the optimizers after this replica's parameters were not finite, unless their state is averaged.
 
-        The state of its optimizers is not finite then, either.
+        The averager has replaced the parameters, but the state of the optimizers may not be finite, either.
         """
         if self._strategy.optimizer_state_policy != "average":
             reset(self._strategy.optimizers)
 
     def _count(self, *_: Any) -> None:
-        """Count a step that an optimizer has taken: mixed precision skips steps, and users call optimizers as well."""
+        """Count a step that an optimizer has taken; called by a hook of the optimizer.
+
+        Lightning's calls do not show how many steps were taken: mixed precision may skip a step, and users may call
+        optimizers themselves.
+
+        Raises:
+            RuntimeError: in manual optimization, the step was to be synchronous, and the gradients were not averaged.
+        """
         self._seen += 1
         if self._is_synchronous() and not self._reduced:
             raise RuntimeError(
@@ -244,15 +256,15 @@ class LocalSteps(StepRunner):
 
 
 class StepBatches:
-    """The batches of one replica, each of which is counted once.
+    """The current and the last batches of one replica; each batch is counted once.
 
-    A `training_step` that takes a ``dataloader_iter`` gets its batch by itself. Such a batch is counted when its
+    A `training_step` that takes a ``dataloader_iter`` fetches its batch from that. Such a batch is counted when its
     gradients are used, at the latest when the next batch begins.
 
     Args:
         module: The user's module.
         buffers: Treatment of buffers; the last batches are kept if it is "recompute".
-        take: Called once for each batch.
+        take: Called with each batch once, to count it.
     """
 
     def __init__(self, module: Any, buffers: str, take: Callable[[Any], None]) -> None:
@@ -266,14 +278,14 @@ class StepBatches:
         """The last batches, for recomputing BatchNorm's statistics; empty if these are not recomputed."""
 
     def start(self, batch: Any) -> None:
-        """Begin a batch, and count it, unless `training_step` has yet to get it by itself."""
+        """Begin a batch, and count it, unless `training_step` will fetch it from its ``dataloader_iter``."""
         self.see()
         self._unseen = self._pulls
         if not self._pulls:
             self._see(batch)
 
     def see(self) -> None:
-        """Count the batch that `training_step` has got by itself, if it is not counted yet."""
+        """Count the batch that `training_step` has fetched from its ``dataloader_iter``, if it is not counted yet."""
         if not self._pulls:
             return
         taken = pulled(self._module.trainer)
@@ -289,7 +301,7 @@ class StepBatches:
 
 
 def learning_rate(optimizers: Iterable[Any]) -> float:
-    """Return the learning rate of the first optimizer's first group; 0.0 if it has none, as some users' optimizers."""
+    """Return the learning rate of the first optimizer's first group; 0.0 if there is no optimizer, group or rate."""
     groups = next((optimizer.param_groups for optimizer in optimizers), ())
     lr = groups[0].get("lr") if groups else None
     return 0.0 if lr is None else float(lr)

@@ -46,9 +46,9 @@ from lightning_async.transports.resolve import TransportName
 class ParameterServerStrategy(AsyncStrategy):
     r"""A strategy in which workers push gradients to servers that hold weights and optimizer, and pull weights.
 
-    Ranks are workers. Servers are processes beside them, or the last ranks; each server holds a shard of every
-    parameter group. In asynchronous mode a push of worker :math:`i`, computed at version :math:`b` of the weights,
-    makes the next version
+    Ranks are workers. Servers are further processes on the workers' hosts, or the last ranks; each server holds a shard
+    of every parameter group. In asynchronous mode a push of worker :math:`i`, computed at version :math:`b` of the
+    weights, makes the next version
 
     .. math:: x_{v+1} = x_v - \eta\, u(g_i(x_b)), \qquad \text{lag } \tau = v - b
 
@@ -71,9 +71,9 @@ class ParameterServerStrategy(AsyncStrategy):
             than ``max_staleness`` of the slowest worker's pushes; pushes are counted from the last sync point. MXNet's
             names ("dist_async", "dist_sync", "dist_sync_device" and others) are allowed, too.
         num_servers: Number of servers. None (default): one on each host; with dedicated servers, one.
-        placement: ``"colocated"`` (default): servers are processes beside the workers. ``"dedicated"``: the last
-            ``num_servers`` ranks are servers. They build no data and never train; their first call of the Trainer ends
-            the process with exit code 0, once all workers have ended.
+        placement: ``"colocated"`` (default): servers are further processes on the workers' hosts. ``"dedicated"``: the
+            last ``num_servers`` ranks are servers. They load no data and never train; their first call of the Trainer
+            serves until all workers have ended, and then ends the process with exit code 0.
         update_on_server: True (default): the optimizer is on the servers, see above. False: each worker has its own
             optimizer, of any class, and pushes the changes of its weights. Servers add these changes; in sync mode they
             add their mean, in which all workers weigh the same.
@@ -81,19 +81,22 @@ class ParameterServerStrategy(AsyncStrategy):
             `GapAware` rates for other optimizers. ``"none"``, another short name, or a policy of
             `algorithms.staleness`.
         max_staleness: Largest number of pushes that weights may lack, for ``mode="ssp"``. Default 3.
-        warmup_steps: Number of steps at first that are taken as in mode ``"sync"``, for other modes. Momentum that each
-            worker has of its own (`Dana`) begins after them. Default 0.
+        warmup_steps: Number of first steps that are taken as in mode ``"sync"``; only for the other modes. Momentum
+            that each worker keeps for itself (`Dana`) begins after them. Default 0.
         pull_every: Number of pushes between pulls. Default 1.
         compression: Compression of pushes: ``"bf16"``, ``"fp8"``, ``"int8"``, ``"2bit"``, ``"topk"``, or a value of
-            `algorithms` with its own arguments. What a push lacks is in the next push. Default ``"none"``.
-        overlap: Whether the next batch is computed while a push is under way, at weights without that. Default False.
+            `algorithms` with its own arguments. What compression drops from a push is added to the next push. Default
+            ``"none"``.
+        overlap: Whether the next batch is computed while a push is under way, at weights that lack this push. Default
+            False.
         buffers: Treatment of floating-point buffers (BatchNorm statistics) at sync points, see
             `AsyncAveragingStrategy`. Default ``"average"``.
         min_replicas: Smallest number of workers with which training goes on, see `AsyncAveragingStrategy`.
         max_replicas: Largest number of workers up to which joining ranks are admitted, see `AsyncAveragingStrategy`.
         timeouts: Time limits of waits, see `Timeouts`. Default: those of `Timeouts()`.
         transport: Starts the ranks and moves the workers' bytes, see `AsyncAveragingStrategy`. Default ``"auto"``.
-        options: Rarer settings: snapshots, servers that were started elsewhere, and more. Default `ServerOptions()`.
+        options: Rarer settings: snapshots, servers started with ``lightning-async serve``, and more. Default
+            `ServerOptions()`.
 
     Raises:
         TypeError: an argument has a wrong type.
@@ -160,7 +163,7 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def servers(self) -> Servers | None:
-        """The servers of the present training; None outside of one."""
+        """The servers of the training under way; None before and after it."""
         return self.handle.servers
 
     def connect_ranks(self) -> None:
@@ -177,10 +180,11 @@ class ParameterServerStrategy(AsyncStrategy):
             self.connection.on_end = lambda: None
 
     def _join_or_start(self) -> None:
-        """Wait for the first workers, and begin with them; a worker that is not among them becomes a joining rank.
+        """Wait until enough workers have come for training to begin; a worker that comes later becomes a joining rank.
 
         Raises:
-            ValueError: the quorum cannot be met.
+            ValueError: the quorum is larger than the number of workers, or smaller than ``min_replicas`` allows.
+            CollectiveTimeout: too few workers have come within 30 minutes.
         """
         rank = self.place.global_rank()
         world_size = self.place.world_size()
@@ -210,9 +214,9 @@ class ParameterServerStrategy(AsyncStrategy):
                 self.handle.warn_of_momentum()
 
     def join_servers(self, averager: BackgroundAverager) -> ParameterGroups:
-        """Find or start the servers, and join them with the model; all workers call this together.
+        """Find or start the servers, and connect this worker's model with them; all workers call this together.
 
-        A joining rank calls it alone, and joins the servers of the others, which it has got with their state.
+        A joining rank calls it alone, and connects with the servers whose addresses it has received from rank 0.
         """
         connection = self.connection
         assert connection is not None
@@ -268,7 +272,10 @@ class ParameterServerStrategy(AsyncStrategy):
 
     @property
     def _pusher(self) -> PushSteps | None:
-        """The session's step runner, which fetches optimizer state from servers; None if they have none."""
+        """The session's step runner, which fetches optimizer state from servers.
+
+        None if there is no session, or if the workers have the optimizers.
+        """
         session = self._session
         return cast(PushSteps, session.step_runner) if self.update_on_server and session is not None else None
 

@@ -1,6 +1,6 @@
 """`RankMap`: the live ranks and their present numbers, after ranks were lost or have joined.
 
-The functions here also pass changes of numbers to Lightning, to the launcher and to the log.
+The functions here also report a rank's new number to Lightning, to the launcher and in the log.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class RankMap:
     Args:
         generation: First generation of a run.
         run: Number of that run, which is equal on all ranks.
-        min_replicas: Smallest number of ranks that go on.
-        before: Map of an earlier run. Default: none of its ranks was renumbered.
-        wanted: Smallest number of ranks that do not wait for others to come. Default: no rank waits.
+        min_replicas: Smallest number of live ranks that go on after a loss.
+        before: Map of the live ranks before this run. Default: there is none, and all ranks have the numbers with which
+            they were started.
+        wanted: Smallest number of live ranks that train; fewer wait for ranks to join. Default: no rank waits.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class RankMap:
         self.generation = generation
 
     def with_joining_ranks(self, rank: int, names: Sequence[str], run: int, ever: Iterable[int] = ()) -> RankMap:
-        """Return the map of a run with joining ranks.
+        """Return the map of a run that includes ranks which have joined.
 
         Args:
             rank: Number of this rank in that run.
@@ -68,7 +69,7 @@ class RankMap:
         return made
 
     def begun_by(self, rank: int, names: Sequence[str], run: int) -> RankMap:
-        """Return the map of ranks that begin before others have come.
+        """Return the map of the ranks that begin training before all ranks have come.
 
         Args:
             rank: Number of this rank among those that begin.
@@ -95,23 +96,23 @@ class RankMap:
 
     @property
     def are_short(self) -> bool:
-        """Whether the live ranks are too few to train, and wait for others to come."""
+        """Whether the live ranks are too few to train, and wait for ranks to join."""
         return self.generation.world_size < self.wanted
 
     @property
     def can_lose_one(self) -> bool:
-        """Whether the others go on if one more is lost."""
+        """Whether training goes on if one more rank is lost."""
         return self.generation.world_size > self._min_replicas
 
     def does_without(self, rank: int) -> bool:
-        """Return whether the rank with this stable id is lost, and the others go on."""
+        """Return whether the rank with this stable id was lost, and the live ranks have gone on without it."""
         return str(rank) not in self.names
 
     def go_on(self, generation: Generation, why: str) -> None:
-        """Follow a new generation that lacks lost ranks, renumber the ranks, and report it.
+        """Change to a new generation, renumber its ranks, and report this to the launcher and in the log.
 
         Args:
-            generation: The new generation.
+            generation: The new generation, without the lost ranks.
             why: Reason of the loss, for the log.
         """
         before = self.generation
@@ -136,24 +137,24 @@ class RankMap:
             log.warning("This rank, started as rank %s, logs and saves from here.", self.names[0])
 
     def _number(self, run: int) -> None:
-        """Use the present numbers of the ranks from this run on, also in later strategies of this process."""
+        """Make the numbers in this map the current ranks from run ``run`` on, also in later runs of this process."""
         self.room = f"lightning_async/since{run}"
         _here[:] = [self]
         number_rank(self.generation.rank)
 
     def tell(self) -> None:
-        """Report the generation to the launcher, under a number that grows from run to run, too."""
+        """Report the live ranks to the launcher, under a number that grows with each generation and each run."""
         tell_generation((self._run << 32) + self.generation.number, self.names)
 
 
 def count_run(at_least: int = 0) -> int:
-    """Return the number of a new run of this process, by any strategy.
+    """Count a new run of this process, whichever strategy makes it, and return its number.
 
-    Runs have different numbers, so that a run does not read what an earlier one has left in the store. All ranks count
-    the same runs.
+    Each run has its own number, so that it does not read what an earlier run has left in the store. All ranks count the
+    same runs.
 
     Args:
-        at_least: Smallest number, for a rank that has joined and has not counted earlier runs. Default: none.
+        at_least: Smallest number to return, for a rank that has joined and has not counted earlier runs. Default: none.
     """
     _runs[0] = max(_runs[0] + 1, at_least)
     return _runs[0]
@@ -170,17 +171,17 @@ def run_name(run: int) -> str:
 
 
 def left_here() -> RankMap | None:
-    """Return the map of live ranks if an earlier run of this process has renumbered them, else None."""
+    """Return the map of live ranks from an earlier run of this process that has renumbered them; None without one."""
     return _here[0] if _here else None
 
 
 def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) -> Any:
-    """Return an environment in which only the live replicas are counted.
+    """Return the cluster environment with the current rank and the number of live replicas.
 
     Args:
         live_ranks: Live ranks; None where no rank may be lost.
         environment: Environment of this rank.
-        num_serving: Number of started ranks, the last ones, that are no replicas. Default 0.
+        num_serving: Number of dedicated servers: the last of the ranks that were started. Default 0.
     """
     if live_ranks is None or not live_ranks.room:
         size = environment.world_size() - num_serving
@@ -193,16 +194,16 @@ def among(live_ranks: RankMap | None, environment: Any, num_serving: int = 0) ->
 
 
 def numbered_last(environment: Any) -> Any:
-    """Return the environment of a process, with a last number while it waits to join ranks that train.
+    """Return the environment of this process, in which it has the highest rank while it waits to join ranks that train.
 
-    Those ranks have a rank 0 already, which this process must not be, whatever its own number is.
+    Those have a rank 0 already, so this process must not act as rank 0, even if it was started with that number.
     """
     comes = environment is not None and came_back() is not None and not _here
     return JoiningEnvironment(environment) if comes else environment
 
 
 def name_in_run(rank: int, names: Sequence[str]) -> str:
-    """Return the name that a rank has in a run.
+    """Return a rank's name in a run: its number among the ranks that began the run, as text.
 
     Args:
         rank: Number with which the rank was started.

@@ -1,7 +1,7 @@
 """The servers of one training, from their start to their end.
 
-`StartQuorum` decides with how many workers training begins. `Servers` starts and ends the servers of this rank, and
-connects with all of them. `JobRanks` is the meeting of workers and servers in the store, where servers are ranks.
+`StartQuorum` decides with how many workers training begins. `Servers` starts and ends this rank's servers, and connects
+with the servers of all ranks. `JobRanks` lets workers and dedicated servers find each other through the job's store.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ _PATIENCE = timedelta(minutes=30)
 
 @dataclass(frozen=True)
 class StartQuorum:
-    """The number of workers with which training begins; workers that come later join.
+    """The number of workers with which training begins; workers that start later join.
 
     Args:
-        number: Number of workers; None (default) for all.
-        within: Time for which other workers are waited for, too. Default: none.
+        number: Smallest number of workers with which training begins; None (default) for all.
+        within: Time for which training waits for all workers; after it, ``number`` workers are enough. Default: none.
 
     >>> StartQuorum(2).begins([0, 1], 4, waited_s=0.0)
     True
@@ -86,7 +86,7 @@ class StartQuorum:
         return cls(number, within)
 
     def __repr__(self) -> str:
-        """Return the value of ``wait_for_workers``, which ranks compare and messages show."""
+        """Return the value of ``wait_for_workers`` as text: ranks compare it, and messages show it."""
         return repr("all" if self.is_all else (self.number, self.within) if self.within else self.number)
 
     @property
@@ -94,7 +94,7 @@ class StartQuorum:
         return self.number is None
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError if workers cannot join later over this transport, and not all are waited for."""
+        """Raise ValueError if training begins without some workers, and none can join later over this transport."""
         if not self.is_all and not isinstance(transport, TorchTransport):
             raise ValueError(
                 f"`ServerOptions(wait_for_workers={self.number})`: over {transport!r} nobody comes later. Use "
@@ -102,10 +102,10 @@ class StartQuorum:
             )
 
     def check_workers(self, world_size: int, fewest: int) -> None:
-        """Raise ValueError if training cannot begin or go on with this number of workers.
+        """Raise ValueError if the quorum is larger than the number of workers, or too small for training to go on.
 
         Args:
-            world_size: Number of workers.
+            world_size: Number of workers that are started.
             fewest: Smallest number of workers with which training goes on.
         """
         shown = f"`ServerOptions(wait_for_workers={self.number})`"
@@ -118,7 +118,13 @@ class StartQuorum:
             )
 
     def begins(self, come: list[int], world_size: int, waited_s: float) -> bool:
-        """Return whether training begins, with the workers that have come and after this wait."""
+        """Return whether training begins now.
+
+        Args:
+            come: Numbers of the workers that have come.
+            world_size: Number of workers that are started.
+            waited_s: Seconds since the wait began.
+        """
         enough = self.number is not None and len(come) >= self.number
         return len(come) == world_size or (enough and waited_s >= self.within.total_seconds())
 
@@ -132,7 +138,7 @@ class StartQuorum:
 
         Raises:
             CollectiveTimeout: too few workers have come within 30 minutes.
-            AsyncTrainingError: the process that started this rank has died, or ranks do not agree on how to begin.
+            AsyncTrainingError: the process that started this rank has died, or the ranks differ in how they begin.
         """
         patience = WaitWithLog(rank, _PATIENCE, check_start)
         began = time.monotonic()
@@ -166,11 +172,12 @@ class Servers:
 
     Args:
         addresses: Addresses of all servers, see `p2p_gloo.dial`.
-        own: Server processes of this rank, by number. Default: none.
-        check: Called with the number of a server that cannot be reached; raises if it will not come back. Default:
-            nothing is called.
-        of_this_run: Whether ranks have started the servers beside themselves, for this training only. Default False.
-        come_back: Whether a lost server is replaced by another one, with a snapshot. Default False.
+        own: Server processes that this rank has started, by number of the server. Default: none.
+        check: Called with the number of a server that cannot be reached; raises an error if it will not come back.
+            Default: nothing is called.
+        of_this_run: Whether the workers have started the servers on their own hosts, for this training only. Default
+            False.
+        come_back: Whether a lost server is replaced by a new one, which loads a snapshot. Default False.
     """
 
     def __init__(
@@ -191,7 +198,7 @@ class Servers:
         """Suffix of workers' names, where several trainings share the servers."""
         self._closed = False
         self._refused: dict[int, tuple[float, float]] = {}
-        """Times when a server's address refused connections, the first and the last one, by number of the server."""
+        """First and last time at which a server's address refused connections, by number of the server."""
 
     @property
     def own(self) -> list[ServerProcess]:
@@ -199,7 +206,7 @@ class Servers:
 
     @classmethod
     def start(cls, world: LightningCollectives, num_servers: int, how: ServerStart) -> Servers:
-        """Start servers beside the ranks; all ranks call this together.
+        """Start servers on the ranks' hosts, spread evenly over the ranks; all ranks call this together.
 
         Args:
             world: Collectives over all ranks.
@@ -230,14 +237,14 @@ class Servers:
 
     @classmethod
     def at(cls, places: str, worker_rules: WorkerRules) -> Servers:
-        """Return servers that ``lightning-async serve`` has started.
+        """Return servers that ``lightning-async serve`` has started, after checking that their rules fit this training.
 
         Args:
             places: Addresses, as ``"HOST:PORT,HOST:PORT"``.
-            worker_rules: Rules by which servers are to treat the workers of this training.
+            worker_rules: Rules by which servers must treat the workers of this training.
 
         Raises:
-            ValueError: the servers have other rules.
+            ValueError: a server has other rules, or waits for more workers than there are.
             PeerLost: a server does not answer.
         """
         addresses = look_up_all(places)
@@ -265,20 +272,24 @@ class Servers:
         return found
 
     def name_of(self, worker: str) -> str:
-        """Return the name of a worker for the servers."""
+        """Return the name by which the servers know a worker."""
         return f"{worker}{self.job}"
 
     def dials(self, plan: ServerPartition) -> list[Dial]:
-        """Return a dial for each server and one table, with shared memory for the shards of the table's plan."""
+        """Return, for one table, the dial of each server, with memory for messages of the size of the server's shard.
+
+        Args:
+            plan: Partition of the table into one shard per server.
+        """
         sizes = zip(self.addresses, plan.sizes, strict=True)
         dials = [dial(address, 4 * size, 4 * size) for address, size in sizes]
         return [CheckedDial(each, partial(self._check_there, server)) for server, each in enumerate(dials)]
 
     def _check_there(self, server: int, error: PeerLost) -> None:
-        """Raise AsyncTrainingError if a server that cannot be reached is lost with its weights."""
+        """Raise AsyncTrainingError if a server that cannot be reached is lost for good, together with its weights."""
         if self._check is not None:
             self._check(server)
-        # Servers that were started elsewhere may be started again. Servers of this training listen as long as they have
+        # Servers of `lightning-async serve` may be started again. Servers of this training listen as long as they have
         # weights. The wait lets a worker that was paused learn first that the others have ended training without it.
         if self._of_this_run and nobody_listens(error) and self._refused_for(server):
             raise AsyncTrainingError(
@@ -288,16 +299,17 @@ class Servers:
             ) from error
 
     def _refused_for(self, server: int) -> bool:
-        """Return whether the server's address has refused connections for as long as another server needs to start."""
+        """Return whether the server's address has refused connections longer than a new server takes to start."""
         now = time.monotonic()
         first, last = self._refused.get(server, (now, now))
         self._refused[server] = (first if now - last < _GONE_S else now), now
         return now - self._refused[server][0] >= (_BACK_S if self._come_back else _GONE_S)
 
     def forget(self, names: Sequence[str]) -> None:
-        """Tell the servers that these workers are lost, with one thread for each server.
+        """Tell the servers that these workers are lost, on one thread per server, without waiting for answers.
 
-        A server that is started again is told, too, because its memory still counts these workers.
+        A thread repeats its attempt while its server is being started again, because the new server process takes over
+        the memory of the old one, in which these workers still count.
         """
         workers = [self.name_of(name) for name in names]
         for server in range(len(self.addresses)):
@@ -321,13 +333,13 @@ class Servers:
             time.sleep(_PAUSE_S)
 
     def close(self, in_order: bool, tells: bool = False) -> None:
-        """End this rank's servers.
+        """End the servers that this rank has started.
 
         Args:
-            in_order: True: training is over, and servers end when no worker is connected. False: this rank has failed,
-                and its servers stay as long as other workers need them.
-            tells: Whether this rank also tells servers of other ranks that training is over. A server whose starter has
-                died would stay longer without that. Default False.
+            in_order: True: training is over; end the servers once no worker is connected, after 30 s at the latest.
+                False: this rank has failed; its servers stay as long as other workers need them.
+            tells: Whether to tell the other ranks' servers as well that training is over. Otherwise a server stays
+                longer if the rank that started it has died. Default False.
         """
         self._closed = True
         # First the guard, which would replace servers that end.
@@ -351,7 +363,7 @@ _beats: dict[int, Any] = {}  # Heartbeats by process id, since forks inherit thi
 
 
 class JobRanks:
-    """The meeting of the workers and dedicated servers of one job in its store.
+    """The access of the workers and the dedicated servers of one job to the job's store, where they find each other.
 
     Args:
         transport: Transport of the workers.
@@ -365,14 +377,14 @@ class JobRanks:
         self._dead_after = dead_after
 
     def store(self, early: bool = False) -> JoinBoard:
-        """Return the job's store, once all workers have come, or with ``early`` as soon as the store exists."""
+        """Return the job's store as soon as all workers have come; with ``early``, as soon as the store exists."""
         return self._transport.early_door(self._place()) if early else self._transport.door(self._place())
 
     def register(self, role: str, number: int) -> Any:
-        """Send heartbeats from now until the process ends, under a name made from the role and the number.
+        """Begin to send heartbeats, until the process ends, under a name made of the role and the number.
 
         Returns:
-            The `Membership` that sends them, and receives those of others.
+            The `Membership` that sends these heartbeats, and receives those of other processes.
         """
         if os.getpid() not in _beats:
             name = f"{role}-{number}.{came_back() or 0}"
@@ -385,12 +397,14 @@ class JobRanks:
         return _beats[os.getpid()]
 
     def serve(self, number: int, host: str | None, early: bool) -> None:
-        """Serve until the workers have ended, or until this process gets a signal to end and no worker is connected.
+        """Run a dedicated server until the workers have ended.
+
+        After a first SIGTERM or SIGINT, serve only until no worker is connected; after a second one, stop waiting.
 
         Args:
             number: Number of this server.
-            host: Address of this host for other hosts; None if all ranks are on one host.
-            early: Whether training begins before all workers have come.
+            host: Address at which other hosts reach this host; None if all ranks are on one host.
+            early: Whether training may begin before all workers have come.
 
         Raises:
             AsyncTrainingError: no server can be started.
@@ -408,7 +422,7 @@ class JobRanks:
 
 
 def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignals, rank: int) -> None:
-    """Follow the workers' calls for servers until the workers have ended, or a signal has come."""
+    """Start and end servers as the workers ask in the store, until the workers have ended or a signal has come."""
     try:
         while not signals.count and not attendance.over():
             if not attendance.came and attendance.silent_s > _NOBODY_S:
@@ -425,7 +439,7 @@ def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignal
             # Workers that are still connected may need the weights, for a last checkpoint.
             server.drain(lambda: signals.count > 0, signals.descriptor)
             raise
-        return  # no training: worker 0 has ended, and the store with it
+        return  # no training is under way: worker 0 has ended, and the store with it
     except BaseException as error:
         server.fail(in_words(error))
         raise
@@ -436,9 +450,9 @@ def _follow(server: DedicatedServer, attendance: Attendance, signals: _EndSignal
 
 
 class _EndSignals:
-    """A context in which SIGTERM and SIGINT are counted, and make a descriptor readable, instead of ending the process.
+    """A context in which SIGTERM and SIGINT do not end the process, but are counted and make a descriptor readable.
 
-    The descriptor ends a wait at once, and a signal that comes between two waits is not missed.
+    A wait on the descriptor ends at once when a signal comes, also if the signal came before the wait.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ _ALIASES: dict[str, Mode] = {
 
 
 def mode_of(owner: str, mode: str) -> Mode:
-    """Return the mode with this name, one of this package's or of MXNet's.
+    """Return the mode for one of this package's or of MXNet's names.
 
     >>> mode_of("Strategy", "dist_sync_device"), mode_of("Strategy", "dist")
     ('sync', 'sync')
@@ -37,7 +37,10 @@ def mode_of(owner: str, mode: str) -> Mode:
 
 
 def policy_of(staleness: str | StalenessPolicy, update_on_server: bool) -> str | StalenessPolicy:
-    """Return the policy for staleness; ``"auto"`` stays if the optimizer, which decides it, is to be on the servers.
+    """Return the policy for staleness.
+
+    ``"auto"`` is returned unchanged if the servers have the optimizer, because it depends on the optimizer's class,
+    which is not known yet. If workers have the optimizers, ``"auto"`` gives `NoCorrection`.
 
     Args:
         staleness: A policy, or its short name.
@@ -58,16 +61,17 @@ class ServerOptions:
     """The settings of a `ParameterServerStrategy` that most trainings leave as they are.
 
     Args:
-        wait_for_workers: Workers with which training begins: ``"all"`` (default); a number: as soon as so many have
-            come, rank 0 among them; (a number, a timedelta): the same, but only after this time, if not all have come.
-            Workers that come later join.
+        wait_for_workers: Workers with which training begins. ``"all"`` (default): all of them. A number: training
+            begins as soon as so many workers have started, rank 0 among them. (A number, a timedelta): training begins
+            when all have started, or, once this time is over, as soon as so many have. Workers that start later join.
         server_address: Addresses ``"HOST:PORT,HOST:PORT"`` of servers that ``lightning-async serve`` has started. These
-            keep their weights from one training to the next; the first training brings its weights. Default: the
+            keep their weights from one training to the next; the first training gives them its weights. Default: the
             strategy starts servers.
-        snapshots: Folder for snapshots of servers that the strategy starts. If a server is lost with its memory,
-            another one begins with the newest snapshot. Default: no snapshots are taken.
+        snapshots: Folder for snapshots of servers that the strategy starts. If a server is lost, and its memory with
+            it, a new server loads the newest snapshot. Default: no snapshots are taken.
         snapshot_every: Seconds between two snapshots. Default 60.
-        bigarray_bound: Number of elements from which on a parameter is split evenly over servers. Default 1,000,000.
+        bigarray_bound: Parameters with at least this number of elements are split evenly over the servers. Default
+            1,000,000.
         consistent_pull: Whether a pull gets the same version from all servers of a parameter group, so that no push is
             in the weights of one server and missing in those of another. Pushes of all workers wait during such a pull.
             In mode ``"sync"`` versions are always the same. Default False.
@@ -118,7 +122,7 @@ class ServerOptions:
 
     @property
     def quorum(self) -> StartQuorum:
-        """The quorum that ``wait_for_workers`` asks for."""
+        """The quorum for the value of ``wait_for_workers``."""
         return StartQuorum.of(self.wait_for_workers)
 
     @property
@@ -157,8 +161,7 @@ class ServerOptions:
 class ServiceSettings:
     """The arguments of a `ParameterServerStrategy` that concern servers, checked against each other.
 
-    The fields have the names of the strategy's arguments, except for ``owner``, the name of the strategy's class for
-    messages.
+    The fields are named after the strategy's arguments. ``owner``, the name of the strategy's class, is for messages.
 
     Raises:
         TypeError: a setting has a wrong type.
@@ -196,28 +199,28 @@ class ServiceSettings:
 
     @property
     def lr_clock(self) -> LrClock:
-        """The clock of learning rates, after the default of `ServerOptions` is filled in."""
+        """The value of `ServerOptions.lr_clock`, or the default that mode and placement of the optimizer give."""
         return self.options.lr_clock or ("global" if self.update_on_server and self.mode != "sync" else "local")
 
     @property
     def bound(self) -> int | None:
-        """The bound of mode ``"ssp"``; None in other modes."""
+        """Largest number of pushes that weights may lack in mode ``"ssp"``; None in other modes."""
         if self.mode != "ssp":
             return None
         return _SSP_BOUND if self.max_staleness is None else self.max_staleness
 
     @property
     def ahead(self) -> int:
-        """Number of pushes that a worker may be ahead of the slowest worker, in mode ``"ssp"``.
+        """Number of pushes by which a worker may be ahead of the slowest worker, in mode ``"ssp"``.
 
-        It is smaller than `bound` by the pushes that a worker makes with the same weights, so that weights never lack
-        more than `bound` pushes of another worker.
+        A worker may make several pushes with the same weights. `ahead` is smaller than `bound` by the pushes after the
+        first, so that a worker's weights never lack more than `bound` pushes of another worker.
         """
         return (self.bound or 0) - (self.pull_every - 1) - self.overlap
 
     @property
     def at_a_cut(self) -> bool:
-        """Whether pulls must ask for one version of all servers; in mode ``"sync"`` they get it without asking."""
+        """Whether a pull must ask for the same version on all servers; in mode ``"sync"`` it gets it without asking."""
         return self.options.consistent_pull and self.mode != "sync"
 
     def worker_rules(self, num_workers: int) -> WorkerRules:

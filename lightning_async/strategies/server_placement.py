@@ -75,7 +75,7 @@ class ServerRoles(Roles):
         return self.num_servers if self.dedicated else 0
 
     def of(self, environment: Any) -> tuple[str, int]:
-        """Return the role of this rank, ``"worker"`` or ``"server"``, and its number among the ranks of that role."""
+        """Return this rank's role, ``"worker"`` or ``"server"``, and its number among the ranks of that role."""
         rank = getattr(environment, "started_as", None)
         rank = environment.global_rank() if rank is None else rank
         started = environment.world_size()
@@ -84,11 +84,15 @@ class ServerRoles(Roles):
         return ("server", rank - first) if first <= rank < started else ("worker", rank)
 
     def reached_at(self, environment: Any, num_nodes: int) -> str | None:
-        """Return this host's address for other hosts; None if all ranks are on one host."""
+        """Return the address at which other hosts reach this host; None if all ranks are on one host."""
         return facing(environment.main_address, environment.main_port) if num_nodes > 1 else None
 
     def transport(self, transport: Transport | TransportName) -> Transport | TransportName:
-        """Return the workers' transport: "auto" is torch with dedicated servers, which are in no group of workers."""
+        """Return the workers' transport.
+
+        With dedicated servers, "auto" means torch, because the workers then need groups without the servers. Otherwise
+        ``transport`` is returned unchanged.
+        """
         return "torch" if transport == "auto" and self.dedicated else transport
 
     def is_alone(self, world_size: int) -> bool:
@@ -96,7 +100,7 @@ class ServerRoles(Roles):
         return world_size == 1 and not (self.expects_more or self.dedicated or elsewhere)
 
     def take_part(self, strategy: Any) -> None:
-        """Return at once on a worker; on a dedicated server, serve until the workers have ended, and exit."""
+        """Return at once on a worker; on a dedicated server, serve until the workers end, then end the process."""
         role, number = self.of(strategy.cluster_environment)
         if role != "worker":
             host = self.reached_at(strategy.cluster_environment, strategy.num_nodes)
@@ -109,7 +113,7 @@ class ServerRoles(Roles):
             raise SystemExit(0)
 
     def check_transport(self, transport: Transport) -> None:
-        """Raise ValueError if the transport only has groups of all ranks, and some ranks are servers."""
+        """Raise ValueError if some ranks are servers, and the transport cannot form groups of the workers alone."""
         if not self.dedicated:
             return
         mpi = isinstance(transport, TorchTransport) and transport.backend_on(torch.device("cpu")) == "mpi"
@@ -136,12 +140,12 @@ class ServerRoles(Roles):
 
 
 class ServerHandle:
-    """A worker's access to the servers: it finds or starts them for each training, and joins them with the model.
+    """A worker's access to the servers: it finds or starts them for each training, and connects the model with them.
 
     Args:
         service: Settings of the servers.
         roles: Roles of the ranks.
-        job: Meeting of workers and dedicated servers.
+        job: Access to the job's store, where workers find dedicated servers.
     """
 
     def __init__(self, service: ServiceSettings, roles: ServerRoles, job: JobRanks) -> None:
@@ -152,21 +156,21 @@ class ServerHandle:
         self._run: int | None = None
         """Number of the run for which dedicated servers were called; None without such servers."""
         self.brings = False
-        """Whether servers must replace their weights by those of this training, which has restored a checkpoint."""
+        """Whether servers must replace their weights by this training's, because it has restored a checkpoint."""
         self._warmup_steps = 0
         """Number of warm-up steps that are left."""
         self.groups = [ParameterGroup(0, 0, "delta", {})]
-        """The groups of parameters, each of which has a table on the servers."""
+        """The parameter groups; each has its own table on the servers."""
         self.progress = WorkerSteps()
         """Steps that learning-rate schedulers follow."""
 
     def describe(self, optimizers: Sequence[Optimizer], again: bool = False) -> None:
-        """Describe the optimizers that servers are to make.
+        """Describe the optimizers that the servers must create; do nothing if workers have the optimizers.
 
         Args:
             optimizers: The optimizers of the training.
-            again: Whether they were described before, and may have loaded the settings of a checkpoint since. Default
-                False.
+            again: Whether these optimizers were described before; since then a checkpoint may have changed their
+                settings. Default False.
         """
         owner = self._service.owner
         if self._service.update_on_server:
@@ -191,13 +195,13 @@ class ServerHandle:
             connection: Connection of the workers.
             run: Number of the run.
             num_nodes: Number of hosts that take part.
-            environment: Environment of this rank, which knows its address.
+            environment: Cluster environment of this rank, from which its address follows.
 
         Raises:
-            ValueError: there are more servers than ranks, or servers at an address have other rules.
-            AsyncTrainingError: no server can be started.
-            PeerLost: a worker is lost meanwhile.
-            CollectiveTimeout: a dedicated server has not come within 30 minutes.
+            ValueError: there are more servers than ranks, or servers at ``server_address`` have other rules.
+            AsyncTrainingError: a server cannot be started.
+            PeerLost: a worker is lost meanwhile, or a server at ``server_address`` does not answer.
+            CollectiveTimeout: a dedicated server has not answered within 30 minutes.
         """
         world = connection.world
         steps = world.gather_objects(averager.step)
@@ -234,14 +238,16 @@ class ServerHandle:
         averager: BackgroundAverager,
         world: LightningCollectives | None = None,
     ) -> ParameterGroups:
-        """Join the servers with the model.
+        """Connect this worker's model with the servers, and return its tables on them.
+
+        Rank 0 gives the servers its weights; the other workers then pull them.
 
         Args:
             module: The user's module.
-            optimizers: Its optimizers.
-            averager: Averager of this worker, which has its name and the totals.
-            world: Collectives of the workers, which join together. Default: this worker joins servers that have weights
-                already.
+            optimizers: The module's optimizers.
+            averager: Averager of this worker; it holds the worker's name and the totals of its pushes.
+            world: Collectives over the workers, which all call this together. Default: this worker calls it alone, and
+                the servers have weights already.
 
         Raises:
             AsyncTrainingError: a server has other settings or another model.
@@ -262,7 +268,7 @@ class ServerHandle:
             )  # fmt: skip
             workers.append(Worker(named, plan, client))
         first = world is not None and world.rank == 0
-        if first:  # rank 0 brings the weights, and the optimizers' state of a checkpoint
+        if first:  # rank 0 gives the servers its weights, and the optimizers' state of a checkpoint
             for group, worker in zip(self.groups, workers, strict=True):
                 served = service.update_on_server
                 state: Any = state_of(optimizers[group.optimizer], worker.params) if served else ({}, {})
@@ -275,7 +281,7 @@ class ServerHandle:
             # The exchange makes the other workers wait until the servers have rank 0's weights.
             version, *_ = world.gather_objects(tables.updates(self.groups))
             self.progress.begin(version)
-        # The others join now that servers have weights, which they pull.
+        # The other workers join now that the servers have weights, because they pull these.
         if not first:
             for group, worker in zip(self.groups, workers, strict=True):
                 worker.start(group.name, group.arguments, staleness=service.staleness)
@@ -285,8 +291,8 @@ class ServerHandle:
         """End the servers once no worker needs them.
 
         Args:
-            in_order: Whether training is over; if this rank has failed, the others may go on with the servers.
-            first: Whether this is the first worker, which tells servers of other ranks that training is over.
+            in_order: True: training is over. False: this rank has failed, and the others may go on with the servers.
+            first: Whether this is the first worker, which tells the servers of other ranks that training is over.
         """
         servers = self.servers
         self.servers = None
@@ -301,7 +307,7 @@ class ServerHandle:
                 log.warning("Servers were not told that run %d is over: %s", run, error)
 
     def handed_over(self) -> dict[str, Any]:
-        """Return the state that a joining rank needs for `take_handed_over`."""
+        """Return the state with which a joining rank calls `take_handed_over`."""
         servers = self.servers
         return {
             "servers": [] if servers is None else servers.addresses, "run": self._run,
@@ -309,14 +315,14 @@ class ServerHandle:
         }  # fmt: skip
 
     def take_handed_over(self, told: dict[str, Any]) -> None:
-        """Take over, on a joining rank, the servers of the other workers."""
+        """Use, on a joining rank, the servers of the other workers, as rank 0's `handed_over` describes them."""
         self._run = told["run"]
         self.progress.take(told["progress"])
         self.servers = self._at(told["servers"])
         self.servers.job = told["job"]
 
     def _call(self, connection: Connection, run: int, rules: WorkerRules) -> Servers:
-        """Call the dedicated servers, wait until they have started, and return them; all workers call this together."""
+        """Ask the dedicated servers to start, wait until they have, and return them; all workers call this together."""
         world = connection.world
         board = JobBoard(self._job.store())
         shelving = self._shelving(world)
@@ -330,7 +336,11 @@ class ServerHandle:
         return self._at(board.answers(run, self._roles.num_servers, WaitWithLog(world.rank, _ANSWERS, check)))
 
     def _at(self, addresses: Sequence[Mapping[str, Any]]) -> Servers:
-        """Return the servers at these addresses; a dedicated server's error is read from its answer in the store."""
+        """Return the servers at these addresses.
+
+        When a worker cannot reach a dedicated server later, it raises the error that this server has written to the
+        store, if there is one.
+        """
         start_is_over()
         options = self._service.options
         run = self._run
@@ -348,7 +358,7 @@ class ServerHandle:
     def _shelving(self, world: LightningCollectives) -> Shelving:
         """Return the settings of snapshots, with a new folder for each training.
 
-        A training must neither begin with the snapshots of another one, nor delete them.
+        A training must neither load the snapshots of another training, nor delete them.
         """
         folder = self._service.options.folder
         if folder is None:
@@ -358,7 +368,10 @@ class ServerHandle:
         return Shelving(f"{folder}/{first}", float(self._service.options.snapshot_every or Shelving().every_s))
 
     def _param_groups(self, optimizers: Sequence[Optimizer], group: ParameterGroup) -> list[Any]:
-        """Return the optimizers' groups with the parameters of this table: all, if workers have the optimizers."""
+        """Return the optimizers' parameter groups that are in this table.
+
+        With the optimizer on the servers, each group has its own table. Otherwise one table holds all groups.
+        """
         if self._service.update_on_server:
             return [optimizers[group.optimizer].param_groups[group.group]]
         return [each for optimizer in optimizers for each in optimizer.param_groups]

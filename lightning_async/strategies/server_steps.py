@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 class SampleCounts:
     """The number of samples of each optimizer's gradients.
 
-    A batch counts once for an optimizer, even after several passes of `manual_backward`. Gradients that `zero_grad` has
-    set to None have no samples.
+    A batch counts once for an optimizer, even after several calls of `manual_backward`. When `zero_grad` has set all
+    gradients of an optimizer to None, its number starts again at zero.
 
     Args:
         optimizers: The optimizers, no two of which have a parameter in common.
@@ -56,27 +56,34 @@ class SampleCounts:
         self.params = [{p for group in each.param_groups for p in group["params"]} for each in optimizers]
         self.samples = [0.0] * len(self.params)
         self._counted: set[int] = set()
-        """Numbers of the optimizers for which the current batch is counted."""
+        """Indices of the optimizers for which the current batch is counted."""
 
     def start_batch(self) -> None:
         self._counted.clear()
 
     def begin_pass(self) -> None:
-        """Begin a backward pass: optimizers without gradients count anew."""
+        """Begin a backward pass: set the number of samples of each optimizer that has no gradients to zero."""
         for number in range(len(self.params)):
             if not self._has_gradients(number):
                 self.samples[number] = 0.0
                 self._counted.discard(number)
 
     def end_pass(self, samples: float) -> None:
-        """Count the samples of the current batch for each optimizer that has gradients now."""
+        """End a backward pass: add ``samples``, once per batch, for each optimizer that has gradients now."""
         for number in range(len(self.params)):
             if number not in self._counted and self._has_gradients(number):
                 self.samples[number] += samples
                 self._counted.add(number)
 
     def take(self, number: int) -> float:
-        """Return the samples of an optimizer's gradients, and set them to zero; 0.0 if no pass was counted."""
+        """Return the number of samples of an optimizer's gradients, and set it to zero.
+
+        Args:
+            number: Index of the optimizer.
+
+        Returns:
+            The number of samples; 0.0 if no backward pass was counted.
+        """
         samples = self.samples[number]
         self.samples[number] = 0.0
         return samples
@@ -97,7 +104,7 @@ class PushSamples(SampleCounts):
         self.batch = 0.0
         """Number of samples of the current batch."""
         self._since = self._reported = 0.0
-        """Samples since the last batch with a step; those of them that were reported with a step, or dropped."""
+        """`_since`: samples since the last batch with a step. `_reported`: those already reported, or dropped."""
         self.spent = False
         """Whether a step was taken, so that the next batch starts the count again."""
 
@@ -114,24 +121,24 @@ class PushSamples(SampleCounts):
         self._since += samples
 
     def skip(self) -> None:
-        """Subtract the current batch again, because it has no loss."""
+        """Undo `count` for the current batch, because it has no loss."""
         self._since -= self.batch
         self.batch = 0.0
 
     def drop(self) -> None:
-        """Mark the samples as dropped with their gradients, so that no step is reported with them."""
+        """Mark the samples so far as reported, because their gradients were dropped."""
         self._reported = self._since
 
     def take(self, number: int) -> float:
-        """Return the samples of an optimizer's gradients, which are about to be pushed.
+        """Return the number of samples of an optimizer's gradients, which are pushed next, and set it to zero.
 
-        If no pass was counted, because the user called `loss.backward()`, these are the samples since the last batch
-        with a step.
+        If no backward pass was counted, because the user called `loss.backward()`, return the number of samples since
+        the last batch with a step.
         """
         return super().take(number) or self._since
 
     def report(self) -> float:
-        """Return the samples with which no step was reported yet, for the report of the next step."""
+        """Return the number of samples that no step has reported yet, and mark them as reported with this step."""
         samples = self._since - self._reported
         self._reported = self._since
         self.spent = True
@@ -141,8 +148,8 @@ class PushSamples(SampleCounts):
 class Requests:
     """The requests of a worker to its servers, made one at a time on a thread of their own.
 
-    A wait for an answer also ends by an exception if another worker is lost or a sync point fails, because it is a
-    wait of the averager's sync points.
+    A wait for an answer raises an error if another worker is lost or a sync point fails, because it uses the averager's
+    way of waiting at sync points.
 
     Args:
         averager: Averager of the session.
@@ -161,27 +168,27 @@ class Requests:
 
     @property
     def answered(self) -> bool:
-        """Whether the answer of the present request has come, and `finish` would not wait."""
+        """Whether the request under way is answered, so that `finish` does not wait."""
         return self._under_way is not None and self._under_way.done()
 
     @property
     def submit(self) -> Callable[..., Any]:
-        """Function that runs another function on the requests' thread, after the requests before it."""
+        """Function that submits another function to the requests' thread, which runs it after earlier requests."""
         return self._thread.submit
 
     def begin(self, ask: Callable[[], Any]) -> None:
-        """Begin a request; there must be none under way."""
+        """Begin a request: call ``ask`` on the requests' thread. No other request may be under way."""
         self._under_way = self._thread.submit(self._totals.timed, ask)
         # The training thread waits for changes of the control plane, so the answer must wake it.
         self._under_way.add_done_callback(lambda _: self._averager.control.wake())
 
     def wait(self) -> None:
-        """Wait for the answer of the present request, if there is one, without taking it."""
+        """Wait until the request under way is answered, if there is one; the answer stays for `finish`."""
         if self._under_way is not None:
             self._averager.sync_points.wait(self._under_way.done)
 
     def finish(self) -> Any:
-        """Wait for the answer, and return it; no request is under way afterwards."""
+        """Wait for the answer of the request under way, and return it; no request is under way afterwards."""
         asked = self._under_way
         assert asked is not None
         if not asked.done():
@@ -192,18 +199,21 @@ class Requests:
         return asked.result()
 
     def finish_within(self, timeout_s: float) -> None:
-        """Wait for the present request after training has failed; raise TimeoutError if it takes longer."""
+        """Wait for the request under way, after training has failed; raise TimeoutError after ``timeout_s``."""
         if self._under_way is not None:
             self._under_way.result(timeout_s)
 
     def ask_within(self, timeout_s: float, ask: Callable[[], Any]) -> None:
-        """Make a request after training has failed; raise TimeoutError if it takes longer, so that `close` ends it."""
+        """Make a request and wait for its end, after training has failed; raise TimeoutError after ``timeout_s``.
+
+        A request that takes longer stays under way, so that `close` gives it up.
+        """
         self._under_way = self._thread.submit(ask)
         self._under_way.result(timeout_s)
         self._under_way = None
 
     def close(self, tables: ParameterGroups) -> None:
-        """End the thread, and the connections to servers."""
+        """End the requests' thread and close the connections to servers; give up a request that is under way."""
         if self._under_way is not None:
             # Without this, the thread's end would wait for an answer.
             tables.give_up()
@@ -218,14 +228,14 @@ class PushSteps(StepRunner, SyncPointParticipant):
     """The step runner of a worker; it takes part in sync points.
 
     With the optimizer on the servers, ``optimizer.step`` pushes the gradients and pulls the weights. Otherwise the
-    worker has the optimizer, and changes of the weights are pushed. At a sync point no request is under way.
+    worker has the optimizer, and pushes the changes of its weights. At a sync point no request is under way.
 
-    Other writes to parameters than by the optimizer's step, such as by a callback, are found before each push and each
-    sync point. If changes of the weights are pushed, these include such writes. If gradients are pushed, such writes
-    raise an error, because the next pull would overwrite them.
+    Before each push and each sync point the worker looks for parameters that something else than the optimizer has
+    changed, such as a callback. If changes of the weights are pushed, these include such writes. If gradients are
+    pushed, such writes raise an error, because the next pull would overwrite them.
 
-    The state of optimizers on servers is fetched for checkpoints: rank 0's optimizers hold it whenever a checkpoint is
-    made, those of other ranks only inside of `states_here`.
+    The state of optimizers on servers is fetched for checkpoints. On rank 0 the optimizers hold it whenever a
+    checkpoint is made, on other ranks only inside of `states_here`.
 
     Args:
         strategy: Strategy of this rank.
@@ -254,10 +264,10 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._overlaps = not own and not changed
         self._stepped = self._steps = self._looks = self.pushes = 0
         self._brings = False
-        """Whether a local step since the last push had a gradient."""
+        """Whether an optimizer had a gradient in a local step since the last push."""
         self._requests = Requests(averager, self._totals)
         self.calls = self.called = False
-        """Whether the next push calls all ranks to a sync point; whether a rank has, with the last one."""
+        """`calls`: whether the next push calls all ranks to a sync point. `called`: whether a rank's last push did."""
         self._batches = StepBatches(
             strategy.module, strategy.buffers, lambda batch: self._samples.count(strategy.count_samples(batch))
         )
@@ -306,11 +316,11 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     @contextmanager
     def states_here(self, alone_s: float | None = None) -> Iterator[None]:
-        """Return a context in which this rank's optimizers hold the servers' state.
+        """Return a context in which this rank's optimizers hold the state that the servers have.
 
         Args:
-            alone_s: Seconds to wait for each answer after training has failed; the newest weights are fetched, too.
-                None (default): training has not failed.
+            alone_s: Longest time to wait for each answer, in seconds, after training has failed; the newest weights are
+                then fetched, too. None (default): training has not failed.
 
         Raises:
             TimeoutError: a server takes longer than ``alone_s``.
@@ -331,12 +341,16 @@ class PushSteps(StepRunner, SyncPointParticipant):
                     optimizer.state.clear()
 
     def _fetch_state(self, optimizer: Optimizer) -> None:
-        """Copy the servers' state of an optimizer to where torch's optimizers keep theirs."""
+        """Fetch an optimizer's state from the servers into ``optimizer.state``."""
         self._finish()
         self._ask(partial(self.tables.fill_state, optimizer, self._tables_of(optimizer)))
 
     def rescue(self, optimizers: Sequence[Optimizer], timeout_s: float) -> None:
-        """Fetch state and weights after training has failed; raise TimeoutError if a server takes longer."""
+        """Fetch the weights and the optimizers' state, after training has failed.
+
+        Raises:
+            TimeoutError: an answer takes longer than ``timeout_s``.
+        """
         # A worker has one request at a time.
         self._requests.finish_within(timeout_s)
         self._requests.ask_within(timeout_s, self.tables.meet)
@@ -349,7 +363,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._totals.lags = in_words(self._ask(self.tables.lags))
 
     def finish_batch(self) -> None:
-        """Push the changes that a batch has made, in manual optimization."""
+        """Push the changes of the weights after a batch, in manual optimization, if a push is due."""
         if not self._strategy.module.automatic_optimization:
             self._push_change()
 
@@ -365,18 +379,21 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return output
 
     def skip(self, optimizer: Optimizer) -> None:
-        """Push without gradients for a step that mixed precision has skipped, so that other workers do not wait."""
+        """Drop the samples of a step that mixed precision has skipped.
+
+        If other workers wait for this worker's push, push without gradients.
+        """
         self._samples.take(self._strategy.optimizers.index(optimizer))
         if self._strategy.update_on_server and self.tables.in_step:
             self._push(dict.fromkeys(self._tables_of(optimizer)), 0.0)
 
     def skip_batch(self) -> None:
-        """Do not count the batch: in automatic optimization, `training_step` has returned None."""
+        """Leave the current batch uncounted, because `training_step` returned None in automatic optimization."""
         self._batches.see()
         self._samples.skip()
 
     def backward(self) -> AbstractContextManager[None]:
-        """Return a context for a backward pass, during which gradients are sent if it is the last one of a step."""
+        """Return a context for a backward pass; gradients may be sent during the last pass before a step."""
         self._batches.see()
         self._samples.begin_pass()
         free = self._overlaps and not self._requests.under_way
@@ -387,7 +404,11 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self._samples.end_pass(self._samples.batch)
 
     def _refuse(self, written: list[str]) -> None:
-        """Raise AsyncTrainingError if there are parameters that were ``written`` to."""
+        """Raise AsyncTrainingError if there are parameters that something else than the optimizer has changed.
+
+        Args:
+            written: Names of these parameters.
+        """
         if written:
             more = f" and {len(written) - 3} more" if len(written) > 3 else ""
             raise AsyncTrainingError(
@@ -398,7 +419,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
             )
 
     def _start_epoch(self, swa: Any, original: Callable[..., None], trainer: Any, module: Any) -> None:
-        """Start over with the averaged model with which `StochasticWeightAveraging` ends, so that servers take it."""
+        """Begin a new session when `StochasticWeightAveraging` has set its averaged model, so that servers get this."""
         original(trainer, module)
         if trainer.current_epoch == swa.swa_end + 1:
             strategy = self._strategy
@@ -410,7 +431,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
             strategy.start_over()
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step of the worker's own optimizer, and note whether it had a gradient."""
+        """Count a step of the worker's own optimizer, and record whether the optimizer had a gradient."""
         self._stepped += 1
         self._brings |= any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
@@ -449,7 +470,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return MethodType(hooked, optimizer)
 
     def _push_change(self) -> None:
-        """Push the changes of local steps, if there were as many steps as lie between two pushes."""
+        """Report the local steps, and push their changes if `ServerOptions.update_frequency` steps were taken."""
         if not self._stepped:
             return
         self._steps += self._stepped
@@ -476,12 +497,12 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     def _push(self, rates: Mapping[int, float | None], weight: float) -> None:
         self._requests.begin(partial(self.tables.push, rates, weight=weight, **self._how()))
-        # Without overlap, the next batch is computed at the weights that this push brings.
+        # Without overlap, the next batch is computed at the weights that are pulled with this push.
         if not self._strategy.service.overlap or self.tables.in_step:
             self._finish()
 
     def _how(self) -> dict[str, Any]:
-        """Count a push, and return its common arguments."""
+        """Count a push, and return the arguments that pushes of gradients and of changes have in common."""
         self.pushes += 1
         self._totals.pushes += 1
         pull = self.pushes % self._strategy.service.pull_every == 0 or self.tables.in_step
@@ -489,7 +510,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
 
     @property
     def _sync_point(self) -> int:
-        """Number of sync points that this worker has passed; it also grows from run to run."""
+        """Number of sync points that this worker has passed, plus an offset that grows with each run."""
         return (self._strategy.num_runs << 32) + self._averager.sync_points.opened
 
     def _tick(self, stepped: bool = True) -> None:
@@ -503,7 +524,10 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return self._finish()
 
     def _finish(self) -> Any:
-        """Wait for the request under way, write what was pulled to the parameters, and return the answer."""
+        """Wait for the request under way, write pulled weights to the parameters, and return the answer.
+
+        Return None if no request is under way.
+        """
         if not self._requests.under_way:
             return None
         answer = self._requests.finish()
@@ -518,7 +542,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         return answer
 
     def before_sync_point(self) -> None:
-        """Finish the request under way, push what is left, and tell servers that no worker must wait for this one."""
+        """Finish the request under way, push remaining changes, and tell servers not to wait for this worker."""
         self._finish()
         written = self.tables.written(coming=False, every=True)
         if self._strategy.update_on_server:
@@ -541,7 +565,7 @@ class PushSteps(StepRunner, SyncPointParticipant):
         self.tables.meet()
 
     def at_sync_point(self) -> None:
-        """Pull until this worker has the newest version that any worker has pulled."""
+        """Pull until this worker's weights are as new as those of every other worker."""
         while self._agreement.behind:
             self._ask(self.tables.meet)
         assert self._strategy.fit_sessions is not None

@@ -1,7 +1,7 @@
 """The sessions of a fit, in each of which this replica trains with the others over one connection.
 
-`FitSessions` begins a session when training begins, begins again after a restored checkpoint, or goes on with a joining
-rank; there is one session at a time. `Session` builds the engine, the averager and the step runner, and closes them.
+`FitSessions` begins a session when training begins, after a checkpoint was restored during training, and when a rank
+joins; there is one session at a time. `Session` builds the engine, the averager and the step runner, and closes them.
 `status_record_of` describes a replica for ``lightning-async status``.
 """
 
@@ -45,7 +45,7 @@ _GOODBYE_S = 40.0  # longer than a connection takes to close
 class FitSessions:
     """The sessions of one fit, one at a time.
 
-    In a world of one the strategy has no connection, and there are no sessions.
+    A rank that trains alone has no connection, and so no sessions.
 
     Args:
         strategy: Strategy of this rank.
@@ -58,7 +58,7 @@ class FitSessions:
         self.patches = LoopPatches(strategy, trainer)
         self.session: Session | None = None
         self.undo: list[Undo] = []
-        """Functions that take back the patches of this fit, in the order in which they were made."""
+        """Functions that remove the patches of this fit, in the order in which the patches were made."""
         self._begins_anew = self._stops = False
         self._goodbyes: list[threading.Thread] = []
 
@@ -66,8 +66,8 @@ class FitSessions:
         """Patch Lightning's loops; all ranks call this together.
 
         Args:
-            world: Collectives over all ranks. None: this rank trains alone, and only its data is patched, so that it
-                gets all of it.
+            world: Collectives over all ranks. None: this rank trains alone; then only its data loading is patched, so
+                that it trains on all samples.
         """
         if world is None:
             self.undo += SamplerResize(self._strategy, self._trainer).install()
@@ -77,7 +77,10 @@ class FitSessions:
         AveragedModels(self._trainer, world).make_equal(self._strategy.saved.own)
 
     def come(self) -> None:
-        """Patch Lightning's loops without other ranks; for a joining rank, which gets their values later."""
+        """Patch Lightning's loops without exchanging values with other ranks.
+
+        A joining rank calls this directly, and receives the other ranks' values later.
+        """
         self.undo.append(self.patches.remove)
         self.patches.install()
 
@@ -104,9 +107,10 @@ class FitSessions:
         self.patches.sync_points.on_met(connection.world)
 
     def start_over(self) -> None:
-        """End this session, and connect anew for the next one, which `begin_again` begins; all ranks do so together.
+        """End this session, and make a new connection for the next one; all ranks call this together.
 
-        A checkpoint was restored during training, or a loop within the fit begins its own training.
+        This happens when a checkpoint was restored during training, or when a loop within the fit begins its own
+        training, such as the learning-rate finder's. `begin_again` begins the next session.
         """
         self.stop()
         # A new connection, so that messages of the ended session cannot reach the next one.
@@ -121,7 +125,7 @@ class FitSessions:
             self.begin()
 
     def widen(self, connection: Connection, run: int) -> None:
-        """Begin a session over a connection with more ranks; averaging goes on from where it was stopped.
+        """Begin a session over a connection with more ranks; averaging goes on with the state it had.
 
         Args:
             connection: Connection with all ranks, joining ranks included.
@@ -139,7 +143,7 @@ class FitSessions:
         self._go_on(connection)
 
     def summarise(self) -> None:
-        """Complete and print the summary of the run; all replicas are at the last sync point."""
+        """Complete and print the summary of the run; all ranks call this together, at the last sync point."""
         if self.session is not None:
             self.session.sum_up()
             self._strategy.saved.keep(self.session.state())
@@ -147,7 +151,7 @@ class FitSessions:
                 self.session.tell()
 
     def end(self) -> None:
-        """End the sessions, and take back all patches, without waiting for other ranks."""
+        """End the session and remove all patches, without waiting for other ranks."""
         take_back(self.undo)
         self.stop()
         # The threads are daemons: without this wait the process could end before the connections are closed in order.
@@ -165,7 +169,7 @@ class FitSessions:
             strategy.host.open(self._trainer)
 
     def stop(self) -> None:
-        """End the session, if there is one."""
+        """End the session, if there is one, and the admission of joining ranks before it."""
         # First the joins, whose threads use the session.
         if self._strategy.host is not None:
             self._strategy.host.close()
@@ -179,13 +183,13 @@ class FitSessions:
 class Session:
     """The engine, averager and step runner of this replica over one connection; ended by `close`.
 
-    A fit has one session, and another one each time that training begins again within it.
+    A fit has one session, and a further one each time that training begins again within the fit or a rank joins.
 
     Args:
         strategy: Strategy of this rank.
         connection: Connection of all ranks of the session.
-        meet: Opens a sync point that a step needs, and informs the patched loops of it.
-        saved: Saved state; averaging goes on from it if it holds any.
+        meet: Waits at a sync point that a step needs, and informs the patched loops of it.
+        saved: Holder of the saved state; averaging goes on from that state if there is any.
 
     Raises:
         ValueError: the transport cannot go on without lost ranks, as ``min_replicas`` asks for.
@@ -255,7 +259,7 @@ class Session:
         self._publisher: StatusPublisher | None = None
 
     def start(self) -> None:
-        """Start averaging; all ranks call this together, with equal replicas."""
+        """Start averaging; all ranks call this together, when all replicas hold the same model."""
         self._connection.open()
         self.averager.start()
         if (store := self._connection.store) is not None:
@@ -268,7 +272,7 @@ class Session:
             self.averager.marks.part(replica, replica["state_dict"], self._strategy.module)
 
     def _go_on(self, generation: Generation, why: str) -> None:
-        """Go on without lost ranks, and look whether a joining rank has room now; called on the engine's thread."""
+        """Go on without lost ranks, and look for joining ranks, which may now have room; on the engine's thread."""
         live_ranks = self._strategy.live_ranks
         assert live_ranks is not None
         lost = [name for name in live_ranks.generation.members if name not in generation.members]
@@ -290,7 +294,7 @@ class Session:
             self._publisher.end(FAILED if self._strategy.failed else ENDED)
 
     def on_model_changed(self) -> None:
-        """Adapt optimizers and BatchNorm after a sync point has given all replicas another model."""
+        """Reset optimizers or recompute BatchNorm, as the settings say, after a sync point has changed the model."""
         strategy = self._strategy
         if strategy.optimizer_state_policy == "reset":
             reset(strategy.optimizers)
@@ -302,7 +306,7 @@ class Session:
         return state_of(self.averager, self._world)
 
     def sum_up(self) -> None:
-        """Complete the summary of the run; all replicas are at the last sync point, and call this together."""
+        """Complete the summary of the run; all ranks call this together, at the last sync point."""
         summary = self.averager.summary
         summary.elapsed_s = time.monotonic() - self.averager.started_at
         summary.samples_by_rank = self._world.gather_objects(summary.samples)
@@ -315,7 +319,7 @@ class Session:
             summary.lost = live_ranks.lost
 
     def tell(self) -> None:
-        """Print the summary of the run, and advice that follows from it, on rank 0."""
+        """Print, on rank 0, the summary of the run and the advice that follows from it."""
         summary = self.averager.summary
         rank_zero_info(f"{summary.title}, as rank 0 saw it:\n{summary}")
         trainer: Any = self._strategy.module.trainer
@@ -326,7 +330,7 @@ class Session:
 def status_record_of(averager: BackgroundAverager, live_ranks: RankMap | None, run: int) -> StatusRecord:
     """Return the status of this replica, for ``lightning-async status``.
 
-    Values are read without locks: they may not fit together exactly, and nothing depends on them.
+    Values are read without locks, so they may be of slightly different times; nothing depends on them.
 
     Args:
         averager: Averager of the session.

@@ -1,8 +1,8 @@
 """The windows of gradients of one replica: when each is full, when it is sent, and when its step is taken.
 
 `WindowSteps` is the step runner of automatic optimization. `ManualWindowSteps` is that of manual optimization, where
-each of several optimizers asks for its own steps. `WindowSchedule` holds the present size of windows and delay of
-steps. `LastBackward` sends the gradients of a step without delay while the last backward pass makes them.
+each of several optimizers asks for its own steps. `WindowSchedule` returns the current size of windows and the current
+delay of steps. `LastBackward` sends a window whose step has no delay while its last backward pass computes gradients.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _LAST = (SyncPointKind.EPOCH_END, SyncPointKind.TRAIN_END)
 class WindowSteps(StepRunner, SyncPointParticipant):
     """The step runner of windows of gradients, in automatic optimization; it takes part in sync points.
 
-    When a sync point opens, all replicas have taken the same steps: a replica that waits there still reduces gradients
-    in flight, its own and those of replicas that train on, and steps with them. The sync points at the end of an epoch
-    and of training close the open window, too.
+    When a sync point opens, all replicas have taken the same steps: a replica that waits there still takes part in
+    averaging gradients, its own and those of replicas that train on, and steps with the means. At the end of an epoch
+    and of training, an open window is sent before the sync point, even if it is not full.
 
     Args:
         strategy: Strategy of this rank.
@@ -90,7 +90,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._gradients.close()
 
     def _prepare(self) -> None:
-        """Prepare for the optimizers, before a saved window is loaded; this base does nothing."""
+        """Set up state that depends on the optimizers, before a saved window is loaded; this base does nothing."""
 
     def _gathered(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint: the window, including gradients in flight, and compression's residual."""
@@ -125,7 +125,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._restored = True
 
     def _count(self, *_: Any) -> None:
-        """Count a step that the optimizer has taken: mixed precision skips some."""
+        """Count a step that the optimizer has taken; its hook calls this, because mixed precision may skip steps."""
         self._seen += 1
 
     def start_batch(self, batch: Any) -> None:
@@ -150,7 +150,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return self._pass.guard()
 
     def after_backward(self) -> None:
-        """Note that the batch has gradients."""
+        """Record that the current batch has gradients."""
         self._made = True
 
     def skip_batch(self) -> None:
@@ -163,7 +163,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._made = True
 
     def after_batch(self) -> None:
-        """Add the batch's gradients to the window; if this is full, step with the window before, then send it."""
+        """Add the batch's gradients to the window; if it is full, step with the previous mean, then send the window."""
         if self._made:
             self._made = False
             if not self._window.batches:
@@ -201,15 +201,15 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return self._window.batches > 0
 
     def _arrive(self) -> None:
-        """Wait for the gradients in flight, and step with their mean."""
+        """Wait until gradients in flight are averaged, and step with their mean; return at once if there are none."""
         self._gradients.wait()
         self._take()
 
     def _hold(self) -> bool:
-        """Hold the full window back if a checkpoint comes first, at the end of this batch; return whether it is held.
+        """Hold the full window back if a checkpoint is due at the end of this batch; return whether it is held.
 
-        The checkpoint finds nothing in flight then. All ranks learn with the same mean that one of them was told to
-        stop, and each of them holds its next window.
+        So no gradients are in flight when the checkpoint is made. Likewise if a rank was told to stop: all ranks learn
+        this with the same mean, and each of them holds its next window back.
         """
         schedule = self._window_schedule
         stops = schedule.in_turn and Vote.STOP in self._averager.sync_points.agreed
@@ -217,7 +217,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return self._held
 
     def _go(self) -> None:
-        """Send the window, and wait for it where steps have no delay."""
+        """Send the window; if steps have no delay, wait for its mean and take the step."""
         if self._pass.under_way:
             self._totals.leave(self._window.batches + 1, self._averager.sync_points)
             self._sent_samples = self._pass.finish()
@@ -229,7 +229,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         self._end_if_last()
 
     def _send(self) -> None:
-        """Send the window as soon as the buckets are free."""
+        """Wait until the buckets are free, and send the window; step with means that arrive meanwhile."""
         self._held = False
         # Each turn takes a mean that has arrived: until its step is taken, the buckets are not free.
         while True:
@@ -239,17 +239,17 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._gradients.wait_until_free()
 
     def _end_if_last(self) -> None:
-        """Take the last step before ``max_steps`` without a delay, because no window follows with which to take it."""
+        """Wait for the last step before ``max_steps`` and take it, because no window follows that would cause it."""
         if self._window_schedule.updates.left == 1:
             self._arrive()
 
     def _leave(self) -> bool:
-        """Send the window if the buckets are free, or drop it if it has no batches, or after ``max_steps``.
+        """Send the window if the buckets are free; drop it if it has no batches or ``max_steps`` are taken.
 
-        A window with batches but without samples is sent, too: the other replicas wait for it.
+        A window with batches but without samples is sent as well, because the other replicas wait for it.
 
         Returns:
-            Whether the window was sent or dropped.
+            Whether the window was sent or dropped; False if the buckets are not free.
         """
         window = self._window
         if self._window_schedule.updates.left <= 0 or not window.batches:
@@ -267,7 +267,7 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         return True
 
     def _take(self) -> None:
-        """Step with the mean that has arrived, if one has."""
+        """Step with the mean that has arrived; do nothing if none has."""
         gradients = self._gradients
         averager = self._averager
         strategy = self._strategy
@@ -297,13 +297,13 @@ class WindowSteps(StepRunner, SyncPointParticipant):
         gradients.stepped()
 
     def _step(self) -> None:
-        """Let the optimizer step with the mean that has arrived, after the correction of the delay."""
+        """Correct the delay of the mean that has arrived, and let the optimizer step with it."""
         self._window_schedule.updates.take(
             lambda: self._gradients.take_(self._window_schedule.scale, self._correcting.change_)
         )
 
     def before_sync_point(self) -> None:
-        """Send a window that must be in a step before the sync point opens; the other replicas wait for this one."""
+        """Send the window if its step must be taken before the sync point opens; the other replicas wait for that."""
         averager = self._averager
         sync_point = averager.sync_points.coming
         # Windows without a fixed size end here before a decision, too.
@@ -314,11 +314,11 @@ class WindowSteps(StepRunner, SyncPointParticipant):
             self._send()
 
     def at_sync_point(self) -> None:
-        """Step with a mean that has arrived while this replica waits."""
+        """Step with a mean that has arrived while this replica waits at a sync point."""
         self._take()
 
     def leave_sync_point(self) -> None:
-        if not self._restored:  # else training goes on from a checkpoint within an epoch, where no sync point was
+        if not self._restored:  # else training goes on from a checkpoint that was made at no sync point
             self._correcting.forget()
         self._restored = False
 
@@ -334,7 +334,7 @@ class ManualWindowSteps(WindowSteps):
     """
 
     steps = False
-    """Whether an optimizer takes its step now, and does not ask for one."""
+    """Whether a call of ``optimizer.step`` takes a step now; otherwise it asks for one."""
     _uncounted = 0.0
     """Samples since an optimizer has asked for a step."""
     _asked = False
@@ -363,7 +363,7 @@ class ManualWindowSteps(WindowSteps):
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Return a context for a backward pass, which counts its samples for all gradients that exist after it."""
+        """Return a context for a backward pass; at its end, the batch counts for each optimizer that has gradients."""
         self._sample_counts.begin_pass()
         yield
         self._batches.see()
@@ -397,7 +397,7 @@ class ManualWindowSteps(WindowSteps):
             super().after_batch()
 
     def _take(self) -> None:
-        """Step with the mean that has arrived, and keep gradients whose optimizer has not asked for a step yet."""
+        """Step with the mean that has arrived; gradients in ``p.grad``, for later steps, are the same afterwards."""
         if self._gradients.arrived is None:
             return
         kept = [(p, p.grad) for p in self._gradients.replica.tensors.trained.values()]
@@ -413,7 +413,7 @@ class ManualWindowSteps(WindowSteps):
         self._window_schedule.updates.take_each(self._each())
 
     def _each(self) -> Iterator[Callable[[], None]]:
-        """Return the step of each optimizer for which a replica has asked."""
+        """Yield, for each optimizer for which a replica has asked for a step, a function that takes this step."""
         arrived = self._gradients.arrived
         scale = self._window_schedule.scale
         replica = self._gradients.replica
@@ -440,7 +440,7 @@ class ManualWindowSteps(WindowSteps):
 
 
 def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Check that no parameter belongs to two optimizers.
+    """Raise an error if a parameter belongs to two optimizers.
 
     Args:
         owner: Name of the strategy, for the message.
@@ -462,7 +462,7 @@ def check_apart(owner: str, module: nn.Module, optimizers: Sequence[Optimizer]) 
 
 
 class WindowSchedule:
-    """The present size and delay of one replica's windows; callbacks may change them at any moment.
+    """The current size and delay of one replica's windows; callbacks may change both at any time.
 
     Args:
         strategy: Strategy of this rank.
@@ -481,12 +481,12 @@ class WindowSchedule:
 
     @property
     def warming_up(self) -> bool:
-        """Whether steps have no delay yet."""
+        """Whether steps have no delay yet: during ``warmup_steps``, and while a learning-rate finder runs."""
         return self._averager.step < self._strategy.warmup_steps or searches_lr(self._strategy.module.trainer)
 
     @property
     def in_turn(self) -> bool:
-        """Whether windows have a size; else each lasts until the one before is reduced."""
+        """Whether a window ends when it is full; otherwise it ends when the previous window has been averaged."""
         return self.warming_up or self._strategy.accumulate != "until_reduced"
 
     @property
@@ -496,7 +496,7 @@ class WindowSchedule:
 
     @property
     def size(self) -> int:
-        """Smallest number of batches in a window that begins now."""
+        """Number of batches after which a window that begins now may be full."""
         accumulate = self._strategy.accumulate
         if (sizes := self._strategy.sizes) is not None:
             return sizes.size
@@ -520,12 +520,12 @@ class WindowSchedule:
 
     @property
     def batch_scale(self) -> float:
-        """Factor of a batch's gradients: mixed precision multiplies the loss, and Lightning divides it."""
+        """Factor in a batch's gradients: mixed precision's scale, divided by Lightning's number of batches per step."""
         return self.scale / self._strategy.module.trainer.accumulate_grad_batches
 
 
 class LastBackward:
-    """The last backward pass of a window whose step has no delay; its gradients are sent while the pass makes them.
+    """The last backward pass of a window whose step has no delay; it sends gradients while it computes them.
 
     training thread                                    engine's thread
     the pass begins: the window's gradients go
@@ -538,8 +538,8 @@ class LastBackward:
 
     The window keeps its gradients until the pass is over, so that a failed pass changes nothing.
 
-    A window is sent as a whole, after the pass, if a hook may change its gradients without a trace, if a module gets
-    its batches by itself, in manual optimization, with compression, and on GPUs.
+    A window is sent as a whole, after the pass, if a hook may change its gradients unnoticed, if `training_step` takes
+    a ``dataloader_iter``, in manual optimization, with compression, and on GPUs.
 
     Args:
         module: The user's module.
@@ -564,15 +564,15 @@ class LastBackward:
         self._possible = module.automatic_optimization and not pulls(module) and not changes_gradients(module)
         self._samples = 0.0
         self.under_way = False
-        """Whether the window is being sent while its last pass, or the batch of that, is not over."""
+        """Whether the window is being sent, and the batch of its last backward pass is not over."""
 
     def begin(self, samples: float, size: float, step: int) -> None:
-        """Begin a backward pass, and begin to send the window if this is its last pass and that is possible.
+        """Begin a backward pass; if it is the window's last one, begin to send the window if possible.
 
         Args:
             samples: Number of samples of the batch.
-            size: Number of batches that the window is to have.
-            step: Number of steps that were taken before.
+            size: Number of batches after which the window is full.
+            step: Number of steps taken so far.
         """
         window = self._window
         window_schedule = self._window_schedule
@@ -593,7 +593,10 @@ class LastBackward:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Return a context for the pass, or its whole batch; if it fails, other replicas do not wait for gradients."""
+        """Return a context for the pass or its whole batch.
+
+        If an error is raised in it, gradients are withdrawn, so that other replicas do not wait for them.
+        """
         try:
             yield
         except BaseException:
@@ -603,7 +606,7 @@ class LastBackward:
             raise
 
     def finish(self) -> float:
-        """End the batch and empty the window, which was sent with it; return the number of samples in the window."""
+        """End the batch, empty the window that was sent during it, and return the window's number of samples."""
         self.under_way = False
         self._window.clear()
         self._gradients.finish_last()
