@@ -453,7 +453,7 @@ class ProcessHeartbeat:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Publish that this process leaves on purpose, and end this heartbeat, before the process begins another one."""
+        """Publish that this process leaves on purpose, and end this heartbeat; the process may begin another."""
         atexit.unregister(self._membership.close)
         self._membership.close()
 
