@@ -4,7 +4,7 @@ torch 2.13 cannot cancel operations of Gloo: ``abort()`` leaves a pending operat
 then blocks until its timeout. Shutting down the group's own sockets does cancel, here and at the peers, within
 milliseconds; this is why each group knows its sockets. The exception is a message that is half sent or half received:
 torch does not report the connection's end to it (Pair::signalException skips it), so that it waits for its timeout.
-Such an operation is failed once the group's sockets are found closed, and its group is kept until torch's own timeout.
+Such an operation is failed once the group's sockets are found closed, and its group is kept until torch has ended it.
 """
 
 from __future__ import annotations

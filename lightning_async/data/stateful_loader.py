@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def sources_of(loaders: Sequence[Any]) -> list[Source]:
-    """Return a source for each loader of a training."""
+    """Return a `Source` for each train dataloader."""
     names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
     return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
 

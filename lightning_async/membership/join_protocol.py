@@ -8,8 +8,8 @@
     answer(rank, admitted)
                                      read_answer: it is admitted, or ends, or tries again
 
-`JoinBoard` writes and reads these notes. `JoinBoardWithTimeout` limits the time of each read, because torch waits for a
-store whose host is stopped in C, beyond every timeout and without handling signals.
+`JoinBoard` writes and reads these notes. `JoinBoardWithTimeout` limits the time of each read: if the store's host is
+stopped, torch waits in C, beyond every timeout and without handling signals.
 """
 
 from __future__ import annotations

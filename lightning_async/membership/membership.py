@@ -85,10 +85,10 @@ class HeartbeatThread:
             return not self.inherited
         self._wake.set()
         self._thread.join(_THREAD_END_S)
-        # A request hangs, such as when the store's host stands still.
+        # A request hangs, for example because the store's host is stopped.
         if self._thread.is_alive():
             self._hang_up()
-            # Wait with a limit, because a request may hang for as long as the store's host stands still.
+            # Wait with a limit, because a request may hang for as long as the store's host is stopped.
             self._thread.join(_THREAD_END_S)
         return not self._thread.is_alive()
 
