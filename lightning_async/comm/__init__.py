@@ -8,8 +8,8 @@ operation is asynchronous, with a deadline. *Channels* join two processes that t
 - `PeerChannel` and `Dial` are the interfaces of channels: `ShmDial` within a host, `PairDial` between hosts.
 - `PeerStore` keeps bytes of other ranks in memory; `encode` and `decode` turn values into bytes.
 
-Threads: operations may be completed by threads of torch, by helper threads that wait in torch, or by the thread that
-asks. A `PeerStore` has a thread that listens, and one for each errand.
+Threads: an operation may be completed by a thread of torch, by a helper thread that waits in torch, or by the thread
+that asks whether it is done. A `PeerStore` has a thread that accepts connections, and one for each connection.
 
 Read collectives first, then torch_collectives, torch_groups and torch_rendezvous, and after them p2p and p2p_gloo.
 """

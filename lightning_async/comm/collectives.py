@@ -36,7 +36,7 @@ _SOURCE = re.compile(r"\[[^\[\]\s]+\.(cc|cpp|h|hpp):\d+\]\s*")
 
 @dataclass(frozen=True)
 class Where:
-    """A communicator in one generation, for keys and messages.
+    """The name and the generation of a communicator, for keys in the store and for messages.
 
     Args:
         name: Path of the communicator.
@@ -67,9 +67,10 @@ class Operation(Generic[T]):
         kind: Name of the operation, for messages.
         seq: Sequence number of the operation.
         timeout: Deadline of the operation.
-        on_expire: Called once, by the thread that notices the deadline; breaks the communicator off.
-        poll: Completes or fails the operation once the transport has ended it, for transports without callbacks. `done`
-            calls it, and so does a thread that waits. Default: None.
+        on_expire: Called once with the error, by the thread that notices that the deadline has passed; it must break
+            the communicator off.
+        poll: For transports without callbacks: completes or fails the operation if the transport has ended it. Called
+            by `done`, and by a thread that waits for the operation. Default: None.
     """
 
     late: type[CollectiveTimeout] = CollectiveTimeout
@@ -126,7 +127,7 @@ class Operation(Generic[T]):
             return True
 
     def failure(self, error: Exception) -> CollectiveError:
-        """Return the error for an exception of the transport."""
+        """Return the `CollectiveError` with which the operation fails after this exception of the transport."""
         kind = CollectiveTimeout if "timed out" in str(error).lower() else CollectiveError
         said = _SOURCE.sub("", str(error).split("\n", 1)[0]).rstrip(".")
         return kind(f"{self} failed after {self.elapsed_s():.2f} s: {said}. {self.remedy}")
@@ -248,10 +249,10 @@ class Communicator(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _child(self, where: Where, timeout: timedelta) -> C:
-        """Return a new branch."""
+        """Return a new communicator, which is a fork or a split of this one."""
 
     def _take(self, name: str) -> str:
-        """Return the path of a new branch; a split takes its name also on ranks outside of it."""
+        """Reserve the name of a new fork or split, for a split also on ranks outside of it; return its path."""
         self._check_usable()
         path = f"{self.name}/{name}"
         if path in self._names:
@@ -457,7 +458,9 @@ class Collectives(Protocol):
         ...
 
     def fork(self, name: str, timeout: timedelta | None = None) -> Collectives:
-        """Return a new communicator over the same ranks, with an order of its own. All ranks fork in the same order.
+        """Return a new communicator over the same ranks, whose operations have an order of their own.
+
+        All ranks must make their forks in the same order.
 
         The fork is opened at once if this communicator is open.
 
@@ -474,7 +477,7 @@ class Collectives(Protocol):
     def registered(self, buffer: Tensor) -> Tensor:
         """Return a copy of ``buffer`` in memory that this communicator moves fastest, also in later generations.
 
-        Return ``buffer`` itself if all memory is alike.
+        Returns ``buffer`` itself if no memory is faster than other memory.
         """
         ...
 
@@ -526,7 +529,7 @@ class ElasticCollectives(Collectives, Protocol):
         ...
 
     def abort(self) -> None:
-        """Fail all pending operations at once, here and in all forks, on this rank; peers notice by themselves."""
+        """Fail all pending operations of this rank at once, here and in all forks; peers notice the broken group."""
         ...
 
 
@@ -555,7 +558,10 @@ def check_rows(buffer: Tensor, world_size: int) -> None:
 
 
 def room_for(row: Tensor, world_size: int, out: Tensor | None) -> Tensor:
-    """Return ``out``, or a new tensor, with one row like ``row`` for each rank; raise ValueError if ``out`` differs."""
+    """Return ``out``, or a new tensor if it is None, for the result: one row like ``row`` for each rank.
+
+    Raises ValueError if ``out`` has another shape, dtype or device, or is not contiguous.
+    """
     shape = (world_size, *row.shape)
     if out is None:
         return row.new_empty(shape)
@@ -575,7 +581,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def reducible(
     buffer: Tensor, op: ReduceOp, native: frozenset[torch.dtype] = NATIVE
 ) -> tuple[Tensor, ReduceOp, Callable[[Tensor], None]]:
-    """Return a tensor to reduce in place of ``buffer``, the operation, and a function that writes the result back.
+    """Return the tensor to reduce instead of ``buffer``, the operation, and a function that writes back the result.
 
     Bools are reduced as bytes (SUM and MAX mean "any", MIN means "all"), complex numbers as pairs of real numbers, and
     types that are not ``native`` to the backend as fp32 or int64.

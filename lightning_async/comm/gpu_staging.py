@@ -26,12 +26,12 @@ T = TypeVar("T")
 class StagedCollectives(CommunicatorWrapper):
     """An `ElasticCollectives` that moves a device's tensors through pinned memory of the host.
 
-    The GPU's copy engines make the copies, in the order of the current stream; a thread with a stream of its own
-    disturbs no other. Submitting an operation waits until its tensor is in the host's memory. The way back is queued
-    when the result is taken.
+    The GPU's copy engines make the copies, in the order of the current stream, so a thread that uses a stream of its
+    own does not delay other threads. Submitting an operation blocks until its tensor has been copied to the host. The
+    copy of the result to the device is queued when the result is taken.
 
     Args:
-        inner: Transport, which nothing else uses.
+        inner: Transport for host memory. Nothing else may use it.
         device: Device of the tensors.
     """
 

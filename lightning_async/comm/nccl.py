@@ -37,7 +37,7 @@ def set_variables() -> None:
 
 
 def connect(store: Store, where: Where, timeout: timedelta, device: torch.device | None, max_ctas: int) -> Any:
-    """Return torch's process group object, connected at once if ``device`` is given."""
+    """Return torch's NCCL process group for the communicator ``where``, connected at once if ``device`` is given."""
     set_variables()
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
@@ -52,7 +52,8 @@ class RegisteredMemory:
     """A pool of memory from NCCL's allocator that is registered with each communicator that moves it, to save copies.
 
     The pool outlives communicators: after a failure, it is registered with those of the next generation. Registration
-    changes no result. If torch, NCCL or the driver cannot do it, memory stays as it is, and one INFO line says why.
+    changes no result. If torch, NCCL or the driver does not support it, buffers stay in ordinary memory, and one INFO
+    line says why.
 
     Source: "user buffer registration" in NCCL's user guide, through `torch.cuda.MemPool`.
     """

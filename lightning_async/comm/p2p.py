@@ -7,9 +7,9 @@
 `PeerChannel` is one end of a channel, whatever carries it. `Dial` makes channels to one peer, and has the first turn.
 The end whose turn it is may use both memories. A channel that has missed a deadline is closed, and dialled again.
 
-The memory of `ShmChannel` is an anonymous file that is handed over: no name of it can be left behind, and it cannot
-shrink while a process reads it. The kernel closes the socket together with its process, so that a death is noticed at
-once.
+The memory of `ShmChannel` is an anonymous file, whose descriptor is passed to the peer: there is no file name that a
+crash could leave behind, and the file cannot shrink while a process reads it. When a process dies, the kernel closes
+its socket, so that the peer notices at once.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class PeerChannel(Protocol):
         ...
 
     def send(self, header: Mapping[str, Any], size: int = 0, timeout_s: float = 60.0) -> None:
-        """Send a header, and ``size`` bytes of `outgoing`, without waiting for the peer, whose turn it is then.
+        """Send a header, and ``size`` bytes of `outgoing`, without waiting for the peer; then it is the peer's turn.
 
         Args:
             header: JSON values. An entry ``at`` says at which offset the bytes begin, here and in the peer's
@@ -71,9 +71,9 @@ class PeerChannel(Protocol):
             timeout_s: Longest wait for room in the channel, in seconds. Default: 60.
 
         Raises:
-            ValueError: The header is too long, or there is less memory.
-            PeerLost: The peer is known to be gone; otherwise `receive` raises this.
-            ChannelTimeout: The channel has no room in time.
+            ValueError: The header is too long, or `outgoing` has fewer than ``size`` bytes.
+            PeerLost: The peer is known to be gone. If that is noticed later, `receive` raises this error.
+            ChannelTimeout: The channel has had no room for the message within ``timeout_s``.
         """
         ...
 
@@ -94,15 +94,15 @@ class PeerChannel(Protocol):
         ...
 
     def close(self) -> None:
-        """Give back the connection and the channel's memory; idempotent. Bytes not yet received may be lost."""
+        """Close the connection and free the channel's memory; idempotent. Bytes not yet received may be lost."""
         ...
 
 
 class Dial(Protocol):
     """A maker of channels to one peer, with memory that outlives each channel.
 
-    The contents of `outgoing` stay until they are overwritten: after a peer's death they are sent again to the next
-    process.
+    The contents of `outgoing` stay until they are overwritten, so that after a peer's death they can be sent again, to
+    the process that replaces it.
     """
 
     @property
@@ -112,11 +112,14 @@ class Dial(Protocol):
     def incoming(self) -> Tensor: ...
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """Return a new channel with this memory, once the last one is closed; raise PeerLost without an answer."""
+        """Return a new channel over this memory; raise PeerLost if the peer does not answer.
+
+        The previous channel must be closed before.
+        """
         ...
 
     def close(self) -> None:
-        """Give the memory back; idempotent."""
+        """Free the memory; idempotent."""
         ...
 
 
@@ -124,7 +127,7 @@ class CheckedDial:
     """A dial that calls a function with the error if no peer answers.
 
     Args:
-        dial: The dial.
+        dial: The dial that makes the channels.
         check: Called with the error; raises if no peer will ever answer.
     """
 
@@ -157,15 +160,15 @@ def nobody_listens(error: BaseException) -> bool:
 
 
 def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
-    """Return a header as it travels, with the number of bytes that follow.
+    """Return the encoded form of a message's header and of the number of bytes that belong to the message.
 
     Args:
-        header: The header.
-        size: Number of bytes.
-        room: Number of bytes of the memory.
+        header: The header, in JSON values.
+        size: Number of bytes of the message.
+        room: Number of bytes of the memory from which they are sent.
 
     Raises:
-        ValueError: There are more bytes than memory, or the header is too long.
+        ValueError: ``size`` is larger than ``room``, or the header is too long.
 
     >>> unpacked(packed({"version": 3}, 8, room=8), "a", room=8)
     ({'version': 3}, 8)
@@ -205,12 +208,12 @@ _USER = struct.Struct("3i")
 
 
 class Memory:
-    """An anonymous file, mapped; all of its memory is there before it is first written to.
+    """An anonymous file, mapped into memory; its memory is allocated at once, so that writing to it cannot fail.
 
     Args:
-        size: Number of bytes; None: that of the file.
-        descriptor: Descriptor of the file. Default: -1, a new file.
-        name: Name for the system's tools.
+        size: Number of bytes. None: the size that the file has.
+        descriptor: Descriptor of the file. Default: -1, a new file is made.
+        name: Name under which the system's tools show a new file.
     """
 
     def __init__(self, size: int | None, descriptor: int = -1, name: str = "lightning_async") -> None:
@@ -358,9 +361,9 @@ class ShmDial:
 
 
 def listen(name: str | None = None) -> tuple[socket.socket, str]:
-    """Return a socket that listens, and the name to dial.
+    """Return a listening socket, and the name with which a `ShmDial` reaches it.
 
-    The name is gone when the last process that has the socket open is gone.
+    The name exists until the last process that has the socket open has ended.
     """
     name = name or f"lightning_async-{secrets.token_hex(8)}"
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -377,7 +380,7 @@ def answer(sock: socket.socket, peer: str) -> ShmChannel:
     """Return the channel for a process that has dialled.
 
     Args:
-        sock: Socket that the listening one has accepted.
+        sock: Connected socket, which the listening socket has accepted.
         peer: Name of the peer, for messages.
 
     Raises:

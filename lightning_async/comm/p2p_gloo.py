@@ -4,10 +4,11 @@
                                     <----------  has memory ready for bytes and for a head, before they come
     bytes, head: at once, in order  ---------->  the head says what came, and how many bytes; they are there by then
 
-Both ends notice within milliseconds that the other one has died. torch does not, however, while half of a message is
-there, see `torch_groups`. Therefore the head follows the bytes, and the receiver waits for the head. Later parts of a
-message have their head in front, and a thread waits for large ones. `dial` makes the dial of a server: through shared
-memory on the server's own host, otherwise through Gloo.
+Each end notices within milliseconds that the other one has died, except while torch has received only a part of a
+message, see `torch_groups`. Therefore the head is sent after the bytes, and the receiver waits for the head. If a
+message begins at an offset of the memory, as later parts of a message do, its head is sent first, and an `OrphanedWait`
+waits for its bytes if they are many. `dial` makes the dial of a server: through shared memory on the server's own host,
+otherwise through Gloo.
 """
 
 from __future__ import annotations
@@ -139,7 +140,10 @@ class PairChannel:
             self.outgoing = self.incoming = torch.empty(0, dtype=torch.uint8)
 
     def _expect(self) -> None:
-        """Have memory ready for the peer's next message; for its bytes all there is, of which it may fill a part."""
+        """Post torch's receives for the peer's next message: one for its bytes, and one for its head.
+
+        The receive for the bytes is as long as `incoming`; the bytes may be fewer.
+        """
         if self._bytes is None and self.incoming.numel():
             self._bytes = self._begin("recv", self.incoming, _BYTES)
         if self._head is None:  # second, or the peer might send the head before the bytes
@@ -186,7 +190,7 @@ class PairChannel:
 
 
 class OrphanedWait:
-    """A thread that waits in torch for half-received messages, in place of a thread that must not wait without end.
+    """A helper thread that waits in torch for a message that may stay incomplete, so that the caller can give up.
 
     Args:
         group: Group of the channel.
@@ -199,7 +203,7 @@ class OrphanedWait:
         self._thread: threading.Thread | None = None
 
     def wait(self, work: Any, timeout_s: float) -> None:
-        """Wait until a work of torch's is done.
+        """Wait until ``work``, an operation of torch, is done.
 
         Raises:
             RuntimeError: The connection is lost, so the work will never be done.
@@ -226,7 +230,7 @@ class OrphanedWait:
         raise RuntimeError("the connection to a peer was lost")
 
     def close(self) -> None:
-        """End the thread, once it does not wait any more."""
+        """Let the thread end once its present wait in torch is over."""
         self._works.put(None)
 
     def _run(self) -> None:
@@ -259,8 +263,9 @@ class PairDial:
                                       <------------- its own name, or a refusal
         both form a group of two; this connection replaces the store that torch needs for that, and then ends
 
-    All messages except the nonce are sealed with it, so that a stranger gets no further. If one of the two dies
-    meanwhile, the other notices. A peer that is started again answers the calls that came while it was away.
+    All messages except the nonce are signed together with it, so that a process without the job's secret is refused. If
+    one of the two processes dies meanwhile, the other one notices. A peer that is restarted answers the connections
+    that were opened before it was ready.
 
     Args:
         host: Host of the peer.
@@ -317,7 +322,7 @@ def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, A
         sock: Socket that a listening one has accepted.
         peer: Name of the other end, for messages.
         seal: Seal of the job.
-        told: Description of this process in JSON values, with the ``name`` by which a dial knows it.
+        told: Description of this process in JSON values. Its entry ``name`` must be the name that the caller dials.
 
     Raises:
         PeerLost: The caller is not of this job, looks for another process, or is gone.
@@ -361,7 +366,7 @@ def _memory(sizes: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) -> Any:
-    """Yield a connection that was answered, this host's address on it, and the peer's description."""
+    """Connect to a peer and send ``words``; yield the connection, this host's address, and the peer's description."""
     try:
         line = PeerStoreConnection(socket.create_connection((host, port), timeout_s), _scoped(seal), timeout_s)
         try:
@@ -396,7 +401,7 @@ def _formed(line: PeerStoreConnection, host: str, rank: int, timeout_s: float) -
 
 
 class _LineStore(Store):
-    """A store over the connection of two processes, which each writes to the other; torch forms their group with it."""
+    """A store of two processes, with which torch forms their group: each sends its entries to the other one."""
 
     def __init__(self, line: PeerStoreConnection) -> None:
         super().__init__()
@@ -406,7 +411,7 @@ class _LineStore(Store):
         self._ended = ""  # reason as a text, because the error itself would keep objects alive
 
     def still_there(self) -> None:
-        """Raise `PeerLost` if the other process cannot send any more."""
+        """Raise `PeerLost` if the connection to the other process has ended."""
         if self._ended:
             why = f"the connection by which a channel was to be made has ended ({self._ended})"
             raise PeerLost(f"{why}.")
@@ -496,7 +501,7 @@ def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, v
 
 
 def answers(address: Mapping[str, Any]) -> bool:
-    """Return whether a server of this host answers at this address."""
+    """Return whether a server on this host answers at ``address``; False for a server on another host."""
     if address["machine"] != machine_name():
         return False
     # A channel without memory: it is only made to see whether the server accepts it.
@@ -511,19 +516,19 @@ def answers(address: Mapping[str, Any]) -> bool:
 
 
 def look_up(host: str, port: int, timeout_s: float = 10.0) -> dict[str, Any]:
-    """Return the address of a server that was started on its own, with its description; raise as `ask` does."""
+    """Return the address of a separately started server, with the server's description; raise as `ask` does."""
     return {**ask(host, port, seal_of_servers(), timeout_s), "host": host, "port": port}
 
 
 def look_up_all(places: str, timeout_s: float = 10.0) -> list[dict[str, Any]]:
-    """Return the addresses of servers that were started on their own, in the order of their numbers.
+    """Return the addresses of separately started servers, in the order of their numbers.
 
     Args:
         places: Addresses as ``"HOST:PORT,HOST:PORT"``, as ``lightning-async serve`` prints them.
         timeout_s: Longest wait for each server, in seconds. Default: 10.
 
     Raises:
-        ValueError: The text is not such a list, or a server is not the one with this number.
+        ValueError: The text is not such a list, or its servers are not in the order 0, 1, 2 and so on.
         PeerLost: No process answers at an address, or one with another secret.
         ChannelTimeout: No process answers in time.
     """
@@ -556,20 +561,21 @@ def address_of(name: str, host: str | None = None, port: int | None = None) -> d
     """Return the address of a server of this host, in JSON values.
 
     Args:
-        name: Name under which it listens for processes of this host.
-        host: Host at which it listens for other hosts. Default: None, it does not.
-        port: Port at that host. Default: None.
+        name: Name under which the server listens for processes of this host.
+        host: Host name or IP address at which the server listens for processes of other hosts. Default: None, it does
+            not listen for them.
+        port: Port at ``host``. Default: None.
     """
     return {"machine": machine_name(), "name": name, "host": host, "port": port}
 
 
 def seal_of_servers() -> Seal:
-    """Return a seal with the secret of the environment, if any; the same for all attempts and all jobs."""
+    """Return a seal with the secret from the environment, if any; it is the same in all jobs and after restarts."""
     return Seal(os.environ.get(SECRET), "servers")
 
 
 def machine_name() -> str:
-    """Return a name that is equal for processes that can reach each other's sockets by name, and are allowed to."""
+    """Return a name that is equal for processes of one user, host and network namespace, which can share memory."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()  # two hosts may have the same name
         return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"

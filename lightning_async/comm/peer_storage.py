@@ -9,7 +9,8 @@
     fetch:                         <--------- label and size; the bytes, their checksum
     forget:                        <--------- done
 
-The two share nothing but the connection: if one dies, the other finds it closed, or silent.
+An errand is one request of a client: `deposit`, `fetch` or `forget`. Client and keeper share nothing but the
+connection: if one of them dies, the other one finds it closed, or silent.
 """
 
 from __future__ import annotations
@@ -55,12 +56,12 @@ class Address:
     token: str
 
     def note(self) -> dict[str, Any]:
-        """Return the address in JSON's terms."""
+        """Return the address as a dictionary of JSON values."""
         return asdict(self)
 
     @classmethod
     def of(cls, note: Mapping[str, Any]) -> Address | None:
-        """Return the address of a note, or None if the note is malformed."""
+        """Return the address for a dictionary that `note` has returned; None if the dictionary is malformed."""
         host = note.get("host")
         port = note.get("port")
         token = note.get("token")
@@ -173,14 +174,16 @@ def deposit(
     address: Address, seal: Seal, owner: str, label: Mapping[str, Any], data: memoryview,
     opened: Callable[[PeerStoreConnection], None] = lambda line: None,
 ) -> None:  # fmt: skip
-    """Leave bytes with a keeper, in place of older ones of this owner, which stay until all new ones have arrived.
+    """Store an owner's bytes in a keeper's memory.
+
+    They replace the owner's earlier bytes, which are kept until all new bytes have arrived.
 
     Args:
         address: Address of the keeper.
         seal: Seal of the job.
         owner: Name of the owner.
         label: JSON values, returned by `fetch`.
-        data: The bytes, which must not change meanwhile.
+        data: The bytes, which must not change during the call.
         opened: Called with the connection, so that another thread can break it off. Default: nothing is called.
 
     Raises:
@@ -194,7 +197,7 @@ def deposit(
 
 
 def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], bytearray] | None:
-    """Return the bytes that a keeper has of an owner, with their label, or None; raise as `deposit` does."""
+    """Return the label and the bytes that a keeper has of an owner, or None; raise as `deposit` does."""
     with _errand(address, seal, errand="fetch", owner=owner) as line:
         found = line.hear()
         if type(size := found.get("size")) is not int or not isinstance(label := found.get("label"), dict):
@@ -205,7 +208,7 @@ def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], byt
 
 
 def forget(address: Address, seal: Seal, owner: str) -> None:
-    """Let a keeper forget the bytes of an owner; raise as `deposit` does."""
+    """Delete an owner's bytes from a keeper's memory; raise as `deposit` does."""
     with _errand(address, seal, errand="forget", owner=owner) as line:
         line.hear()
 
@@ -225,8 +228,8 @@ class _Parcel:
 class PeerStore:
     """A keeper of other ranks' bytes, in this rank's memory, where they outlive their owners. Ends by `close`.
 
-    The keeper listens at a free port of ``host``, and has a thread for each errand. It has the last bytes of each
-    owner, whole, and memory in which the next ones arrive.
+    The keeper listens at a free port of ``host``, and has a thread for each errand. For each owner, it keeps the last
+    bytes that have arrived completely, and has memory for the bytes that arrive next.
 
     Args:
         host: Address of this host at which to listen.
@@ -249,19 +252,19 @@ class PeerStore:
 
     @property
     def size(self) -> int:
-        """Number of bytes of all memory."""
+        """Number of bytes of memory that the keeper uses."""
         with self._lock:
             kept = [len(parcel.data) for parcel in self._kept.values()]
             return sum(kept) + sum(map(len, self._spare.values()))
 
     @property
     def owners(self) -> tuple[str, ...]:
-        """Names of all owners."""
+        """Names of the owners whose bytes are kept."""
         with self._lock:
             return tuple(sorted(self._kept))
 
     def close(self) -> None:
-        """End all errands, and give the memory back; idempotent. Does nothing in a forked process."""
+        """End all errands, and free the memory; idempotent. Does nothing in a forked process."""
         # The threads and connections belong to the process that made them, not to its forks.
         if os.getpid() != self._pid or self._closed:
             return
@@ -364,7 +367,7 @@ class PeerStore:
 
 
 def facing(host: str, port: int) -> str:
-    """Return the address of this host that another host can reach; raise OSError if that host cannot be reached."""
+    """Return the local address from which this host reaches another host; raise OSError if there is no route to it."""
     kind, *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     with socket.socket(kind[0], socket.SOCK_DGRAM) as sock:
         sock.connect(kind[4])  # a datagram socket sends nothing here; it only chooses a local address
@@ -372,13 +375,14 @@ def facing(host: str, port: int) -> str:
 
 
 def next_to(mine: int, left: Sequence[int], hosts: Mapping[int, str]) -> int | None:
-    """Return the rank that keeps a rank's bytes: at the same place on the next host, or the next rank of a single host.
+    """Return the rank that keeps the bytes of rank ``mine``; None if no other rank is live.
 
-    The loss of a host then never takes a rank's copy along, and if hosts have equal numbers of ranks, each rank keeps
-    bytes of one other.
+    It is the rank at the same place on the next host, or, if there is a single host, the next rank. A rank and the
+    keeper of its bytes are thus not lost with the same host. If hosts have equal numbers of ranks, each rank keeps the
+    bytes of one other rank.
 
     Args:
-        mine: The rank.
+        mine: The rank whose bytes are kept.
         left: All live ranks, this one included.
         hosts: Host of each rank.
 

@@ -1,8 +1,9 @@
 """Plain values and tensors as JSON and raw memory. Whatever arrives is read, never executed.
 
-`flatten` and `unflatten` leave the tensors where they are, for files. For the wire, `encode` and `decode` make one
-message of everything; `take_apart` and `make_room` make a text, and leave the tensors to travel one by one. A value
-that JSON lacks becomes an object whose first entry is a tag: ``{"tuple": [1, 2]}``.
+For files, `flatten` converts a value to JSON values and a list of its tensors, without copying them, and `unflatten`
+converts back. For messages, `encode` makes one tensor of bytes of a value, and `decode` reads it; `take_apart` makes a
+text, and `make_room` memory into which the tensors are received one by one. A value that JSON lacks becomes an object
+whose first entry is a tag: ``{"tuple": [1, 2]}``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _Path = tuple[Any, ...]
 def flatten(
     value: object, *, exact: bool = False, dump: Callable[[object], bytes] | None = None
 ) -> tuple[Any, list[Tensor]]:
-    """Return ``value`` in JSON's terms, and its tensors, by reference: ``unflatten(*flatten(value))`` equals it.
+    """Return ``value`` as JSON values, and a list of its tensors, not copied: ``unflatten(*flatten(value))`` equals it.
 
     A tensor that occurs twice, or another one over the same memory, is listed once and comes back as one.
 
@@ -61,8 +62,8 @@ def flatten(
             objects are refused.
 
     Raises:
-        TypeError: The value holds an object that cannot travel, or that ``dump`` fails at; the message names its type
-            and its place.
+        TypeError: The value holds an object that cannot be converted, or for which ``dump`` fails; the message names
+            the object's type and its place.
         ValueError: The value contains itself.
 
     >>> flatten({"steps": (3, None), "x": torch.tensor([1.5])})
@@ -76,17 +77,17 @@ def flatten(
 
 
 def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] | None = None) -> Any:
-    """Return the value that `flatten` took apart; it holds these very tensors.
+    """Return the value that was given to `flatten`; it holds ``tensors`` themselves, not copies.
 
     Args:
-        plain: The value in JSON's terms.
+        plain: The value as JSON values.
         tensors: Its tensors.
         load: Function that makes an object of the bytes that ``dump`` has made. Default: None, such objects are
             refused.
 
     Raises:
         CheckpointError: ``load`` has raised it.
-        ValueError: These are not results of `flatten`, or they hold such objects.
+        ValueError: The arguments are no result of `flatten`, or hold objects that need a ``load``.
     """
     try:
         return _value(plain, tensors, load)
@@ -100,7 +101,7 @@ def encode(value: object) -> Tensor:
     """Return a flat uint8 tensor that `decode` turns back into ``value``, with exactly the same types.
 
     Raises:
-        TypeError: The value holds an object that cannot travel; the message names its type and its place.
+        TypeError: The value holds an object that cannot be converted; the message names its type and its place.
 
     >>> decode(encode({"steps": (3, None), "x": torch.tensor([1.5])}))
     {'steps': (3, None), 'x': tensor([1.5000])}
@@ -137,7 +138,7 @@ def decode(data: Tensor) -> Any:
 
 
 def take_apart(value: object) -> tuple[str, list[Tensor]]:
-    """Return ``value`` as a text and its tensors, by reference; takes the same values as `encode`, and raises the same.
+    """Return ``value`` as a JSON text and a list of its tensors, not copied; accepts the same values as `encode`.
 
     >>> take_apart({"x": torch.tensor([1.5])})
     ('[{"dict": [["x", {"tensor": 0}]]}, [["float32", [1]]]]', [tensor([1.5000])])
@@ -147,7 +148,7 @@ def take_apart(value: object) -> tuple[str, list[Tensor]]:
 
 
 def make_room(text: str) -> tuple[Any, list[Tensor]]:
-    """Return a value without its tensors, and memory for these; `unflatten` makes the value once the memory is filled.
+    """Return a text's JSON values, and empty tensors to receive into; `unflatten` makes the value from both.
 
     Args:
         text: Text of `take_apart`.

@@ -1,9 +1,9 @@
 """Collectives through torch.distributed: Gloo, NCCL, and MPI if torch was built with it.
 
 `TorchCollectives` is one communicator. `Flights` holds its operations under way, and fails all of them as soon as one
-fails. The tensors of an operation belong to the group until torch lets go of them, which may be later than the end of
-an operation that was broken off. A generation ends by `Flights.land`, which disposes of the group and forgets its
-operations.
+fails. The group keeps the tensors of an operation until torch does not use them any more. For an operation that was
+broken off, that may be later than the end of the operation. At the end of a generation, `Flights.land` disposes of the
+group and fails its operations.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Flights:
         return sum(not operation.done() for operation in list(self._pending.values()))
 
     def over(self, group: TorchGroup) -> None:
-        """Use this group from now on."""
+        """Use this group for the operations from now on."""
         with self._lock:
             self.group = group
 
@@ -75,17 +75,15 @@ class Flights:
         tensors: tuple[Tensor, ...],
         backstop: timedelta,
     ) -> None:
-        """Let torch begin an operation.
-
-        `over` was called before; since then another thread may have called `land` with ``group``.
+        """Let torch begin an operation; fail it if another thread has called `land` since ``group`` was opened.
 
         Args:
-            group: The group.
+            group: The group, which was passed to `over` before.
             operation: The operation.
-            start: Returns torch's work, or several, for its process group.
+            start: Called with torch's process group; begins the operation, and returns torch's work, or several.
             finish: Returns the result, once torch has ended the work.
             tensors: Tensors that torch reads or writes.
-            backstop: Deadline of torch's own.
+            backstop: Deadline after which torch ends its own wait.
         """
         with self._lock:
             landed = self.group is not group
@@ -107,7 +105,7 @@ class Flights:
             operation.fail(CollectiveError(f"{operation} was broken off: {self._broken}"))
 
     def break_off(self, error: CollectiveError, first: Operation[Any] | None = None) -> None:
-        """Fail ``first`` with the error, and all other operations because of it. Any thread may call this."""
+        """Fail operation ``first`` with the error, and all others as broken off by it. Any thread may call this."""
         with self._lock:
             if self._broken is None:
                 self._broken = error
@@ -170,15 +168,17 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
 
     Args:
         store: Store that all members can reach; other threads may use it, too, if none blocks in it.
-        rank: Rank of this member at the start; `reconfigure` brings later ones.
-        world_size: Number of members at the start; `reconfigure` brings later ones.
+        rank: Rank of this member at the start; `reconfigure` may change it.
+        world_size: Number of members at the start; `reconfigure` may change it.
         backend: ``"gloo"`` (CPU tensors), ``"nccl"`` (CUDA tensors) or ``"mpi"``. Default: ``"gloo"``.
         name: Name that differs between communicators that share a store. Default: ``"world"``.
         timeout: Deadline of each operation. Default: 5 minutes.
         form_timeout: Deadline of forming a group. Default: 5 minutes.
         device: Device on which NCCL connects, and has its barrier. Default: None, the current CUDA device.
-        max_ctas: Number of blocks of the GPU that NCCL may take from the training beside it. Default: 4.
-        meeting_options: Terms on which members meet. Default: None, those of `MeetingOptions`.
+        max_ctas: Largest number of the GPU's thread blocks (CTAs) that NCCL may use; training uses the others.
+            Default: 4.
+        meeting_options: Settings for the meeting of members in the store. Default: None, the defaults of
+            `MeetingOptions`.
 
     Raises:
         ValueError: An argument is out of range, or torch was built without the backend.
@@ -211,7 +211,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._made: dict[Any, Any] = {}
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Operation[Tensor]:
-        """Reduce over all ranks, in place; types that the backend cannot reduce are converted for the way."""
+        """Reduce over all ranks, in place; types that the backend cannot reduce are converted, and converted back."""
         check_buffer(buffer)
         wire, torch_op, narrow = reducible(buffer, op)
 
@@ -300,7 +300,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._flights.land()
 
     def _large_tag(self, data: Tensor) -> int | None:
-        """Return the tag of this gather or all-to-all if it is done by sends and receives, else None."""
+        """Return the message tag of this all-gather or all-to-all if it uses sends and receives, else None."""
         if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
             return None
         return self._seq % _MOST_TAGS

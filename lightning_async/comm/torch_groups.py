@@ -3,8 +3,8 @@
 torch 2.13 cannot cancel operations of Gloo: ``abort()`` leaves a pending operation waiting, and destroying the group
 then blocks until its timeout. Shutting down the group's own sockets does cancel, here and at the peers, within
 milliseconds; this is why each group knows its sockets. The exception is a message that is half sent or half received:
-torch does not report the connection's end to it (Pair::signalException leaves it out), so that it waits for its
-timeout. Such an operation is failed by looking at the sockets, and its group is kept until torch lets go.
+torch does not report the connection's end to it (Pair::signalException skips it), so that it waits for its timeout.
+Such an operation is failed once the group's sockets are found closed, and its group is kept until torch has ended it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TorchGroup:
     Args:
         pg: torch's object.
         sockets: File descriptors with their inodes; they are shut down to break the group off.
-        waits: Whether a thread may wait in torch for a work, with a deadline that ends nothing else (Gloo). Otherwise
+        waits: Whether a thread may wait in torch for a work with a deadline that ends only this wait (Gloo). Otherwise
             works are only polled (NCCL, MPI).
         aborts: Whether torch's object can cancel operations (NCCL). Default: False.
     """
@@ -131,7 +131,7 @@ class TorchGroup:
         _error(lambda: works[0].wait(timedelta(seconds=seconds)))
 
     def _look(self, operation: Operation[Any], ended: Callable[[Exception | None], None]) -> None:
-        """Fail an operation that still waits although a connection is gone."""
+        """Fail an operation that is still pending a moment after a connection of the group was closed."""
         if self.connected:
             return
         # Not at once: the operation may be about to end, as last bytes and the connection's end come together.
@@ -142,7 +142,7 @@ class TorchGroup:
             ended(RuntimeError("the connection to a peer was lost"))
 
     def helped_by(self, helper: threading.Thread, backstop_s: float) -> None:
-        """Note a thread that waits in torch for these seconds at most, and removes itself from `helpers` afterwards."""
+        """Register a thread that waits in torch for ``backstop_s`` seconds at most, and then leaves `helpers`."""
         self.helpers.add(helper)
         self.lets_go_at = max(self.lets_go_at, time.monotonic() + backstop_s)
 
@@ -159,7 +159,7 @@ class TorchGroup:
             self.pg.abort()
 
     def dispose(self) -> None:
-        """Destroy the group soon; it is kept while torch still waits in it. Idempotent."""
+        """Destroy the group now, or, if torch still waits in it, in a later `sweep`. Idempotent."""
         # In a fork, destroying the group would close connections of the parent.
         if self not in _open or self.inherited:
             return
@@ -188,7 +188,7 @@ class TorchGroup:
 
 
 def sweep() -> None:
-    """Destroy groups that were kept, and that torch has let go meanwhile."""
+    """Destroy disposed groups that were kept because torch still waited in them, if torch does not wait any more."""
     for group in [group for group in _undead if not group.busy() and not group.inherited]:
         _undead.remove(group)
         group.free()
@@ -222,7 +222,7 @@ def swap(pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor],
     Args:
         pg: torch's object.
         rank: This rank.
-        mine: Tensor for each rank.
+        mine: Tensor to send to each rank.
         theirs: Tensor to receive from each rank.
         tag: Tag of the messages.
 

@@ -1,7 +1,7 @@
 """Forming groups of torch.distributed: all members meet in a store, and then connect.
 
 Groups are built directly from a store, without the default group, so that any number of them can be formed again under
-the next generation. No thread blocks in the store, so that a thread that waits for members is told of deaths.
+the next generation. No thread blocks in the store, so that a thread that waits for members can react to deaths.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Ports = list[int]
 
 @dataclass
 class MeetingOptions:
-    """The terms on which members meet; one object for a communicator and all its forks."""
+    """The settings with which members meet in the store; a communicator and all its forks share one object."""
 
     seal: Seal = field(default_factory=Seal)  # seal of their messages in the store
     # Raises if a member is lost, so that waiting is in vain; may be set after the communicator was made.
@@ -63,7 +63,7 @@ def form(
         device: Device on which NCCL connects, if any.
         max_ctas: Number of blocks of the GPU that NCCL may take.
         cancelled: Returns whether to stop.
-        meeting_options: Terms on which members meet.
+        meeting_options: Settings for the meeting.
 
     Raises:
         PeerLost: ``meeting_options.check`` has raised it.
@@ -93,7 +93,7 @@ def form(
 
 
 class _GroupRendezvous:
-    """The members of a group that is being formed, which wait for each other in the store until the deadline."""
+    """The meeting of the members of a group that is being formed: they wait for each other until the deadline."""
 
     def __init__(
         self,
@@ -136,11 +136,11 @@ class _GroupRendezvous:
         return PollingStore(self.store, prefix, self.check, self._meeting_options.seal)
 
     def say(self, phase: str, ports: Ports | None) -> None:
-        """Write this member's ports for a phase; None: it has failed."""
+        """Write this member's ports for a phase into the store; ``ports`` is None if the member has failed."""
         self.view().set(f"{self.base}/{phase}/{self.where.rank}", json.dumps({"ports": ports}).encode())
 
     def meet(self, phase: str, ports: Ports) -> list[Ports | None]:
-        """Write this member's ports for a phase, wait for all others, and return all ports."""
+        """Write this member's ports for a phase, wait for those of all others, and return the ports of all members."""
         self._keys = [f"{self.base}/{phase}/{rank}" for rank in range(self.where.world_size)]
         self.say(phase, ports)
         said = self.view().read(self._keys, _parse)

@@ -1,8 +1,8 @@
 """Data for training that can be resumed exactly: positions in loaders, partitions of datasets, and redistribution.
 
-Nothing here knows Lightning. A *position* says where an iteration over a loader stands, in plain values, so that a
-checkpoint can hold it. A *partition* divides an epoch among replicas. *Redistribution* gives the samples that lost
-ranks had left to the live ranks.
+Nothing here knows Lightning. A *position* is the state of an iteration over a loader, in plain values, so that a
+checkpoint can hold it. A *partition* divides an epoch among replicas. *Redistribution* gives the samples of an epoch
+that lost ranks had not trained on to the live ranks.
 
 - `Source` saves the position of one loader, and begins at a saved one; `iterate` does this for torch's DataLoader.
 - `Partition` and its classes divide samples; `PartitionedSampler` and `PartitionedStream` yield one replica's part.

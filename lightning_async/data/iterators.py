@@ -102,7 +102,7 @@ class IterationPosition:
         self.by_state = resumable(loader.dataset)
 
     def begin(self) -> Tape:
-        """Begin a tape of the sampler's calls, with what the start position knows of them; return it."""
+        """Begin a `Tape` of the sampler's calls, which repeats the calls that the start position records; return it."""
         self.tape = Tape(self._drawing, self.start.get("drawn"))
         return self.tape
 
@@ -118,7 +118,7 @@ class IterationPosition:
         self.stream = None
 
     def begin_again(self) -> None:
-        """Begin at the present position, with new workers in place of those that have died."""
+        """Make the present position the start position, for new workers that replace workers that have died."""
         # The random states of the process stay as they are: only the workers are new.
         self.start = self.position()
         self._first_random = None
@@ -133,13 +133,13 @@ class IterationPosition:
             self._before = self._now(random=True)
 
     def position(self, before: bool = False) -> Position:
-        """Return the present position, or the one ``before`` the last fetch."""
+        """Return the present position; with ``before``, the position before the last fetch."""
         return self.keep(before)()
 
     def keep(self, before: bool) -> Callable[[], Position]:
-        """Return a function that returns `position`, as it is now, whenever it is called.
+        """Return a function that, whenever it is called, returns the `position` as it was when `keep` was called.
 
-        The function builds the position only then, because that takes longer than to keep its parts.
+        The position is built only when the function is called, because building it takes longer than keeping its parts.
         """
         now = (self._before if before else None) or self._now(random=before)
         tape = self.tape
@@ -149,13 +149,16 @@ class IterationPosition:
         return lambda: {**now, "drawn": tape.drawn(now["made"]), "share": stream or describe(self._loader, given, size)}
 
     def dataset(self) -> Any:
-        """Return the dataset to iterate over: the loader's, one with a loaded state, or the rest of a stream."""
+        """Return the dataset to iterate over.
+
+        It is the loader's own, the same with a loaded state, or a part of a stream that lost ranks had left.
+        """
         if self.stream is not None:
             return self._loader.dataset.rest(self.stream)
         return self._loader.dataset if self._resumed is None else self._resumed
 
     def sampler(self) -> Any:
-        """Return the loader's sampler, or one of the indices that the start position gives."""
+        """Return the loader's sampler of batches, or one over the indices that the start position lists."""
         if self.given is None:
             return self._loader._index_sampler
         drops = getattr(self._loader.batch_sampler, "drop_last", self._loader.drop_last)
@@ -216,14 +219,14 @@ def iterate(loader: DataLoader[Any], here: IterationPosition) -> Any:
 
 
 def _fetches_again(loader: Any, here: IterationPosition) -> bool:
-    """Return whether the position is found by fetching all batches before it again."""
+    """Return whether the start position must be reached by fetching all batches before it again."""
     start = here.start
     told = not start.get("taken") or start.get("dataset") is not None or start.get("workers")
     return loader._dataset_kind == _DatasetKind.Iterable and not (here.by_state and told)
 
 
 def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> None:
-    """Bring an iterator to its start position."""
+    """Fetch and drop the batches before the start position, if it is reached by fetching; count them as taken."""
     start = here.start
     if not start or not fetches_again:
         here.taken = start.get("taken", 0)
@@ -247,7 +250,7 @@ def _indices(loader: Any, here: IterationPosition) -> Any:
 class _Nothing:
     """An iteration that has ended, for a loader whose workers do not persist.
 
-    Other loaders may still have batches, so that this one is asked again with each of them.
+    Other loaders may still have batches, and for each of these Lightning asks this iteration for a batch, too.
     """
 
     def __init__(self, here: IterationPosition) -> None:
@@ -355,13 +358,14 @@ class _Multi(_MultiProcessingDataLoaderIter):
                 return batch
 
     def _were_told(self) -> bool:
-        """Return whether SIGTERM has ended workers; one that their parent sends becomes exit code 0 in torch."""
+        """Return whether SIGTERM has ended workers; torch's workers exit with code 0 if their parent has sent it."""
         return not self._shutdown and any(w.exitcode in (0, -signal.SIGTERM) for w in self._workers)
 
     def _replace_workers(self) -> None:
         """Start new workers, which begin at the present position.
 
-        SIGTERM to the process group ends all workers, but this process must first reach a step at which all ranks save.
+        SIGTERM to the process group ends all workers, but this process must continue to the step at which all ranks
+        save.
         """
         here = self._here
         loader = self._loader

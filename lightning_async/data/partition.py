@@ -55,7 +55,7 @@ def largest_remainder(total: int, weights: Sequence[float]) -> list[int]:
 
 
 def rendezvous(key: object, members: Sequence[str], seed: int = 0) -> int:
-    r"""Return the place among ``members`` of the member that a key belongs to.
+    r"""Return the position in ``members`` of the member to which a key belongs.
 
     .. math:: \arg\max_m h(\text{seed}, \text{key}, m)
 
@@ -92,7 +92,7 @@ class Partition(Protocol):
 
     @abstractmethod
     def owners(self, order: Tensor, members: Sequence[str]) -> Tensor:
-        """Return, for each index, the place among ``members`` of the replica that takes the sample.
+        """Return, for each index in ``order``, the position in ``members`` of the replica that takes the sample.
 
         Args:
             order: Indices of samples, in the order of this epoch.
@@ -101,7 +101,9 @@ class Partition(Protocol):
         ...
 
     def dealer(self, members: Sequence[str]) -> Callable[[Any], int]:
-        """Return a function that is called with each sample of a stream in turn, and returns the place of its replica.
+        """Return a function that is called with each sample of a stream in turn, and assigns it to a replica.
+
+        The function returns the position in ``members`` of the replica that takes the sample.
 
         Args:
             members: Stable ids of the replicas.
@@ -118,7 +120,7 @@ class Partition(Protocol):
         return torch.randperm(length, generator=torch.Generator().manual_seed(self.seed + epoch))
 
     def part(self, length: int, members: Sequence[str], me: int, epoch: int) -> Tensor:
-        """Return the indices that the replica at place ``me`` takes in an epoch, in order."""
+        """Return the indices that the replica ``members[me]`` takes in an epoch, in order."""
         order = self.order(length, epoch)
         return order[self.owners(order, members) == me]
 
@@ -183,7 +185,8 @@ class Weighted(Partition):
 
     .. math:: \Big| n_r - \frac{w_r}{\sum_j w_j} L \Big| < 1
 
-    The sizes are those of `largest_remainder`. Every beginning of a stream is divided in nearly the same proportions.
+    The sizes are those of `largest_remainder`. At any point of a stream, the samples before it are divided in nearly
+    the same proportions.
 
     Args:
         weights: Weight of each replica, such as its samples per second, by its stable id as a number. Replicas that are
@@ -231,7 +234,7 @@ class Weighted(Partition):
         return deal
 
     def _of(self, members: Sequence[str]) -> list[float]:
-        """Return the weights of these members; all equal if no live rank has a positive one."""
+        """Return the weights of these members; 1 for each of them if none has a positive weight."""
         found = [float(self.weights.get(int(name), 1.0)) for name in members]
         return found if any(found) else [1.0] * len(members)
 
@@ -304,9 +307,10 @@ the number of its first batch that is left.
 
 
 def place_in(partition: Partition, told: Told) -> Callable[[Any], int | None]:
-    """Return a function that is called with each sample of a stream in turn.
+    """Return a function that finds the place of a stream's samples in the part of a stream that ``told`` describes.
 
-    The function returns the sample's place in the described part, or None if the sample does not belong to it.
+    The function must be called with each sample of the stream in turn. It returns the sample's number within the part,
+    or None if the sample does not belong to the part.
     """
     if "left" in told:
         return _place_in_rest(partition, told)
@@ -342,7 +346,7 @@ def _place_in_rest(partition: Partition, told: Told) -> Callable[[Any], int | No
 
 
 def _batch(place: int, of: Told) -> int:
-    """Return the number of the batch that holds the sample at this place.
+    """Return the number of the batch that holds the sample at this place in the part ``of`` a stream.
 
     Workers take samples in turn, and yield batches in turn.
 
@@ -354,14 +358,14 @@ def _batch(place: int, of: Told) -> int:
 
 
 def dealt(left: Iterable[tuple[Told, int]], takers: Mapping[str, Told]) -> dict[str, Told]:
-    """Deal out what is left of lost ranks' parts of a stream, sample by sample.
+    """Deal out the samples that are left of lost ranks' parts of a stream, one by one, to other ranks.
 
     Args:
-        left: Description of each lost rank's part, with the number of its first batch that is left.
-        takers: Description of the part of each rank that takes samples, by name.
+        left: Description of each lost rank's part, with the number of the first batch that the rank had left.
+        takers: Description of the own part of each rank that takes samples, by name.
 
     Returns:
-        The description of the additional part of each taker.
+        Description of the additional part of each rank that takes samples, by name.
     """
     lost = [(dict(each), begin) for each, begin in left]
     return {
@@ -383,7 +387,7 @@ _looked_for: ContextVar[bool] = ContextVar("looked_for", default=False)
 
 @contextmanager
 def yet_to_be_numbered() -> Iterator[None]:
-    """Let samplers have unequal parts in the block, because the strategy has not told them theirs yet."""
+    """Accept unequal parts of samplers in the block, because the strategy has not given them their parts yet."""
     # A context variable: other threads may use samplers at the same time.
     token = _looked_for.set(True)
     try:
@@ -393,12 +397,12 @@ def yet_to_be_numbered() -> Iterator[None]:
 
 
 class _Place:
-    """The place of this replica among all.
+    """The stable ids of all replicas, and the number of this replica among them.
 
     Args:
         owner: Name of the class, for messages.
-        num_replicas: Number of replicas. Default: None, as the strategy, torch.distributed or the launcher says.
-        rank: Place of this replica. Default: None, likewise.
+        num_replicas: Number of replicas. None: the number that the strategy, torch.distributed or the launcher gives.
+        rank: Number of this replica. None: the number from the same source.
     """
 
     def __init__(self, owner: str, num_replicas: int | None, rank: int | None) -> None:
@@ -413,7 +417,7 @@ class _Place:
         self.rank = rank or 0
 
     def known(self) -> tuple[Sequence[str], int]:
-        """Return the stable ids of all replicas, and the place of this one."""
+        """Return the stable ids of all replicas, and the number of this replica among them."""
         if self.members is not None:
             return self.members, self.rank
         if dist.is_available() and dist.is_initialized():
@@ -426,20 +430,20 @@ class _Place:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks with these parts take every step together: torch.distributed or Horovod gave their numbers."""
+        """Whether ranks take every step together: so they do if torch.distributed or Horovod gave their numbers."""
         if self.members is not None or _looked_for.get():
             return False
         together = dist.is_available() and dist.is_initialized()
         return together or any(size in os.environ and rank in os.environ for size, rank in _HOROVODS)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the place for a loader's worker, which may be a new process that cannot find it out."""
+        """Return what a pickle for a loader's worker holds: the worker's process could not find these numbers out."""
         members, rank = self.known()
         return {"members": members, "rank": rank}
 
 
 class _Numbered:
-    """A part that can be exchanged for another one."""
+    """A base class for one replica's part of a dataset or a stream, which can be replaced by another part."""
 
     _place: _Place
 
@@ -454,11 +458,11 @@ class _Numbered:
         return self._place.members is not None
 
     def number(self, members: Sequence[str], rank: int) -> None:
-        """Take the part of this rank from now on.
+        """Yield the part of the replica ``members[rank]`` from now on.
 
         Args:
             members: Stable ids of all replicas.
-            rank: Place of this replica among them.
+            rank: Number of this replica among them.
         """
         self._place.members = tuple(members)
         self._place.rank = rank
@@ -467,16 +471,18 @@ class _Numbered:
 class PartitionedSampler(_Numbered, DistributedSampler[Any]):  # pyright: ignore[reportIncompatibleVariableOverride]
     """A sampler of this replica's indices in an epoch, without padding, so that parts may be unequal.
 
-    Lightning does not replace it. Under `AsyncAveragingStrategy`, the strategy tells it its part, also when replicas
-    are lost or join; the other replicas train on the samples of an epoch that a lost one had left. Ranks that take
-    every step together (DDP, Horovod) need equal parts, and unequal ones are refused when an epoch begins. If their
-    numbers of batches are equal nevertheless, pass ``num_replicas`` and ``rank``.
+    Lightning does not replace it by another sampler. `AsyncAveragingStrategy` gives the sampler its part, and a new one
+    when replicas are lost or join; within the epoch, the other replicas train on the samples that a lost replica had
+    left. Ranks that take every step together (DDP, Horovod) need equal parts, and unequal ones raise ValueError when an
+    epoch begins. If unequal parts have equal numbers of batches, pass ``num_replicas`` and ``rank``, which skips this
+    check.
 
     Args:
         dataset: A map-style dataset, or any object with a length.
         partition: `Random` (default), `Sequential`, `Weighted`, `ByKey`, or a partition of your own.
-        num_replicas: Number of parts. Default: None, as the strategy, torch.distributed or the launcher says; else 1.
-        rank: Number of this part. Default: None, likewise.
+        num_replicas: Number of parts. Default: None, the number that the strategy, torch.distributed or the launcher
+            gives, or 1 if none of them does.
+        rank: Number of this part. Default: None, the number from the same source.
 
     Raises:
         TypeError: ``partition`` is not a partition.
@@ -543,10 +549,10 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
     """The samples of a stream that belong to this replica: each sample once, over all replicas and all their workers.
 
     Every worker of every replica reads the whole stream, which must be the same for all, and skips samples of others.
-    Use it for streams that are cheap to read, or whose samples are cheap until they are decoded after this class. When
-    replicas are lost, the stream is divided again from the next epoch on. At the end of the epoch under way, the other
-    replicas train on what the lost ones had left. They read the stream once more for that, so within an epoch it must
-    yield the same samples again.
+    Use it for streams that are cheap to read. If decoding is costly, decode the samples that this class yields, and not
+    those of ``stream``. When replicas are lost, the stream is divided again from the next epoch on. At the end of the
+    current epoch, the other replicas train on the samples that the lost replicas had left. For that they read the
+    stream once more, so within an epoch it must yield the same samples again.
 
     Args:
         stream: Any iterable over samples that can be iterated over again.
@@ -555,8 +561,8 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         rank: Number of this part, see `PartitionedSampler`. Default: None.
 
     Raises:
-        TypeError: ``partition`` is not a partition, or cannot divide streams; or ``stream`` is a generator, which ends
-            with an epoch.
+        TypeError: ``partition`` is not a partition, or cannot divide streams; or ``stream`` is a generator, which can
+            be read for one epoch only.
         ValueError: Only one of ``num_replicas`` and ``rank`` is given, or the rank is out of range.
 
     >>> [list(PartitionedStream(range(5), num_replicas=2, rank=rank)) for rank in (0, 1)]
@@ -589,7 +595,7 @@ class PartitionedStream(_Numbered, IterableDataset[Any]):
         return {"members": list(members), "rank": rank}
 
     def rest(self, told: Told) -> PartitionedStream:
-        """Return the same stream, of which this replica has the described part of what lost ranks had left."""
+        """Return a copy of this stream that yields, of the samples that lost ranks had left, the part ``told``."""
         found = copy.copy(self)
         found._rest = told
         return found

@@ -59,7 +59,7 @@ class Generators:
         return self.hold()()
 
     def hold(self) -> Callable[[], States]:
-        """Return a function that returns the present states, as plain values; it converts them only when called."""
+        """Return a function that returns the states as of now; it converts them to plain values only when called."""
         held = [(name, _held(generator)) for name, generator in self._usual.items()]
         if self._devices and torch.cuda.is_available() and torch.cuda.is_initialized():
             held += [(f"cuda:{i}", torch.cuda.get_rng_state(i)) for i in range(torch.cuda.device_count())]
@@ -98,17 +98,17 @@ def reseed(seed: int) -> None:
 
 
 def of_another(states: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return states for a rank that has none, made from those of a rank that has; they are loaded with `reseed`."""
+    """Return a seed, for `reseed`, for a rank without saved states, made from another rank's states and ``rank``."""
     return {"seed": zlib.crc32(states["torch"]) + rank}
 
 
 def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the generators that objects hold in their attributes, by path: ``{"sampler.generator": ...}``."""
+    """Return the generators that are found in the attributes of objects, by path: ``{"sampler.generator": ...}``."""
     return {path: value for path, value in objects_in(roots) if isinstance(value, _KINDS)}
 
 
 def objects_in(roots: Mapping[str, Any], depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yield the objects that objects hold in their attributes, with paths; attributes of generators are left out."""
+    """Yield ``roots`` and all objects found in their attributes, with paths, but no attributes of generators."""
     seen: set[int] = set()
     # Breadth first: the bound on objects then leaves out the deepest ones.
     queue = deque((name, value, 0) for name, value in roots.items())
@@ -205,8 +205,8 @@ T = TypeVar("T")
 class Tape:
     """The states of generators from which a sequence of calls drew, so that another process can repeat the calls.
 
-    The tape holds nothing for a call that draws nothing, or that continues where the last call stopped. A sampler that
-    draws a seed at the start therefore leaves one entry, whatever training draws between batches.
+    The tape has no entry for a call that draws nothing, or that draws from the states in which the last call stopped. A
+    sampler that draws only a seed, at the start, therefore makes one entry, whatever training draws between batches.
 
     Args:
         generators: The generators.
@@ -221,7 +221,7 @@ class Tape:
         self._left: States = {}
 
     def call(self, function: Callable[[], T]) -> T:
-        """Make the next call, from the states of the earlier tape, if it has an entry for this call."""
+        """Call ``function``, from the states of the earlier tape if it has an entry for this call; record the call."""
         if self.made in self._known:
             self._generators.put(self._known[self.made])
         # States before and after show what the call drew from, whatever training draws between calls.
@@ -245,14 +245,14 @@ class Tape:
 class Indices:
     """An iterable that replaces a loader's sampler, and may begin after the indices that were taken already.
 
-    The sampler is then asked again for the earlier indices, without fetching anything for them.
+    Then it first repeats the sampler's earlier calls, but nothing is fetched for their indices.
 
     Args:
         sampler: Makes the sampler.
         begin: Begins a tape of the sampler's calls.
         generators: Generators that are restored after the repeated calls.
         skip: Number of indices that were taken. Default: 0.
-        made: Number of calls that had been made, including those for batches fetched ahead. Default: 0.
+        made: Number of calls of the sampler to repeat, including those for batches fetched ahead. Default: 0.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ _LOSE = ("BufferShuffledExamplesIterable", "InterleavedShardsExamplesIterable")
 
 
 def stateful(value: Any) -> bool:
-    """Return whether an object saves and loads its state as torchdata's datasets do, with no further arguments.
+    """Return whether an object has ``state_dict()`` and ``load_state_dict(state)`` as torchdata's datasets have them.
 
     litdata's dataset does not count: its ``state_dict`` has arguments, because its own loader calls it.
     """
@@ -342,15 +342,16 @@ def resumable(dataset: Any) -> bool:
 class Resumed(IterableDataset[Any]):
     """A dataset that begins one iteration at a saved state, and later ones as if no state had been loaded.
 
-    Some datasets do this by themselves. Others, such as those of Hugging Face, begin every iteration at the loaded
-    state while their epoch is the same, so that all samples before it would be missing forever. The second iteration
+    Some datasets behave so without this class. Others, such as those of Hugging Face, begin every iteration at the
+    loaded state while their epoch is the same, so all samples before it would be missing forever. The second iteration
     shows which kind a dataset is: if its first sample leads to the same state as the first sample after the load did,
     it has begun at the loaded state again. Then the load is undone, and the iteration begins again.
 
     Args:
         iterable: Dataset with ``state_dict`` and ``load_state_dict``.
-        ended: Whether the state belongs to an iteration of which nothing more is read. Default: False.
-        idle: Whether nobody reads the first iteration, so that it must not begin anything. Default: False.
+        ended: Whether the state belongs to an iteration that is over, so that a new one begins next. Default: False.
+        idle: Whether nobody reads the first iteration, so that it yields nothing, and does not start the dataset.
+            Default: False.
     """
 
     def __init__(self, iterable: Any, ended: bool = False, idle: bool = False) -> None:
@@ -375,7 +376,7 @@ class Resumed(IterableDataset[Any]):
         return self.iterable.state_dict()
 
     def load_ended(self, state: Any) -> None:
-        """Load the state of an iteration of which nothing more is read; the next iteration begins after it."""
+        """Load the state of an iteration that is over; the next iteration is the one that follows it."""
         self._ended = True
         self.load_state_dict(state)
 
@@ -471,7 +472,7 @@ class Carried:
 class Carrier:
     """A replacement of a loader's ``collate_fn`` that adds the worker's state to each batch.
 
-    The collate function is the last call for a batch in a worker, so its state is the one after the batch.
+    The collate function is the last call for a batch in a worker, so the state at its end is the one after the batch.
     """
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
@@ -501,7 +502,7 @@ class Carrier:
 
 
 class WorkerStart:
-    """A replacement of a loader's ``worker_init_fn`` that then restores the worker's state.
+    """A replacement of a loader's ``worker_init_fn`` that calls it, and then restores the worker's state.
 
     Args:
         init: The loader's own function. None: it has none.

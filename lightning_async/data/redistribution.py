@@ -50,7 +50,7 @@ def describe(loader: Any, given: Tensor | None, size: int | None = None) -> dict
         size: Batch size in place of the loader's own. Default: None.
 
     Returns:
-        The description; None if other ranks cannot know the indices.
+        The description; None if other ranks could not compute the indices from it.
     """
     if loader._dataset_kind == _DatasetKind.Iterable or type(loader.batch_sampler) is not BatchSampler:
         return None
@@ -118,7 +118,7 @@ def kept(indices: list[int], length: int, as_many: bool) -> list[int]:
     Args:
         indices: Indices of samples.
         length: Length of the dataset.
-        as_many: Whether the first ones come again in place of missing ones, because other ranks take as many.
+        as_many: Whether missing indices are replaced by the first ones again, so that all ranks keep equal numbers.
 
     >>> kept([4, 1, 7, 2], 5, False), kept([4, 1, 7, 2], 5, True)
     ([4, 1, 2], [4, 1, 2, 4])
@@ -145,7 +145,7 @@ def rest(positions: Sequence[Position]) -> list[int]:
 
 
 def divide(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
-    """Return one rank's part; as with DistributedSampler, some indices come again if they do not divide evenly."""
+    """Return one rank's part; as in DistributedSampler, some indices are repeated if they do not divide evenly."""
     padding = -len(indices) % ranks
     return [*indices, *itertools.islice(itertools.cycle(indices or [0]), padding)][rank::ranks]
 
@@ -158,7 +158,8 @@ def deal(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int
 def deal_steps(indices: list[int], rank: int, ranks: int, batch_size: int) -> list[int]:
     """Return one rank's part, each index once, for ranks that take every step together.
 
-    A rank that has no index in the last step gets one a second time, which does not count, see `in_the_last_step`.
+    A rank that would have no index in the last step gets one a second time, so that it can take the step, too.
+    `in_the_last_step` does not count such a repetition.
 
     >>> [deal_steps([0, 1, 2, 3, 4], rank, 2, 2) for rank in range(2)]
     [[0, 2, 4], [1, 3, 3]]
@@ -188,8 +189,8 @@ class DataShard(NamedTuple):
 
     Args:
         first: Number of the part's first batch, in this rank's epoch.
-        end: Number after the last batch; infinite for a part of the rest of a stream.
-        skipped: Number of batches that the rank's loaders have before the first one.
+        end: Number of the part's last batch, plus one; infinite for a part of the rest of a stream.
+        skipped: Number of batches of the rank's loaders that come before batch ``first`` and are not in the part.
         cycles: Whether a loader that ends before others begins again; otherwise it has no more batches.
         loaders: For each loader, a description of its indices, see `describe`, and its number of batches. The
             description is None if the indices cannot be known.
@@ -265,7 +266,7 @@ def distributed(told: dict[str, Any]) -> Tensor:
 def _order(length: int, seed: int | None) -> Tensor:
     """Return all indices in the order of an epoch.
 
-    The last result is kept: while all ranks wait, the shares of all ranks are computed, which belong to one epoch.
+    The last result is cached, because all ranks' shares of an epoch are computed from it, while all ranks wait.
     """
     if seed is None:
         return torch.arange(length)
@@ -277,7 +278,7 @@ class JoinedBatches(NamedTuple):
 
     Args:
         indices: Indices of each loader.
-        starts: Place of each batch's first index among the indices, for each loader.
+        starts: Position of each batch's first index in ``indices``, for each loader.
         lengths: Number of indices of each batch, for each loader.
     """
 
@@ -287,11 +288,11 @@ class JoinedBatches(NamedTuple):
 
     @classmethod
     def of(cls, shares: Iterable[tuple[DataShard, int]], already: Joined | None = None) -> JoinedBatches:
-        """Join the batches of shares, each from a number on; leave out indices that only make ranks equal.
+        """Join the batches of shares, without the repeated indices by which a sampler gives all ranks equal numbers.
 
         Args:
-            shares: Each share, with the number of its first batch.
-            already: Concatenated indices that were prepared, see `joined`. Default: None.
+            shares: Each share, with the number of the first batch to take from it.
+            already: Indices that `joined` has concatenated ahead of time. Default: None.
         """
         cut = [found for each, begin in shares if (found := _columns(each, begin))]
         columns = [_join(column, already or {}) for column in zip(*cut, strict=True)]
@@ -304,7 +305,7 @@ class JoinedBatches(NamedTuple):
         return len(self.starts[0]) if self.starts else 0
 
     def take(self, column: int, numbers: Tensor) -> Tensor:
-        """Return a loader's indices in the batches of these numbers."""
+        """Return the indices of loader number ``column`` in the batches with these numbers."""
         starts = self.starts[column][numbers]
         lengths = self.lengths[column][numbers]
         size = int(lengths.max()) if len(lengths) else 0
@@ -317,11 +318,13 @@ class JoinedBatches(NamedTuple):
 
 
 class Dealt(Mapping[str, DataShard]):
-    """Batches that are dealt out, by name of the taker; a share is made when it is looked at, because all ranks wait.
+    """The shares into which batches are dealt out, by name of the rank that takes the share.
+
+    A share is computed when it is first read, because all ranks wait meanwhile.
 
     Args:
         left: Batches to deal out.
-        takers: Number of the next batch of each taker.
+        takers: Number of the next batch of each rank that takes a share, by name.
         like: Description of the loaders that the shares are for.
     """
 
@@ -350,7 +353,7 @@ class Dealt(Mapping[str, DataShard]):
 
 
 def joined(shares: Iterable[DataShard]) -> Joined:
-    """Concatenate the indices of these shares ahead of time, for `inherited`, whatever will be left of each."""
+    """Concatenate all indices of these shares ahead of time, so that `inherited` takes less time when ranks wait."""
     cut = [found for each in shares if each.is_known and (found := _columns(each, each.first))]
     found = [[indices for indices, _, _ in column] for column in zip(*cut, strict=True)]
     return {_places(indices): (indices, torch.cat(indices)) for indices in found}
@@ -359,14 +362,15 @@ def joined(shares: Iterable[DataShard]) -> Joined:
 def inherited(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, int], already: Joined | None = None
 ) -> Dealt:
-    """Deal out what is left of lost ranks' shares, by whole batches, each once; takers differ by one batch at most.
+    """Deal out the batches that are left of lost ranks' shares to the live ranks, each batch once.
 
-    If ranks have batches of unequal sizes, the smallest size counts, because all takers have room for it.
+    The numbers of batches that two live ranks get differ by one at most. If lost ranks had batches of unequal sizes,
+    the new shares have batches of the smallest size, because all live ranks have room for it.
 
     Args:
-        shares: Each lost rank's share, with the number of its first batch that is left.
+        shares: Each lost rank's share, with the number of the first batch that the rank had left.
         takers: Number of the next batch of each live rank, by name.
-        already: Concatenated indices that were prepared, see `joined`. Default: None.
+        already: Indices that `joined` has concatenated ahead of time. Default: None.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 2, "indices": torch.arange(9)}
     >>> dealt = inherited([(DataShard(0, 5, 0, False, [(told, 5)]), 2)], {"0": 5, "2": 7})
@@ -382,10 +386,10 @@ def inherited(
 def streamed(
     shares: Iterable[tuple[DataShard, int]], takers: Mapping[str, tuple[DataShard, int]]
 ) -> dict[str, DataShard]:
-    """Deal out what is left of lost ranks' parts of a stream, by samples, whose number is unknown.
+    """Deal out the rest of lost ranks' parts of a stream to the live ranks, by samples, whose number is unknown.
 
     Args:
-        shares: Each lost rank's share, with the number of its first batch that is left.
+        shares: Each lost rank's share, with the number of the first batch that the rank had left.
         takers: Share of each live rank, with the number of its next batch, by name.
     """
     left = [
@@ -401,11 +405,11 @@ def streamed(
 
 
 def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
-    """Return the part of a lost rank's share that its restarted process does not train on.
+    """Return the part of a lost rank's share that comes before the batch at which its restarted process continues.
 
     Args:
         one: Share of the lost rank.
-        others: Shares of all others; the restarted process continues in the same share, from its own place.
+        others: Shares of all ranks now. One of them may be the rest of the same share, for the restarted process.
     """
     told = [each for each, _ in one.loaders]
     if not one.is_known or any(each["kind"] != "distributed" for each in told if each is not None):
@@ -415,7 +419,11 @@ def before(one: DataShard, others: Iterable[DataShard]) -> DataShard:
 
 
 def unheard(shares: Iterable[DataShard]) -> list[DataShard]:
-    """Return the shares of ranks that had a part in the epoch, and were lost before they described it."""
+    """Return the shares of ranks that were lost at the start of an epoch, before they could describe their shares.
+
+    Args:
+        shares: Shares that the other ranks have described.
+    """
     there = list(shares)
     told = [each for one in there for each, _ in one.loaders if each is not None and each["kind"] == "distributed"]
     # Only the first division of an epoch shows, by its number of ranks, who is missing.
@@ -465,7 +473,10 @@ def _join(columns: Sequence[tuple[Tensor, Tensor, Tensor]], already: Joined) -> 
 
 
 def _given(left: JoinedBatches, mine: Tensor, first: int, like: list[tuple[dict[str, Any] | None, int]]) -> DataShard:
-    """Return these batches as one rank's share, those that are not full last, because loaders cut whole ones."""
+    """Return the batches with the numbers ``mine`` as one rank's share, with those that are not full at its end.
+
+    They must be last, because a loader cuts the indices into full batches.
+    """
     sizes = _sizes(like)
     columns = [lengths[mine] == size for lengths, size in zip(left.lengths, sizes, strict=True)]
     # A batch counts as full only if all loaders have their whole part of it.
@@ -488,15 +499,15 @@ def by_steps(
     """Deal out each sample once, for ranks with batches of unequal size that take every step together.
 
     Step :math:`s` has the samples :math:`sn` to :math:`(s+1)n` of what is left, in the order in which ranks with equal
-    batches would come to them; :math:`n` is the sum of all ``sizes``. The last step has fewer samples. Every rank has a
-    part of it, as close to the proportions of ``sizes`` as possible. No rank has a share if there is not one sample for
-    each.
+    batches would come to them; :math:`n` is the sum of all ``sizes``. The last step may have fewer samples, which are
+    divided as closely to the proportions of ``sizes`` as possible; every rank has one at least if there are enough. No
+    shares are returned if a rank would have no sample at all.
 
     Args:
-        left: Each lost rank's share, with the number of its first batch that is left.
+        left: Each lost rank's share, with the number of the first batch that the rank had left.
         takers: Number of the next batch of each rank, by name.
         sizes: Batch size of each rank, by name.
-        whole: Whether the last step is left out, as with ``drop_last``. Default: False.
+        whole: Whether to drop the last step if it has fewer samples, as with ``drop_last``. Default: False.
 
     >>> told = {"kind": "given", "length": 9, "batch_size": 3, "indices": torch.arange(9)}
     >>> dealt = by_steps([(DataShard(0, 3, 0, False, [(told, 3)]), 1)], {"0": 4, "1": 4}, {"0": 3, "1": 1})
@@ -553,7 +564,7 @@ def _in_order(left: list[tuple[DataShard, int]]) -> Tensor:
 
 
 def _once(samples: Tensor) -> Tensor:
-    """Remove repetitions, which a sampler, or a checkpoint of other ranks, adds to make ranks equal."""
+    """Remove repeated indices, which a sampler, or a checkpoint of other ranks, adds to give ranks equal numbers."""
     if not (samples.bincount() > 1).any():  # a shortcut: all ranks wait, and sorting millions takes long
         return samples
     _, places = samples.unique(return_inverse=True)

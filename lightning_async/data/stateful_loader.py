@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def sources_of(loaders: Sequence[Any]) -> list[Source]:
-    """Return a source for each loader of a training."""
+    """Return a `Source` for each train dataloader."""
     names = ["the train dataloader"] if len(loaders) == 1 else [f"train dataloader {i}" for i in range(len(loaders))]
     return [_source_of(loader, name) for loader, name in zip(loaders, names, strict=True)]
 
@@ -102,13 +102,14 @@ class Source:
         """Return the present position.
 
         Args:
-            before: Whether to return the position before the last fetch, because Lightning holds that batch untrained.
+            before: Whether to return the position before the last fetch, because Lightning holds the fetched batch, on
+                which it has not trained yet.
             ended: Whether nothing more of this iteration will be read.
         """
         raise NotImplementedError
 
     def keep(self, before: bool, ended: bool) -> Callable[[], Position]:
-        """Return a function that returns `position`, as it is now, if it is called at most one fetch later."""
+        """Return a function that returns the `position` as of now; it must be called at most one fetch later."""
         position = self.position(before, ended)
         return lambda: position
 
@@ -117,15 +118,18 @@ class Source:
         raise NotImplementedError
 
     def differs(self, position: Position) -> bool:
-        """Return whether batch size, length of the dataset, or a stream's number of workers differ from the save."""
+        """Return whether batch size, length of the dataset, or number of a stream's workers changed since the save."""
         return False
 
     def recount(self, position: Position) -> Position:
-        """Return the position in this loader's batches, for a loader that `differs`."""
+        """Return the saved position, converted to this loader's batches; called if the loader `differs`."""
         return position
 
     def behind_as_many(self, position: Position, loaders: int) -> Position:
-        """Warn that a loader that differs, one of several, continues after as many batches; return that position."""
+        """Return the position after as many batches as at the save, with a warning; for one of several loaders.
+
+        Called if the loader `differs`; ``loaders`` is the number of loaders.
+        """
         loader = self.loader
         workers = position.get("num_workers")
         log.warning(
@@ -178,7 +182,10 @@ class Source:
 
 
 def _without_states(position: Position, loader: Any) -> Position:
-    """Return a position without states of workers, which are others now; batches before it are fetched again."""
+    """Return the position without random, dataset and worker states, which do not fit the present workers.
+
+    Such a position is reached by fetching the batches before it again.
+    """
     states = {"dataset": None, "random": None, "seed": None, "turn": 0, "workers": {}, "first": {}}
     sizes = {"batch_size": size_of(loader), "length": length_of(loader), "num_workers": workers_of(loader)}
     return {**position, **states, **sizes}
@@ -259,7 +266,10 @@ class _OfDataLoader(Source):
         return self._behind(position, order)
 
     def _undrawn(self, position: Position) -> Position:
-        """Return the position at the beginning of an epoch, or of the rest of an epoch divided among other ranks."""
+        """Return the converted position if nothing was fetched yet.
+
+        It is the start of an epoch, or of the rest of an epoch that was divided among another number of ranks.
+        """
         told = position.get("share") or {}
         then = position["batch_size"]
         now = size_of(self.loader)
@@ -282,7 +292,7 @@ class _OfDataLoader(Source):
         return {**position, "batch_size": now, "length": length, "share": given}
 
     def _still_there(self, position: Position, left: list[int], as_many: bool = False) -> list[int]:
-        """Return those of these indices that the dataset has, see `kept`; warn if its length has changed."""
+        """Return the indices in ``left`` that the dataset still has, see `kept`; warn if its length has changed."""
         length = len(self.loader.dataset)
         sampler = getattr(self.loader.batch_sampler, "sampler", None)
         if length != position["length"]:
@@ -314,7 +324,7 @@ class _OfDataLoader(Source):
         return order
 
     def _behind(self, position: Position, order: list[int]) -> Position:
-        """Return a position at the first of the indices that are left, in batches of the present size."""
+        """Return a position before the indices in ``order`` that are left, in batches of the present size."""
         told = position.get("share") or {}
         size = size_of(self.loader) or 1
         batches: Any = self.loader.batch_sampler
@@ -336,7 +346,10 @@ class _OfDataLoader(Source):
         return {**position, **sizes, "taken": 0, "made": 0, "drawn": {}, "share": given}
 
     def _refetched(self, position: Position, then: int, now: int) -> Position:
-        """Return the position in a dataset without indices, in whole batches of each worker."""
+        """Return the position in a dataset without indices, converted from batches of ``then`` samples to ``now``.
+
+        Without a state of the dataset, it is rounded down to whole batches of each worker.
+        """
         samples = position["taken"] * then
         if resumable(self.loader.dataset):  # the dataset's own state holds its place
             return {**position, "batch_size": now, "taken": samples // now}
@@ -352,7 +365,7 @@ class _OfDataLoader(Source):
         return {**position, "batch_size": now, "taken": taken}
 
     def _of_one_reader(self, position: Position) -> Position:
-        """Return the position if the process read the dataset at the save, and one worker does now, or vice versa."""
+        """Return the position if this process read the dataset at the save and one worker does now, or vice versa."""
         workers = position["workers"]
         state = workers.get(0, {}).get("dataset") if position["num_workers"] else position["dataset"]
         moved = _without_states(position, self.loader)
@@ -424,7 +437,7 @@ class _IteratorsOf:
 
 
 class _OfIterable(Source):
-    """A source for any other iterable, which begins by its ``state_dict``, or by fetching batches again."""
+    """A source for any other iterable, which resumes by ``load_state_dict``, or by fetching batches again."""
 
     def __init__(self, loader: Any, name: str) -> None:
         super().__init__(loader, name)
@@ -573,7 +586,7 @@ class _OfIterable(Source):
 
 
 class _Followed:
-    """A replacement of a loader whose iterations keep a position."""
+    """A replacement of a loader, whose iterations keep the position of the loader's source up to date."""
 
     def __init__(self, loader: Any, iterator: Callable[[], Iterator[Any]]) -> None:
         self._loader = loader

@@ -1,7 +1,8 @@
 """Decisions on which ranks are live, which are lost and which generation comes next, from the ranks' published records.
 
-`Record` is what one rank publishes, `Peer` is another rank's knowledge of it, and `FailureDetector` decides. It has no
-threads, store or clock: its owner reads the records, holds a lock, and passes the time that has gone by.
+`Record` is what one rank publishes, `Peer` is what this rank knows about another one, and `FailureDetector` decides.
+The detector has no threads, store, clock or lock: its owner, `Membership`, reads the records from the store, holds a
+lock during each call, and passes the elapsed time as an argument.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _MAX_BYTES = 1 << 14
 class Record:
     """The published state of one rank.
 
-    ``wanted`` is the generation that the rank waits to enter, or is in. ``since`` is the generation from which on the
-    rank has been in all; `OUTSIDE` before its first one.
+    ``wanted`` is the generation that the rank is in, or waits to enter. ``since`` is the number of a generation: the
+    rank has been a member of this one and of all later ones. It is `OUTSIDE` before the rank's first generation.
     """
 
     life: str = ""  # an id of the process; differs between processes of one rank name
@@ -48,7 +49,10 @@ class Record:
 
 @dataclass
 class Peer:
-    """The knowledge of one rank about another one; ``silent_s`` counts only time in which the store was read."""
+    """The state of another rank as this rank sees it.
+
+    ``silent_s`` is the time without a new record, added up at each reading of the store.
+    """
 
     record: Record = Record()
     fresh: bool = False  # the store holds no records of earlier processes, so every record in it is a live one's
@@ -74,7 +78,7 @@ class Peer:
 
     @property
     def failure(self) -> str | None:
-        """The reason of the peer's end, if it did not end in order."""
+        """How the peer has failed, by its own record or by a report of its process's death; None if it has not."""
         if self.record.state == FAILED and self.confirmed:
             return f"failed: {self.record.text}"
         if self.death is None or self.record.state == LEFT:
@@ -84,7 +88,10 @@ class Peer:
         return text if not self.record.life or self.record.life.startswith(f"process {process} on ") else None
 
     def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
-        """Take in a reading of the peer's record, ``passed_s`` after the last one; None if it was no record."""
+        """Update the peer from a reading of its record, made ``passed_s`` seconds after the previous reading.
+
+        ``record`` is None if the store had no valid record.
+        """
         # A late write may put an earlier record of the same process in place again.
         older = record is not None and record.life == self.record.life and record.beat < self.record.beat
         if record is not None and record != self.record and not older:
@@ -133,7 +140,7 @@ def dump(record: Record) -> bytes:
 
 
 def load(value: bytes) -> Record | None:
-    """Return the record in ``value``; None if there is no record of this version."""
+    """Return the record that ``value`` encodes; None if it is no valid record of this version of the package."""
     try:
         fields = json.loads(value) if len(value) <= _MAX_BYTES else None
     except (ValueError, RecursionError):
@@ -157,13 +164,13 @@ class FailureDetector:
     """The failure detector of one rank: its peers by name, and the generation that the rank is in.
 
     Args:
-        generation: The first generation; a joining rank is alone in its first one.
+        generation: The rank's first generation; that of a joining rank has no other member.
         fresh: Whether the store is as new as the job; see `Membership`.
         dead_s: Silence in seconds after which a peer that was seen is lost.
         start_s: Silence in seconds after which a peer that was never seen is lost.
-        elastic: Whether ranks may join. Then ranks are ordered by the time that they have been in; otherwise all keep
-            their order.
-        readmit: Whether a rank may come back that a generation was formed without.
+        elastic: Whether ranks may join. If True, the members of a new generation are ordered by how long they have been
+            members, longest first; if False, by name.
+        readmit: Whether a rank may come back after a generation was formed without it.
     """
 
     def __init__(
@@ -192,28 +199,29 @@ class FailureDetector:
         self.hear_of(generation.members)
 
     def hear_of(self, names: Iterable[str]) -> None:
-        """Begin to track these names, unless they are known."""
+        """Begin to track the peers with these names, except those that are tracked already."""
         for name in names:
             if name != self.me and name not in self.peers:
                 self.peers[name] = Peer(fresh=self._fresh)
 
     def judge(self, records: Mapping[str, Record | None], passed_s: float) -> None:
-        """Take in one reading of all records, ``passed_s`` after the last one."""
+        """Update all peers from one reading of their records, made ``passed_s`` seconds after the previous reading."""
         self.hear_of(records)
         for name, record in records.items():
             before_s = self._silent_before.get(name, self._dead_s)
             self.peers[name].judge(record, passed_s, min(self._dead_s, before_s + self._soon_s), self._start_s)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
-        """Note that a process of a peer has ended; the next reading says whether the peer is lost with it."""
+        """Note that the peer's process with this id has ended; the next `judge` decides whether the peer is lost."""
         if name in self.peers:
             self.peers[name].death = process, text
 
     def suspect(self) -> None:
-        """Shorten the silence that counts as death to a tenth, but at least a second, until the next generation.
+        """Count peers as lost if they stay silent for a tenth of ``dead_s`` from now on, but at least for a second.
 
-        This is called when something broke. Live ranks have noticed that, too, and publish a beat soon. A rank whose
-        process is found to have ended is lost without it; see `LocalProcessWatch`.
+        This is called when a connection broke, and lasts until the next generation. Live ranks notice the broken
+        connection, too, and publish a record soon, so a peer that stays silent is dead. A rank whose process is known
+        to have ended is lost without this; see `LocalProcessWatch`.
         """
         self._silent_before = self._silent_before or {name: peer.silent_s for name, peer in self.peers.items()}
 
@@ -221,9 +229,9 @@ class FailureDetector:
         return frozenset(name for name, peer in self.peers.items() if peer.lost)
 
     def gone(self, known: frozenset[str] = frozenset(), restarts: bool = False) -> dict[str, Peer]:
-        """Return the lost members of this generation, except those that were ``known`` to be lost.
+        """Return the lost members of this generation, except those whose names are in ``known``.
 
-        With ``restarts``, include members that live again as another process.
+        With ``restarts``, include members whose process was replaced by a new one.
         """
         others = {name: self.peers[name] for name in self.generation.members if name != self.me and name not in known}
         return {name: peer for name, peer in others.items() if peer.lost or (restarts and peer.restarted)}
@@ -233,24 +241,24 @@ class FailureDetector:
         return self.generation.world_size - len(self.gone()) >= self.fewest
 
     def visitors(self) -> list[str]:
-        """Return the joining ranks that wait for an invitation and were heard of just now."""
+        """Return the joining ranks that wait for an invitation, and whose records have changed recently."""
         return in_order(name for name, peer in self.peers.items() if peer.visits and peer.silent_s < self._soon_s)
 
     def bell(self) -> int:
         return max([peer.record.bell for peer in self._heard().values()], default=0)
 
     def view(self) -> object:
-        """Return a value that changes whenever listeners must be called."""
+        """Return a value to compare with an earlier one: if they differ, `Membership.on_change` must be called."""
         return [
             (name, peer.record.bell, peer.record.wanted, peer.record.state, peer.record.life, peer.lost)
             for name, peer in self.peers.items()
         ]
 
     def newest(self) -> int:
-        """Return the newest generation that a live peer is in, or waits for.
+        """Return the number of the newest generation that a live peer is in, or waits for.
 
-        If no rank may come back, no generation is skipped. The next one may have been decided without this rank, which
-        must learn that, and not propose itself for a later one.
+        If no rank may come back, this is at most the next generation, so that this rank skips none. The others may have
+        decided the next generation without this rank. Then this rank must find that out, and not ask for a later one.
         """
         newest = max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
         return newest if self.readmit else min(newest, self.generation.number + 1)
@@ -260,7 +268,7 @@ class FailureDetector:
         return in_order(name for name, peer in self._heard().items() if peer.up and peer.record.wanted > number)
 
     def awaited(self, wanted: int) -> list[str]:
-        """Return the ranks that must publish before the wanted generation can be decided."""
+        """Return the ranks that must still ask for generation ``wanted`` before its members can be decided."""
         return in_order(
             name
             for name, peer in self._heard().items()
@@ -269,11 +277,11 @@ class FailureDetector:
         )
 
     def proposal(self, mine: Record) -> list[str] | None:
-        """Return the members of the generation that ``mine`` wants, in rank order; None while it is too early.
+        """Return the members of generation ``mine.wanted``, in rank order; None if this rank cannot propose them yet.
 
-        If ranks may join, those that have been in longest come first, because rank 0 must have seen what joining ranks
-        have not. Otherwise the order stays, even of a rank that heard late of a generation. A joining rank proposes
-        nothing, because it may not know all ranks yet.
+        If ranks may join, the longest members come first, because rank 0 must not be a rank that has just joined and
+        lacks the others' state. Otherwise members are ordered by name, so that a rank that entered a generation late
+        keeps its place. A joining rank proposes nothing, because it may not know all ranks yet.
         """
         if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
             return None
@@ -292,7 +300,7 @@ class FailureDetector:
             peer.restarted = False
 
     def _heard(self) -> dict[str, Peer]:
-        """Return the peers whose records count; an evicted rank may wake up and publish outdated ones."""
+        """Return all peers except evicted ones, which may wake up and publish outdated records."""
         return {name: peer for name, peer in self.peers.items() if name not in self._evicted}
 
     def left_behind(self, by: Iterable[str]) -> str:

@@ -29,12 +29,12 @@ class Generation:
 
     @classmethod
     def first(cls, rank: int, world_size: int) -> Generation:
-        """Return the generation with which all ranks start, each named by its number."""
+        """Return generation 0, of all ranks that start together; each rank's stable name is its rank number."""
         return cls(0, tuple(map(str, range(world_size))), rank)
 
     @classmethod
     def joining(cls, name: str) -> Generation:
-        """Return the generation of a joining rank before it is admitted, in which it is alone."""
+        """Return the generation of a joining rank before it is admitted; it has no other member."""
         return cls(_NOBODYS, (name,), 0)
 
     @property
@@ -62,9 +62,10 @@ class Generation:
 
 
 def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
-    """Return a rank's first generation, from the arguments of ``who``.
+    """Return a rank's first generation, from the arguments of the class or function named ``who``.
 
-    It has all ranks, or, with ``member``, only this joining rank.
+    Without ``member``, the generation has all ``world_size`` ranks. ``member`` is the name of a joining rank, which is
+    then the only member.
 
     Raises:
         ValueError: The arguments do not fit together.
@@ -85,7 +86,7 @@ def is_name(name: str) -> bool:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """Sort names by length and then by text, so that numbers are in order; equal on all ranks."""
+    """Return names sorted by length and then by text: numbers come in numerical order, the same on all ranks."""
     return sorted(names, key=lambda name: (len(name), name))
 
 

@@ -1,6 +1,6 @@
 """The heartbeats in the store: the records of all ranks, and the decisions on generations.
 
-If ranks may join, one more key holds their names, a line for each, to which ranks only append.
+If ranks may join, one more key lists the names of all ranks, one a line; each rank appends its own name.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _PROBE = timedelta(seconds=2)
 
 
 class Waiting(Exception):
-    """An exception for a request that comes too early after the store has not answered in time."""
+    """The exception that is raised instead of a request during a pause, after the store has not answered in time."""
 
 
 class HeartbeatStore:
     """The records of all ranks, read and written through one client.
 
-    Every new client costs time on the store's server, which then answers nobody, because it looks up the client's name.
-    So a slow client is waited for. When that fails, the pauses between attempts grow, and differ between ranks.
-    ``names`` are the ranks that are known at the start. If it is ``elastic``, others may join.
+    For every new client, the store's server looks up the client's host name, and answers nobody meanwhile. Therefore a
+    slow answer is waited for, and a new client is made only after a request has failed. If the request had timed out,
+    a pause comes first, which grows with each timeout and differs between ranks. ``names`` are the ranks that are known
+    at the start; if ``elastic``, other ranks may join.
     """
 
     def __init__(
@@ -65,10 +66,10 @@ class HeartbeatStore:
         self._host: str | None = None
 
     def open(self, interval: timedelta) -> bool:
-        """Create a client, and a record for each rank without one; return whether this name was used before.
+        """Connect, create the records that are missing, and return whether an earlier process had this rank's name.
 
         Raises:
-            AsyncTrainingError: Another process lives under this name.
+            AsyncTrainingError: Another live process has this rank's name.
             RuntimeError: The store cannot be reached.
             ConnectionError: The store cannot be reached.
         """
@@ -94,12 +95,13 @@ class HeartbeatStore:
         return found is not None and found.life != ""
 
     def exchange(self, mine: Record) -> dict[str, Record | None]:
-        """Publish this rank's record, and read those of all others, including joined ones; None for invalid ones.
+        """Publish this rank's record, and return the records of all other ranks by name; None for an invalid record.
 
-        For a peer of this host whose process has ended, this rank publishes the end, for all to see.
+        Ranks that have joined meanwhile are included. If the process of a peer on this host has ended, this rank writes
+        that into the peer's record, for all ranks to see.
 
         Raises:
-            Waiting: It is too early for another attempt.
+            Waiting: The pause after a timeout of the store is not over.
             RuntimeError: The store cannot be reached.
             OSError: The store cannot be reached.
         """
@@ -122,7 +124,10 @@ class HeartbeatStore:
         return found
 
     def decide(self, wanted: int, proposal: Sequence[str] | None) -> tuple[str, ...] | None:
-        """Return the members of generation ``wanted`` once they are decided; the first proposal of any rank decides."""
+        """Return the members of generation ``wanted``, or None if they are not decided yet.
+
+        A ``proposal`` decides them, unless another rank has proposed members before.
+        """
         name = f"{PREFIX}/generation/{wanted}"
         if proposal is not None:
             mine = self._seal.sign(name, json.dumps(list(proposal)).encode())
@@ -135,7 +140,7 @@ class HeartbeatStore:
 
     def report(self, name: str, text: str) -> None:
         # Any thread may call this, and the heartbeat's client serves one thread only.
-        """Publish that a rank has failed, in its record, unless it has ended already."""
+        """Write into the rank's record that it has failed, unless the record says that it has left or failed."""
         client = own_client(self._store, self._patience)
         value = self._seal.open(key(name), client.get(key(name)))
         record = (None if value is None else load(value)) or Record()
@@ -151,10 +156,10 @@ class HeartbeatStore:
         shut_down(self._sockets)
 
     def _speak_for(self, name: str, record: Record | None) -> Record:
-        """Publish a dead rank's end in its last record, and return the record.
+        """Write into a dead rank's record that it has failed, and return the record.
 
-        A newer record is left in place and returned: since the last reading, the rank may have ended in order, or have
-        been started again.
+        If the store has a newer record than ``record``, that one stays and is returned: since the last reading, the
+        rank may have left normally, or may have been restarted.
         """
         assert record is not None
         failed = replace(record, state=FAILED, text="its process has ended without notice")
@@ -172,7 +177,7 @@ class HeartbeatStore:
         return [self._parse(name, value) for name, value in zip(keys, read_all(self._store, keys), strict=True)]
 
     def _read_with_names(self) -> list[Record | None]:
-        """Read all peers' records and all names, in one request unless there are new names."""
+        """Return the records of all peers, read together with the list of names; new names need further requests."""
         keys = [key(name) for name in self._peers]
         *values, lines = read_all(self._store, [*keys, _NAMES])
         records = [self._parse(name, value) for name, value in zip(keys, values, strict=True)]

@@ -4,12 +4,12 @@
     pin(notice of their run)
                                      read_notice, compare, send heartbeats; see `Membership.visitors`
     invite(rank, to a new run)
-                                     read_invitation, and connect with all of them, who wait at a sync point
+                                     read_invitation, and connect with all live ranks, which wait at a sync point
     answer(rank, admitted)
                                      read_answer: it is admitted, or ends, or tries again
 
-`JoinBoard` holds these notes. `JoinBoardWithTimeout` reads them with a limit of time. If the store's host stands still,
-torch waits for it in C, past every timeout and without handling signals.
+`JoinBoard` writes and reads these notes. `JoinBoardWithTimeout` limits the time of each read: if the store's host is
+stopped, torch waits in C, beyond every timeout and without handling signals.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class JoinBoard:
         self.seal = seal.within("door")
 
     def pin(self, notice: Mapping[str, Any]) -> None:
-        """Publish the run under way and what a joining rank must have in common with it; empty if none may join."""
+        """Publish a notice of the current run, and of what joining ranks must share with it; {} if no rank may join."""
         self.write(_NOTICE, notice)
 
     def read_notice(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class JoinBoard:
         return self.read(f"answer/{joining_rank}")
 
     def keep_at(self, name: str, note: Mapping[str, Any]) -> None:
-        """Publish the address at which a rank, by its stable name, keeps other ranks' copies; see `PeerStore`."""
+        """Publish ``note``, the address of the `PeerStore` of the rank ``name``, which keeps other ranks' state."""
         self.write(f"keeper/{name}", note)
         self._store.append(_KEEPERS, "\n" + self.seal.sign(_KEEPERS, name.encode()).decode() + "\n")
 
@@ -78,7 +78,7 @@ class JoinBoard:
 
     @property
     def host(self) -> tuple[str, int]:
-        """The address and port of the store; those of loopback if the store is in this process."""
+        """The address and port of the store; ``("127.0.0.1", 1)`` for a store in this process without a server."""
         base = base_of(self._store)
         return (base.host, base.port) if isinstance(base, TCPStore) else ("127.0.0.1", 1)
 
@@ -122,7 +122,7 @@ class JoinBoardWithTimeout(JoinBoard):
         return self.ask(lambda: read(key))
 
     def ask(self, question: Callable[[], T]) -> T:
-        """Return the result of ``question``, which another thread runs, or raise if the store is silent."""
+        """Return the result of ``question``, which runs on another thread; raise if the store does not answer."""
         answer: Future[T] = Future()
         # The request runs on a thread, because a hanging one cannot be interrupted from Python.
         thread = threading.Thread(target=_answer, args=(question, answer), name="lightning_async asks", daemon=True)

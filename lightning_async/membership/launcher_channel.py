@@ -3,10 +3,10 @@
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
     rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed"} --- launcher
 
-The launcher gives each rank one end of a pair of sockets, which a variable names by descriptor, device and inode. One
-message is one datagram: it arrives whole or not at all, never waits for a reader, and raises no SIGPIPE. Processes
-other than the rank are ignored, and read nothing, because forks inherit descriptors. This module imports the standard
-library only, because the launcher runs without torch.
+The launcher gives each rank one end of a pair of sockets; an environment variable names it by descriptor, device and
+inode. One message is one datagram: it arrives whole or not at all, never waits for a reader, and raises no SIGPIPE.
+Forks of a rank inherit the descriptor: the launcher ignores their messages, and they read none. This module imports the
+standard library only, because the launcher runs without torch.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _listeners: list[Listener] = []
 
 
 class Death(NamedTuple):
-    """The end of a rank's process that was not in order."""
+    """The death of a rank's process, which did not end normally."""
 
     rank: int  # the number with which it was started
     process: int  # its process id; a rank that was started again has another one
@@ -66,8 +66,8 @@ class Program(NamedTuple):
 def tell_generation(number: int, members: Sequence[str]) -> None:
     """Send the launcher this rank's generation, by stable names, and what its program has imported.
 
-    This neither waits nor raises, even if there is no launcher or the descriptor is another file by now. If the
-    launcher has not read hundreds of messages, this one is lost.
+    This neither waits nor raises, even if there is no launcher or the descriptor is another file by now. The message is
+    lost if the launcher has hundreds of unread messages.
     """
     said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
     message = _dump({**said, "imports": [name for name in sys.modules if name in _IMPORTS], "sets": _set_by_itself()})
@@ -85,7 +85,7 @@ def tell_generation(number: int, members: Sequence[str]) -> None:
 
 
 def _set_by_itself() -> list[str]:
-    """Return the variables that libraries read at import, and that this process has set itself."""
+    """Return the names of environment variables that libraries read at import, and that were set by this process."""
     try:
         given = Path("/proc/self/environ").read_bytes().split(b"\0")
     except OSError:
@@ -95,22 +95,23 @@ def _set_by_itself() -> list[str]:
 
 
 def came_back() -> int | None:
-    """Return how often this rank was started again while others trained on; None if it was started with all."""
+    """Return how often this rank was restarted while the others trained on; None if it started with all ranks."""
     text, *_ = os.environ.get(REJOIN, "").partition("@")
     text = os.environ.get(_RESTARTS, "0") if text == _BY_TORCHRUN else text
     return (int(text) or None) if text.isascii() and text.isdigit() else None
 
 
 def attempt() -> str:
-    """Return the number of the common start of all ranks that this process belongs to, as the launcher counts."""
+    """Return the launcher's number of the common start of all ranks to which this process belongs; the first is "0"."""
     text, _, told = os.environ.get(REJOIN, "").partition("@")
     return told or ("0" if text == _BY_TORCHRUN else os.environ.get(_RESTARTS, "0"))
 
 
 def listen(on_death: Callable[[Death], None]) -> Listener | None:
-    """Call ``on_death`` for every death, including those told since the last listener, until the listener is closed.
+    """Return a listener that calls ``on_death`` for every death that the launcher reports, until it is closed.
 
-    Returns None if no launcher has started this process.
+    Deaths that were reported while there was no listener are included. Returns None if no launcher has started this
+    process.
     """
     with contextlib.suppress(OSError, ValueError, OverflowError):
         channel = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM, 0, os.dup(_mine()))
@@ -192,12 +193,12 @@ def _mine() -> int:
 
 
 def named(descriptor: int) -> dict[str, str]:
-    """Return the environment variable for the rank that inherits this descriptor."""
+    """Return, as a dictionary, the environment variable by which a rank finds the descriptor that it inherits."""
     return {CHANNEL: _name(descriptor)}
 
 
 def news(death: Death, process: int) -> bytes:
-    """Return a message that tells the rank of ``process`` of another rank's death.
+    """Return the message by which the launcher reports a rank's death to the rank with the process id ``process``.
 
     >>> news(Death(1, 4712, "its process was killed"), 4711)
     b'{"process":4711,"dead":1,"was":4712,"how":"its process was killed"}'
@@ -206,7 +207,7 @@ def news(death: Death, process: int) -> bytes:
 
 
 def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
-    """Return the number and members of the generation in a rank's message; None for any other message.
+    """Return number and members of the generation that a rank's message reports; None for any other message.
 
     >>> heard(b'{"process":4711,"generation":1,"members":["0","2"]}', 4711)
     (1, ('0', '2'))
@@ -220,7 +221,7 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
 
 
 def program(message: bytes, process: int) -> Program | None:
-    """Return the facts about its program in a rank's message; None for any other message.
+    """Return what a rank's message says about the rank's program; None for any other message.
 
     >>> program(b'{"process":4711,"imports":["torch"],"sets":[]}', 4711)
     Program(imports=('torch',), sets=())
@@ -234,7 +235,7 @@ def program(message: bytes, process: int) -> Program | None:
 
 
 def problem_of(message: bytes, process: int) -> str:
-    """Return the reason, from its message, why a warm spare cannot be ready; "" if there is none."""
+    """Return why a warm spare cannot get ready, by its own message; "" if the message reports no problem."""
     return str(_load(message, process).get("standby", ""))
 
 
@@ -243,7 +244,7 @@ def _dump(said: dict[str, Any]) -> bytes:
 
 
 def _load(message: bytes, process: int) -> dict[str, Any]:
-    """Return the content of a message from or to this process; nothing for any other message."""
+    """Return the content of a message from or to the process with this id; an empty one for any other message."""
     try:
         said = json.loads(message)
     except (ValueError, RecursionError):

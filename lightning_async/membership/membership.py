@@ -3,7 +3,7 @@
 Liveness is independent of collectives: while a rank waits in one, its heartbeat continues. There is one record for each
 rank, and every beat writes this rank's record and reads all, in two requests. The store also decides on generations. A
 rank that wants a new generation says so in its record, and waits until all live ranks want it. The first rank that sees
-that proposes those ranks as members, and the first proposal decides. No rank is special.
+this proposes the live ranks as members, and the first proposal in the store decides. No rank is special.
 
     in generation g --(next_generation, or a peer wants more)--> wants g+1 --(decided with this rank)--> in g+1
                                                    wants g+1 --(decided without it)--> wants g+2
@@ -85,10 +85,10 @@ class HeartbeatThread:
             return not self.inherited
         self._wake.set()
         self._thread.join(_THREAD_END_S)
-        # A request hangs, such as when the store's host stands still.
+        # A request hangs, for example because the store's host is stopped.
         if self._thread.is_alive():
             self._hang_up()
-            # Wait with a limit, because a request may hang for as long as the store's host stands still.
+            # Wait with a limit, because a request may hang for as long as the store's host is stopped.
             self._thread.join(_THREAD_END_S)
         return not self._thread.is_alive()
 
@@ -122,25 +122,27 @@ class Membership:
     """The heartbeat of this rank, and its view of the other ranks.
 
     A peer is lost when its record has not changed for ``dead_after`` by this rank's clock, in at least four readings of
-    the store. Time in which this rank was stopped, or the store was slow, does not count. A peer that closed in order
-    is never lost, and one that failed is lost at once. A store serves one membership; give another one a `PrefixStore`.
+    the store. Time in which this rank was stopped, or the store was slow, does not count. A peer that has published
+    that it left is never lost, and one that has published a failure is lost at once. Two memberships must not use the
+    same keys of a store: give the second one a `PrefixStore`.
 
     The lock guards this rank's record, the failure detector and the contact with the store, which the heartbeat thread
     and the callers share. No request to the store is made under it.
 
     Args:
         store: Store that all ranks reach. Each thread needs its own client, so the heartbeat clones this one.
-        rank: Rank at the start. All ranks that start together are named by it, permanently.
+        rank: Rank at the start. It is also the stable name of a rank that starts together with the others.
         world_size: Number of ranks at the start.
         member: Name of a joining rank, which is rank 0 in a world of 1 until the others admit it.
-        visits: Whether this joining rank is not to be admitted here, but waits for an invitation elsewhere.
+        visits: Whether this joining rank only makes itself known to the members of this run, and then waits for their
+            invitation to a new run; see `JoinBoard`.
         elastic: Whether joining ranks are admitted; equal on all ranks.
         readmit: Whether a rank may come back after the others have continued without it.
         interval: Time between two beats.
         dead_after: Silence after which a peer, or the store, is lost. At least four intervals.
         start_timeout: Silence that is allowed to a peer that has not been seen yet.
-        fresh: Whether the store is no older than the job. Silence is then judged by ``dead_after`` from the first
-            reading on.
+        fresh: Whether the store is no older than the job, so that it has no records of earlier processes. The first
+            record that is read of a peer then proves that the peer lives, and ``dead_after`` applies to the peer.
         seal: Signs the records. Default: no signatures.
         on_change: Function that the heartbeat thread calls after a peer's bell, generation or liveness has changed.
         clock: Function that returns monotonic seconds; for tests.
@@ -205,7 +207,7 @@ class Membership:
         """Publish the first record and start the heartbeat thread; do nothing if it runs.
 
         Raises:
-            AsyncTrainingError: Another process lives under this name, and is left alone.
+            AsyncTrainingError: Another live process has this rank's name; it is not disturbed.
             RuntimeError: The store cannot be reached.
             ConnectionError: The store cannot be reached.
         """
@@ -218,11 +220,11 @@ class Membership:
         self._heartbeat_thread.start()
 
     def leave(self) -> None:
-        """Publish that this rank leaves in order, and continue to follow the others."""
+        """Publish that this rank leaves on purpose; the heartbeat thread continues to read the others' records."""
         self._publish_end(LEFT)
 
     def close(self) -> None:
-        """Publish that this rank leaves in order, and end the thread. Idempotent.
+        """Publish that this rank leaves on purpose, and end the heartbeat thread. Idempotent.
 
         A store that cannot be reached delays this by a few seconds at most.
         """
@@ -231,7 +233,7 @@ class Membership:
             self._board.close()
 
     def fail(self, text: str) -> None:
-        """Publish that this rank ends in an error; block until that is written, a few seconds at most."""
+        """Publish that this rank ends with the error ``text``; block until that is written, a few seconds at most."""
         self._publish_end(FAILED, in_brief(text))
 
     def report_death(self, name: str, text: str) -> None:
@@ -239,19 +241,19 @@ class Membership:
         self._board.report(name, text)
 
     def hear_death(self, name: str, process: int, text: str) -> None:
-        """Note that a peer's process has ended: the peer is lost at once, unless it has left in order."""
+        """Note that a peer's process has ended: the peer is lost at once, unless it has published that it left."""
         with self._lock:
             self._deaths.append((name, process, text))
         self._heartbeat_thread.wake()
 
     def ring(self, bell: int) -> None:
-        """Publish, by the heartbeat thread and at once, that this rank wants round ``bell`` now."""
+        """Publish at once, through the heartbeat thread, that this rank asks for the round with the number ``bell``."""
         with self._lock:
             self._mine = replace(self._mine, bell=max(bell, self._mine.bell))
         self._heartbeat_thread.wake()
 
     def left(self) -> frozenset[str]:
-        """Return the names of the peers that have left in order, in this rank's view. No I/O."""
+        """Return the names of the peers that have left on purpose, in this rank's view. No I/O."""
         with self._lock:
             return frozenset(name for name, peer in self._failure_detector.peers.items() if peer.has_left)
 
@@ -293,13 +295,13 @@ class Membership:
     def next_generation(self, timeout: timedelta) -> Generation:
         """Enter the next generation together with every live rank; all members return the same one.
 
-        Ranks that were lost before the call are left out. If one is lost during the call, this raises, and may be
-        called again. Other ranks may come back, or join.
+        Ranks that were lost before the call are not members. If a rank is lost during the call, this raises PeerLost;
+        call it again then. Ranks that came back or joined may be new members.
 
         Raises:
             PeerLost: Ranks were lost since the call began, or the store's host is gone; the error names them.
-            Evicted: The others have formed a generation without this rank, which may not come back.
-            CollectiveTimeout: Live ranks, which the error names, did not come.
+            Evicted: The others have formed a generation without this rank, and ``readmit`` is False.
+            CollectiveTimeout: Live ranks, which the error names, did not call this in time.
         """
         deadline = self._clock() + timeout.total_seconds()
         with self._beaten:
@@ -324,7 +326,7 @@ class Membership:
                 self._beaten.wait(self._interval_s)
 
     def beat(self) -> None:
-        """Publish, read and judge once. The heartbeat thread calls this, and tests may call it instead."""
+        """Publish this rank's record, and read and judge those of all peers, once; the heartbeat thread calls this."""
         before = self._view()
         try:
             self._exchange()

@@ -1,8 +1,8 @@
 """The liveness of peers' processes, by which an end is seen and not concluded from silence.
 
-`LocalProcessWatch` finds the processes of ranks on its own host, holds on to them, and knows whether they live. Peers
-on other hosts are called when they are silent (`LivenessProbes`), at their `LivenessPort`, where the operating system
-accepts calls for as long as the process lives. A refusal counts only if an earlier call was accepted.
+`LocalProcessWatch` opens a pidfd of each peer's process on its own host, and sees by it when the process ends. For
+silent peers on other hosts, `LivenessProbes` tries to connect to the peer's `LivenessPort`: the peer's operating system
+accepts connections for as long as the process lives. A refusal counts only if an earlier connection was accepted.
 
     a silent rank                    its host                                    conclusion
     is busy, or stopped              accepts, because somebody listens           it lives
@@ -37,7 +37,7 @@ _BACKLOG = 1024
 
 
 class LivenessPort:
-    """A port at which this process accepts calls as long as it lives; raises `OSError` if ``host`` is not local."""
+    """A port that accepts TCP connections as long as this process lives; raises `OSError` if ``host`` is not local."""
 
     def __init__(self, host: str) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -46,7 +46,7 @@ class LivenessPort:
         self.place = f"{host} {self._socket.getsockname()[1]}"
 
     def hang_up(self) -> None:
-        """Accept and close all calls that have come, because accepting is all the information."""
+        """Accept and close all pending connections: callers only need to know that they were accepted."""
         # Accept until there are no more calls, which is reported as an error.
         with contextlib.suppress(OSError):
             while True:
@@ -73,13 +73,16 @@ class _Callee:
 
 
 class LivenessProbes:
-    """The calls to peers, made by the heartbeat thread once for each reading of their records."""
+    """The attempts to connect to peers on other hosts; the heartbeat thread makes them after reading the records."""
 
     def __init__(self) -> None:
         self._callees: dict[str, _Callee] = {}
 
     def refused(self, records: Mapping[str, Record]) -> list[str]:
-        """Return the ranks whose hosts refuse a call, and accepted one before; wait some milliseconds at most."""
+        """Return the peers whose hosts refuse a connection and have accepted one before.
+
+        Calls peers that are silent or were never reached, and waits for the answers for some milliseconds at most.
+        """
         # These ranks have left, or were found on this host.
         for name in self._callees.keys() - records.keys():
             self._callees.pop(name).end()
@@ -157,8 +160,8 @@ def place_of(process: int) -> str:
 class LocalProcessWatch:
     """A watch over the processes of peers on this host, used by the heartbeat thread.
 
-    ``patience_s`` is the time for a process's launcher to report its end in better words. Default: two seconds if there
-    is a launcher, else none.
+    The end of a process is reported only after ``patience_s`` seconds, so that the launcher, which knows the exit
+    status, can report it first. Default: two seconds if there is a launcher, else none.
     """
 
     def __init__(self, patience_s: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
@@ -175,7 +178,7 @@ class LocalProcessWatch:
         self._ended: dict[str, float] = {}
 
     def gone(self, records: Mapping[str, Record | None]) -> list[str]:
-        """Return the names of peers whose processes have ended, but not in order."""
+        """Return the names of peers whose processes have ended, while their records say that they run."""
         here = {name: each for name, each in records.items() if each is not None and each.state in (UP, VISITING)}
         for name, record in here.items():
             if self._lives.get(name) != record.life:
@@ -191,7 +194,10 @@ class LocalProcessWatch:
         return [name for name, at in self._ended.items() if name in here and now - at >= self._patience_s]
 
     def introduce(self, mine: Record, host: str | None) -> Record:
-        """Add to this rank's record the place of its process, and the port for other hosts, if there are any."""
+        """Return this rank's record with the place of its process and the address of its `LivenessPort`.
+
+        The port is opened once a peer on another host is known.
+        """
         if self._lifeline is None and self._apart and host is not None:
             with contextlib.suppress(OSError):
                 self._lifeline = LivenessPort(host)
@@ -217,7 +223,7 @@ class LocalProcessWatch:
 
 
 def _find(place: str) -> int | None:
-    """Return a pidfd of the process if it lives on this host; None if nothing is known."""
+    """Return a pidfd of the process if it lives on this host; None if it does not, or cannot be found."""
     try:
         process = int(place.split()[-2])
         descriptor = os.pidfd_open(process)

@@ -24,7 +24,7 @@ def new_secret() -> str:
 
 
 class Seal:
-    """A signer of values with HMAC-SHA256 that accepts no others, see https://www.rfc-editor.org/rfc/rfc2104.
+    """A signer of values with HMAC-SHA256, which rejects unsigned ones, see https://www.rfc-editor.org/rfc/rfc2104.
 
     A signature covers the scope and the key, so that a value cannot be moved to another key, or into another run.
 

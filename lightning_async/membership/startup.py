@@ -1,8 +1,8 @@
 """The start of a job: all ranks find the store and introduce themselves, before anything else is built on it.
 
 `open_store` and `greet` do this, and `WaitWithLog` logs the progress of waits. `Assembly` first finds out whether this
-process begins together with all others, or comes back to a training that continues. By `ProcessHeartbeat`, ranks wait
-for one another between two runs.
+process starts together with all others, or was restarted while the others train on. Through `ProcessHeartbeat`, ranks
+that wait for each other between two runs notice processes that have ended.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _OTHERWISE = "how otherwise"
 class WaitWithLog:
     """A wait with a deadline that logs what it waits for.
 
-    ``check`` is called repeatedly, and raises if the wait is in vain.
+    ``check`` is called repeatedly, and raises if there is nothing to wait for any more.
     """
 
     def __init__(
@@ -72,7 +72,11 @@ class WaitWithLog:
         self._pause_s = 0.002
 
     def wait(self, what: Callable[[], str]) -> None:
-        """Sleep shortly; ``what`` returns what is waited for. Raise `CollectiveTimeout` after the deadline."""
+        """Sleep shortly; callers repeat this until what they wait for has happened.
+
+        ``what`` returns a description of what they wait for, for the log and the error. Raises `CollectiveTimeout`
+        after the deadline.
+        """
         self._check()
         waited_s = self._now() - self._started
         if waited_s >= self._timeout_s:
@@ -89,7 +93,7 @@ class WaitWithLog:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address can be reached from its own host only. Host names count as reachable."""
+    """Return whether an address is of loopback, so that other hosts cannot reach it; False for names but localhost."""
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -99,13 +103,14 @@ def is_loopback(address: str) -> bool:
 def open_store(
     address: str, port: int, serve: bool, patience: WaitWithLog, timeout: timedelta = timedelta(minutes=30)
 ) -> Store:
-    """Open the store at an address: as its server, or as a client. A server on loopback listens only there.
+    """Open the store at an address: as its server if ``serve`` is True, otherwise as a client.
 
-    Port 0 is a free port. ``timeout`` is that of blocking requests.
+    A server at a loopback address listens on loopback only. Port 0 lets the server choose a free port. A client waits
+    for the server by ``patience``. ``timeout`` is the limit of requests that block.
 
     Raises:
-        AsyncTrainingError: The server cannot listen, or a client has no port.
-        CollectiveTimeout: Nobody answers.
+        AsyncTrainingError: The server cannot listen, or a client was given port 0.
+        CollectiveTimeout: The server has not answered by the deadline of ``patience``.
     """
     if not serve:
         if port == 0:
@@ -124,7 +129,7 @@ def open_store(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket for a store: only on loopback there, else on all of this host's addresses.
+    """Return a listening socket for a store: on loopback if ``address`` is of loopback, else on all addresses.
 
     Raises AsyncTrainingError if the port stays taken for longer than the store of ended ranks needs to close.
     """
@@ -154,8 +159,8 @@ def _listen(address: str, port: int) -> socket.socket:
 def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) -> Store:
     """Return a client of the server at an address, once the server answers.
 
-    torch alone would try for its whole timeout, in C, without handling signals or calling ``patience``. So a probe goes
-    first.
+    torch alone would try for its whole timeout, in C, without handling signals or calling ``patience``. Therefore each
+    attempt first opens a plain connection.
     """
     error: Exception | None = None
 
@@ -182,7 +187,9 @@ def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) 
 
 
 def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: WaitWithLog) -> None:
-    """Meet all ranks in the store, and compare rank, number of ranks and ``job``, the launcher's name of the job.
+    """Wait until all ranks have introduced themselves in the store, and compare their number of ranks and ``job``.
+
+    ``job`` is the launcher's name of the job.
 
     Raises:
         AsyncTrainingError: Another process has this rank, or ranks differ in the number of ranks or in the job.
@@ -215,9 +222,10 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
 
 
 def agree_on_start(store: Store, rank: int, how: str, seal: Seal) -> Callable[[], None]:
-    """Publish ``how`` this rank's arguments start ranks; return a function that raises if another rank differs.
+    """Publish ``how``, arguments that all ranks must share; return a function that raises if another rank differs.
 
-    The first rank to publish decides. Ranks that differ would wait for each other at different places.
+    Each rank compares its arguments with those of the first rank that has published. A rank calls the returned function
+    while it waits for the others, because ranks with different arguments wait for each other at different places.
 
     Raises:
         AsyncTrainingError: This rank differs from the first one.
@@ -274,7 +282,11 @@ _GOODBYE = timedelta(seconds=2)
 
 
 class ProcessRole(NamedTuple):
-    """The common start that a process belongs to, and how often its rank was started before; 0 at a common start."""
+    """The way in which a process was started.
+
+    ``attempt`` is the number of the common start of all ranks to which the process belongs. ``again`` is 0 if the
+    process took part in that start itself; otherwise it is the number of earlier processes of its rank.
+    """
 
     attempt: int
     again: int
@@ -289,10 +301,11 @@ class Assembly:
         assembly/ended/<rank>  the process of this rank that has ended in order
         status/...             ranks in training, and their members; see `membership.status`
 
-    Each process comes to the next start. When all are there, the first that sees it increments ``next``, and they
-    begin. If others train meanwhile without this rank, it was lost, and joins that training, which began with the start
-    before. If all others have ended in order, and this rank has not, there is nothing to come back to. When all ranks
-    are started again, others may take ``settle`` longer than this one.
+    Each process registers for the start with the number ``next``. When all ranks have registered, the first process
+    that sees this increments ``next``, and all begin. If the others are seen to train without this rank, this rank was
+    lost: its process joins their training, which began at the previous common start. If all missing ranks have ended
+    normally, and the last process of this rank has not, there is no training to come back to. That is concluded only
+    after ``settle``, because in a common restart of all ranks others may start later than this one.
     """
 
     def __init__(
@@ -314,7 +327,7 @@ class Assembly:
         self._pid = os.getpid()
 
     def end(self) -> None:
-        """Publish that this process ends in order, and will not be started again. Does nothing in its forks."""
+        """Publish that this process ends normally, and will not be restarted. Does nothing in a fork of the process."""
         if os.getpid() != self._pid or not reachable(self._store, _GOODBYE):
             return
         # The store may have ended together with the other ranks.
@@ -324,11 +337,11 @@ class Assembly:
             self._room.set(key, self._seal.sign(key, str(self._life).encode()))
 
     def find(self, patience: WaitWithLog) -> ProcessRole:
-        """Wait until all ranks have come, or until others are seen to train without this rank.
+        """Wait until all ranks have registered, or until others are seen to train without this rank; return which.
 
         Raises:
-            AsyncTrainingError: Neither can happen, because all missing ranks have ended in order.
-            CollectiveTimeout: Neither has happened; the error names the missing ranks.
+            AsyncTrainingError: All missing ranks have ended normally, so that neither can happen.
+            CollectiveTimeout: Neither has happened by the deadline; the error names the missing ranks.
         """
         first = self._seal.sign(_NEXT, b"0")
         # The value is not signed by this job, so it is replaced.
@@ -388,7 +401,7 @@ class Assembly:
         return life > 0 and value == str(life).encode()
 
     def _standings(self) -> list[StatusRecord] | None:
-        """Return the records that have changed since the last call; None if it is too soon to ask again."""
+        """Return the status records that have changed since the last reading; None if that was too short ago."""
         if (now := time.monotonic()) < self._looks_at:
             return None
         self._looks_at = now + _LOOK_S
@@ -406,9 +419,10 @@ _SEVERAL = 8
 class ProcessHeartbeat:
     """The heartbeat of this process from its first run to its end, slower than the heartbeat of each run.
 
-    A rank may compute for hours between two runs. Its process lives, and the others wait. A process that has died, or
-    ended, comes to no run any more. ``room`` is the prefix of the records, which differs for ranks with other numbers.
-    Raises AsyncTrainingError if another process lives under this rank.
+    A rank may compute for hours between two runs: as long as its process lives, the other ranks wait for it. They stop
+    waiting if its process has died or ended. ``room`` is the prefix of the records in the store; after ranks were
+    renumbered, a new heartbeat begins under another prefix. The constructor raises AsyncTrainingError if another live
+    process has this rank.
     """
 
     def __init__(
@@ -439,7 +453,7 @@ class ProcessHeartbeat:
         return os.getpid() != self._pid
 
     def close(self) -> None:
-        """Publish that this process leaves in order, if it continues elsewhere."""
+        """Publish that this process leaves on purpose, and end this heartbeat; the process may begin another."""
         atexit.unregister(self._membership.close)
         self._membership.close()
 
@@ -465,7 +479,7 @@ class ProcessHeartbeat:
 
 @contextmanager
 def naming_the_stores_host(rank: int) -> Iterator[None]:
-    """Raise `StoreLost`, which names rank 0, instead of torch's errors if the store fails."""
+    """Raise `StoreLost`, which names rank 0, in place of torch's errors of a store that fails in the block."""
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:

@@ -1,8 +1,8 @@
 """Status records of all replicas in the store, about once a second, for tools that watch a run.
 
-Liveness and decisions never depend on them. Each process that trains takes a slot permanently, so a process that came
-back is distinct from the one that died. The records are at the root of the store, so its address is enough to find
-them.
+Training never depends on these records. Each process that trains gets a slot, which is never reused, so the process of
+a restarted rank is distinct from the one that died. The records are at the root of the store, so its address is enough
+to find them.
 
     status/lives     number of slots so far
     status/<slot>    the record of one process, signed with the job's secret
@@ -75,7 +75,7 @@ class StatusRecord:
 
     @classmethod
     def load(cls, value: bytes) -> StatusRecord | None:
-        """Return the record in ``value``, without entries of newer versions; None if there is no record.
+        """Return the record that ``value`` encodes, without fields of newer versions; None if it is no record.
 
         >>> StatusRecord.load(StatusRecord(name="2", step=7).dump()).step
         7
@@ -104,7 +104,7 @@ class StatusRecord:
 class StatusPublisher:
     """A thread that publishes this process's status from its first run to its end, with a client of its own.
 
-    If the store does not answer, only records are missing.
+    If the store does not answer, nothing is published, and training continues undisturbed.
     """
 
     def __init__(self, store: Store, secret: str | None, interval: timedelta = INTERVAL) -> None:
@@ -128,9 +128,9 @@ class StatusPublisher:
         return alike and self._heartbeat_thread.beats
 
     def follow(self, look: Callable[[], StatusRecord]) -> None:
-        """Publish the result of ``look`` from now on, as a run begins.
+        """Publish the results of ``look`` from now on; called as a run begins.
 
-        The thread calls ``look``, and adds process, host, speed and time.
+        The thread calls ``look`` at each interval, and adds process, host, speed and time to its result.
         """
         self._look = look
         self._last = None

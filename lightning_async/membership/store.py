@@ -22,7 +22,10 @@ _connecting = threading.Lock()
 
 
 class Contact:
-    """A rank's contact with the store, lost after ``dead_s`` of silence, or a quarter of it if requests are refused."""
+    """A watch over whether the store answers a rank; the store counts as lost after ``dead_s`` without an answer.
+
+    After ten refused requests in a row, a quarter of that time is enough.
+    """
 
     def __init__(self, now: float, dead_s: float) -> None:
         self.refusals = 0
@@ -41,10 +44,9 @@ class Contact:
         self._error = str(error).split("\n", 1)[0][:200]
 
     def lost(self, now: float) -> str | None:
-        """Return why the store is lost, or None. The caller must ask regularly, which measures the silence."""
-        # A request may hang (the host is stopped), so the caller of this function measures the silence. It is added in
-        # limited
-        # portions, because this process may have been the one that was stopped.
+        """Return why the store is lost, or None. Call this regularly, because its calls measure the silence."""
+        # A request may hang because the store's host is stopped, so the silence is measured by calls of this method.
+        # Each call adds a limited portion, because this process may have been the one that was stopped.
         self._silent_s += min(now - max(self._asked_at, self._answered_at), self._dead_s / 4)
         self._asked_at = now
         refuses = self.refusals >= _REFUSALS and now - self._answered_at >= self._dead_s / 4
@@ -147,7 +149,7 @@ def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 
 def reachable(store: Store, timeout: timedelta) -> bool:
-    """Return whether something listens at the store's address. A client would try for long, and print stack traces."""
+    """Return whether something listens at the store's address, without a client, which would try for long."""
     base = base_of(store)
     if not isinstance(base, TCPStore):
         return True

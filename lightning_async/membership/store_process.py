@@ -2,10 +2,12 @@
 
     rank 0 --- "outlive" ------------------> all are here: the others may lose rank 0, and continue
            --- "follow" -------------------> all have ended a run
-           --- the end of the channel -----> rank 0 has ended: this process ends, too, or when no rank is connected
+           --- the end of the channel -----> rank 0 has ended: after "follow" this process ends, too,
+                                             and after "outlive" once no rank is connected
 
-The process has a session of its own, and holds nothing of rank 0's for whose end somebody may wait. Rank 0 listens, and
-hands the socket over. Ranks that connect before the process has imported torch are answered afterwards.
+The process has a session of its own, and inherits no pipe or socket of rank 0 whose end another process may wait for.
+Rank 0 opens the listening socket, and hands it over. Ranks may connect before the process has imported torch; they are
+answered afterwards.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ _NOBODY_S = 0.5
 
 
 class StoreProcess:
-    """A process that serves a store on a listening socket; it ends with this process, unless told to `outlive` it."""
+    """A process that serves a store on a listening socket; it ends with this process, except after `outlive`."""
 
     def __init__(self, listening: socket.socket) -> None:
         process = HelperProcess(
@@ -48,7 +50,7 @@ class StoreProcess:
         self._count(1)
 
     def follow(self) -> None:
-        """Note that a run has ended in order. After the last one the store ends together with this process."""
+        """Note that a run has ended normally. When no run is left, the store ends together with this process."""
         self._count(-1)
 
     def close(self) -> None:
@@ -62,7 +64,7 @@ class StoreProcess:
 
 
 def main(channel: int, listening: int, host: str, port: int) -> None:
-    """Serve the store on the socket ``listening``, in the new process; ``channel`` leads to the rank."""
+    """Serve the store in the new process, on the socket ``listening``; ``channel`` is the socket to rank 0."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGQUIT):
         # These signals are meant for ranks, and launchers send them to all processes.
         signal.signal(number, signal.SIG_IGN)
