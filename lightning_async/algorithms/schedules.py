@@ -92,7 +92,11 @@ def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | Non
 
 
 class Action(enum.Enum):
-    """The way in which a replica takes its next optimizer step."""
+    """The way in which a replica takes its next optimizer step.
+
+    It takes a local step (``LOCAL``), or a step with gradients averaged over all replicas (``GRADIENTS``), or a local
+    step after which an averaging round starts (``ROUND``).
+    """
 
     LOCAL = "local"  # a local step
     GRADIENTS = "gradients"  # a step with gradients averaged over all replicas (synchronous training)

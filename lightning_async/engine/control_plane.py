@@ -144,7 +144,10 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """Note that the training thread lives; raise the engine's failure; vote to stop on a signal. Under the lock."""
+        """Note that the training thread lives; raise the engine's failure; vote to stop on a signal.
+
+        The caller holds the lock.
+        """
         box = self.shared_state
         box.last_seen = self.now()
         if box.error is not None:
@@ -282,9 +285,9 @@ class EngineLoop:
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
-        """Return whether other ranks need not wait for this one, as its training thread is silent. Under the lock.
+        """Return whether other ranks need not wait for this one, because its training thread is silent.
 
-        They must wait, however, where a component is indispensable.
+        They must wait, however, if a component is indispensable. The caller holds the lock.
         """
         silent_s = self._now() - self._box.last_seen
         return silent_s > self._timeouts.grace.total_seconds() and not any(

@@ -238,7 +238,10 @@ class AveragingComponent(EngineComponent):
             self.drop_left_over()
 
     def drop_left_over(self) -> None:
-        """Drop a message that was packed for a sync point only; a later message includes its work. Under the lock."""
+        """Drop a message that was packed for a sync point only; a later message includes its work.
+
+        The caller holds the lock.
+        """
         message = self._buckets.message
         if isinstance(message, LocalMessage) and not message.due:
             self.average.abandon()
@@ -328,7 +331,7 @@ class AveragingRound(_Round):
         self._compressed: list[CompressedMean] = []
         """The compressed mean of each fragment; empty without compression."""
         self.unmerged: list[UnmergedRound] = []
-        """Committed rounds without a merge of their own, for the training thread. Under the lock."""
+        """Committed rounds without a merge of their own, for the training thread. The caller holds the lock."""
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -445,7 +448,10 @@ class AveragingRound(_Round):
         return pending.base
 
     def deliver(self, exchange: Merge) -> None:
-        """Give the result to the training thread, combined with one that it has not taken yet. Under the lock."""
+        """Give the result to the training thread, combined with one that it has not taken yet.
+
+        The caller holds the lock.
+        """
         pending = self._buckets.arrived
         self._buckets.hand_over(exchange)
         if pending is not None:
@@ -458,7 +464,7 @@ class AveragingRound(_Round):
         self.unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
 
     def abandon(self) -> None:
-        """Drop the message; its work goes into a later one. Under the lock."""
+        """Drop the message; its work goes into a later one. The caller holds the lock."""
         self._buckets.message = None
 
     def residuals(self) -> dict[str, Any]:

@@ -159,7 +159,10 @@ class Outgoing:
 
     @property
     def ready(self) -> bool:
-        """Whether headers may announce these gradients. Under the lock of the shared state."""
+        """Whether headers may announce these gradients; False while they are late and not all exist.
+
+        The caller holds the lock of the shared state.
+        """
         return self.flags is not None or self.withdrawn or not self.late
 
     def tell(self, filled: int, flags: Tensor | None = None) -> None:

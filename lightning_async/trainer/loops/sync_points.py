@@ -28,10 +28,11 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class Spikes:
-    """The patches of every `SpikeDetection` of a Trainer.
+    """The patches of every `SpikeDetection` callback of a Trainer.
 
-    The callback asks all ranks after every batch, for which they would wait. Here each rank looks at its own loss. A
-    spike is a ``vote`` to stop, and when all have stopped, every rank raises the callback's exception.
+    Unpatched, the callback compares all ranks after every batch, so that replicas would wait for each other. With the
+    patches each rank looks at its own loss only. A rank that sees a spike calls ``vote``, a vote to stop. When all
+    ranks have stopped, every rank raises the callback's exception.
     """
 
     def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
