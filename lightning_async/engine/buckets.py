@@ -174,7 +174,10 @@ class Buckets:
 
     @contextmanager
     def alone(self, see: Callable[[], None]) -> Iterator[None]:
-        """Let the training thread use the buckets once no header is under way; a payload could overwrite them."""
+        """Let the training thread use the buckets, but only once no header is under way.
+
+        The payload that follows a header could overwrite the buckets.
+        """
         self.take_when(lambda: not self.announced, see)
         with self.used():
             yield

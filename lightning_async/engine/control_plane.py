@@ -442,7 +442,10 @@ class EngineLoop:
         self._regroup.attempts = 0
 
     def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Form a new generation of all live ranks, and ring for its first header, as older bells do not count in it."""
+        """Form a new generation of all live ranks, and ring for its first header.
+
+        Bells that were rung in older generations do not count in the new one.
+        """
         self._to(Stage.FAILED)
         self.seq = _first_seq(self._regroup.after(error))
         self._to(Stage.IDLE)
@@ -575,7 +578,7 @@ class GroupRecovery:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
 
     def look_for_the_cause(self) -> None:
-        """Wait up to 2 s for heartbeats to tell which rank has failed, and raise PeerLost, which names it."""
+        """Wait up to 2 s for heartbeats to tell which rank has failed, and raise PeerLost, which names that rank."""
         until = self._now() + _HEARSAY_S
         while self._now() < until and not self._shared_state.closing:
             self._membership.check()

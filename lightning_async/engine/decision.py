@@ -64,7 +64,10 @@ class EngineComponent:
         return False
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
-        """Plan the round of this priority, for which all ranks are ready; return None if it is another component's."""
+        """Plan the round of this priority, for which all ranks are ready.
+
+        Return None if the round belongs to another component.
+        """
         return None
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:

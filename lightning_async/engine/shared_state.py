@@ -66,7 +66,7 @@ class Mark(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The part of one rank's header that all components share; "it" is the rank."""
+    """The part of one rank's header that all components share. In the comments, "it" is that rank."""
 
     exchange: int = 1  # id of the exchange that this rank would commit next
     ready: int = 0  # priority of the round type that it has a message for; 0 for no message

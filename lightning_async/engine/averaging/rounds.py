@@ -38,7 +38,7 @@ UNLIKE = -2  # in place of a digest: this replica holds a model of its own, equa
 
 
 class AveragingPart(NamedTuple):
-    """The averaging component's part of one rank's header; "it" is the rank."""
+    """The averaging component's part of one rank's header. In the comments, "it" is that rank."""
 
     due: bool = False  # its schedule asked for the message; else it packed it when it came to a sync point
     work: float = 0.0  # weight of its message: its work since replicas last agreed
@@ -305,7 +305,10 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Return for each rank whether others may take over its tensors: if finite, or at a sync point where none are."""
+    """Return for each rank whether others may take over its tensors: a rank's tensors must be finite.
+
+    If no rank qualifies and all ranks are at sync points, the result is True for all of them.
+    """
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
     at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)

@@ -138,7 +138,7 @@ class Checkpointing:
         self.saver.start()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return the values that a joining rank needs to save with the others. All ranks are at a sync point."""
+        """Return the values that a joining rank needs to save with the others; called while all are at a sync point."""
         told = {**self._directory.for_joining_ranks(), "number": self._number}
         return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 

@@ -126,7 +126,7 @@ class SafePoints:
     def _moving(self) -> dict[str, Any]:
         """Return random states, logged values and module modes, which a validation changes.
 
-        A resume that repeats the validation needs them from before it.
+        A resume that repeats a validation needs the values from before that validation.
         """
         return {
             "random": self.generators().take(),

@@ -454,7 +454,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return number, step, ranks
 
     def end(self, reason: str = "the end") -> None:
-        """Make the last save. All ranks are at a sync point, and save again if a rank was lost meanwhile."""
+        """Make the last save. All ranks call this at a sync point, and save again if a rank was lost meanwhile."""
         while not self._is_whole(reason):
             rank = names_of(self._fit.trainer).mine
             log.warning("Rank %d: ranks were lost during the last save: the live ranks save once more.", rank)
@@ -600,7 +600,7 @@ class ServerSaves(_SyncPointSaves):
         self._fit.call()
 
     def save(self) -> None:
-        """Save if a save is due on any rank. All ranks are at a sync point, with one model."""
+        """Save if a save is due on any rank. All ranks call this at a sync point, where they have one model."""
         self._attach()
         if self._save_together("due", self._asked, queue=self._fit.settings.busy != "wait") is None:
             return

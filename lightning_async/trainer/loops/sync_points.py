@@ -52,7 +52,10 @@ class Spikes:
         return undo
 
     def raise_agreed(self, world: LightningCollectives) -> None:
-        """Record the batch of a spike on any rank, and raise the exception on every rank. All have stopped."""
+        """Record the batch of a spike on any rank, and raise the callback's exception on every rank.
+
+        All ranks call this together, after they have stopped. Without a spike on any rank this does nothing.
+        """
         if not self._callbacks:
             return
         seen = [batch for batch in world.gather_objects(self._seen) if batch >= 0]
@@ -292,11 +295,14 @@ class CollectiveCallback:
     """Asks all ranks to a sync point at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide together with all ranks, while all hold one model; return whether all have replaced the model."""
+        """Decide together with all ranks, which hold one model; return whether they all have replaced that model."""
         return False
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save, after all have decided. All ranks are at a sync point with one model that does not change."""
+        """Save, after all callbacks have decided.
+
+        All ranks call this at a sync point, where they have one model that does not change.
+        """
 
     def for_joining_ranks(self) -> dict[str, Any]:
         """Return plain values for a joining rank, besides this callback's state; called on rank 0 at a sync point."""
