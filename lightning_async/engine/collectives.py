@@ -500,7 +500,7 @@ class ReplayableCalls:
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
-        """Raise the cause of a call's failure. If new groups were formed, return instead: the caller repeats the call."""
+        """Raise the cause of a call's failure; if new groups were formed, return: the caller then repeats the call."""
         recovery = self.recovery
         if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
             raise error
