@@ -113,7 +113,7 @@ class Stopping:
             sync_points.request_stop()
 
     def leave(self, sync_points: SyncPoints) -> None:
-        """Leave the training together with all ranks, with one model, because a rank was told to stop."""
+        """End training on all ranks together, at a sync point with one model, because a rank was told to stop."""
         sync_points.rendezvous(SyncPointKind.STOP)
         if self._view.world is not None:
             self._view.world.asynchronous = False
