@@ -105,7 +105,8 @@ class BucketOwner(enum.Enum):
 class Buckets:
     """Two flat fp32 buckets of a replica, with at most one message that waits and one result that has arrived.
 
-    The two threads pass the buckets to each other by `owner`, under the lock of the shared state.
+    The two threads pass the buckets to each other by `owner`. A thread that changes it holds the lock of the shared
+    state.
     """
 
     def __init__(self, replica: Replica, shared_state: SharedState) -> None:

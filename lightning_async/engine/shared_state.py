@@ -100,7 +100,7 @@ _ASKED_FOR = {
 
 @dataclass
 class SharedState:
-    """The shared state of one rank's two threads; every field is read and written under the lock `changed`.
+    """The shared state of one rank's two threads; a thread that reads or writes a field holds the lock `changed`.
 
     The training thread writes its progress, its sync point and its votes; the engine's thread writes what all ranks
     have agreed on.

@@ -104,7 +104,7 @@ class Overlap:
 
 
 class Outgoing:
-    """The gradients of one backward pass, as far as computed; both threads share it under the lock ``changed``.
+    """The gradients of one backward pass, as far as computed; the lock ``changed`` protects what both threads share.
 
     If the engine's thread waits for a span longer than ``patience_s``, headers announce the message again only once all
     gradients exist, because sums on other ranks have timeouts. The engine's thread multiplies gradients by ``scale``
