@@ -307,7 +307,8 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
     """Return for each rank whether others may take over its tensors: a rank's tensors must be finite.
 
-    If no rank qualifies and all ranks are at sync points, the result is True for all of them.
+    Buffers and frozen parameters count only if some rank's tensors are all finite. If no rank qualifies and all ranks
+    are at sync points, the result is True for all of them.
     """
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
