@@ -3,7 +3,8 @@
 Each algorithm is a frozen dataclass, whose docstring has its equation, its source and an example. The engine, servers
 and callbacks call its methods with facts that they have measured, and keep its state.
 
-- An `AveragingRule` says what replicas send and what their mean means: `DeltaMean`, `DiLoCo`, `EASGD`, `SparseLoCo`.
+- An `AveragingRule` says what replicas send, and what they make of the mean: `DeltaMean`, `DiLoCo`, `EASGD`,
+  `SparseLoCo`.
 - A `Schedule` says when a round comes: `EveryNSteps`, `DyLU`, `MatchCommunication`, `Warmup`.
 - A `StalenessPolicy` corrects late pushes on a server; a `DelayCorrection` corrects late windows of gradients.
 - `TopK`, `PowerSGD` and the codes compress messages; an `AccumulationPolicy` sets the size of windows.

@@ -170,7 +170,7 @@ class Track:
         self._sorted: list[float] = []
 
     def add(self, value: float, threshold: Threshold) -> float:
-        """Add ``value`` if it is finite; return its limit, which is computed from the earlier values."""
+        """Add ``value`` if it is finite; return the limit for it, which is computed from the earlier values."""
         limit = threshold.limit(*self.median_and_deviation())
         if math.isfinite(value):
             if len(self._values) == self._history.window:

@@ -92,7 +92,11 @@ def straggler(paces: Mapping[str, Pace], factor: float = 1.5) -> Straggler | Non
 
 
 class Action(enum.Enum):
-    """The way in which a replica takes its next optimizer step."""
+    """The way in which a replica takes its next optimizer step.
+
+    It takes a local step (``LOCAL``), or a step with gradients averaged over all replicas (``GRADIENTS``), or a local
+    step after which an averaging round starts (``ROUND``).
+    """
 
     LOCAL = "local"  # a local step
     GRADIENTS = "gradients"  # a step with gradients averaged over all replicas (synchronous training)
@@ -110,10 +114,10 @@ class ReplicaClock(NamedTuple):
         step_s: Measured seconds of a local step; 0.0 while unknown.
         round_s: Measured seconds of a round's exchange, the shorter of the last two; 0.0 before two rounds.
         speed: Steps per second of this replica, divided by those of the fastest; 1.0 while unknown.
-        relative_spread: Squared distance between replicas per local step, in recent rounds divided by the first rounds;
-            1.0 while unknown.
-        relative_loss_variance: Variance of the training loss over replicas, in recent rounds divided by the first
-            rounds; 1.0 while unknown.
+        relative_spread: Squared distance between replicas per local step: its mean in recent rounds, divided by its
+            mean in the first rounds; 1.0 while unknown.
+        relative_loss_variance: Variance of the training loss over replicas: its mean in recent rounds, divided by its
+            mean in the first rounds; 1.0 while unknown.
     """
 
     step: int

@@ -192,7 +192,7 @@ class FaultTolerantCheckpoint(CollectiveCallback, Checkpoint):
             self._now.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Save the training so far; after a SIGTERM, set exit code 75, which asks the launcher to start it again."""
+        """Save the training so far; after a SIGTERM, set exit code 75, which asks the launcher to start again."""
         if self._now is not None:
             self._now.fail(exception)
             if isinstance(exception, pytorch("utilities.exceptions").SIGTERMException):

@@ -204,7 +204,10 @@ class LostParts:
         return save.given_up and not committed
 
     def concerned(self, lost: Collection[int]) -> bool:
-        """Note lost ranks; return whether this rank, as the lowest live rank of a save of theirs, must settle it."""
+        """Note lost ranks; return whether this rank must settle a save in which they take part.
+
+        The lowest live rank of such a save must settle it.
+        """
         for save in self._open.values() if lost else ():
             # Kept for good: a lost rank that comes back has no part of this save.
             save.gone |= frozenset(lost).intersection(save.ranks)
@@ -271,7 +274,7 @@ class LostParts:
 
 @dataclass
 class _Open:
-    """A save of which it is not settled yet whether it is committed or given up."""
+    """A save that is neither committed nor given up yet, as far as this rank knows."""
 
     number: int
     temporary: str

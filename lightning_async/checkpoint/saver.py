@@ -365,7 +365,7 @@ class Usual:
         self._usual_s = 0.0
 
     def step(self, now: float, writing: bool) -> float:
-        """Count a step; return by how many seconds it was longer than usual, if a save was being written."""
+        """Count a step; return by how many seconds it was longer than usual. The result is 0.0 without a save."""
         took = now - self.last
         self.last = now
         # Steps during a save do not count for the usual time.

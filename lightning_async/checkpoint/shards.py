@@ -9,8 +9,8 @@ shared tree's plain values.
 | ``rank-0.bin`` | tensors, raw, each at a multiple of 64 bytes |
 | ``rank-0.json`` | ``own`` and ``shared``: trees as `comm.serialization` makes them, and each tensor's place |
 
-To read these files executes no code. If the user has asked for it, objects are saved among the tensors as pickles, and
-the manifest says so. A reader then has to ask for pickles, too, and loads them only after every byte was verified.
+Reading these files executes no code. If the user has asked for pickles, objects are saved as pickles among the tensors,
+and the manifest says so. A reader then has to ask for pickles, too, and loads them only after every byte was verified.
 """
 
 from __future__ import annotations

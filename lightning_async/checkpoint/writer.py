@@ -436,7 +436,7 @@ class Standstill:
         self._last: float | None = None
 
     def look(self, stopped: bool, now: float) -> float:
-        """Note whether the process is stopped now; return the seconds for which it has been.
+        """Note whether the process is stopped now; return the seconds for which it has been stopped so far.
 
         Args:
             stopped: Whether the process is stopped.

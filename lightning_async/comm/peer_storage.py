@@ -347,7 +347,7 @@ class PeerStore:
     def _fetch(self, line: PeerStoreConnection, owner: str, told: dict[str, Any]) -> None:
         with self._lock:
             if (parcel := self._kept.get(owner)) is not None:
-                # Under the lock, so that a deposit cannot reuse the memory before it is sent.
+                # The lock is held, so that a deposit cannot reuse the memory before it is sent.
                 parcel.readers += 1
         if parcel is None:
             line.say({})

@@ -1,9 +1,9 @@
 """Collectives through torch.distributed: Gloo, NCCL, and MPI if torch was built with it.
 
 `TorchCollectives` is one communicator. `Flights` holds its operations under way, and fails all of them as soon as one
-fails. The group keeps the tensors of an operation until torch does not use them any more. For an operation that was
-broken off, that may be later than the end of the operation. At the end of a generation, `Flights.land` disposes of the
-group and fails its operations.
+fails. A `TorchGroup` is torch's process group of one generation. It keeps the tensors of an operation until torch does
+not use them any more: torch may still use them when the operation was broken off and has ended. At the end of a
+generation, `Flights.land` disposes of the group and fails its operations.
 """
 
 from __future__ import annotations

@@ -237,7 +237,7 @@ def swap(pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor],
 
 
 def keep_for_good(thing: object) -> None:
-    """Prevent an object from ever being destroyed, which would wait for hours, or for a thread that a fork lacks."""
+    """Prevent that an object is ever destroyed: its end would wait for hours, or for a thread that a fork lacks."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

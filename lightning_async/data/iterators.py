@@ -226,7 +226,10 @@ def _fetches_again(loader: Any, here: IterationPosition) -> bool:
 
 
 def _skip_taken(iterator: Any, here: IterationPosition, fetches_again: bool) -> None:
-    """Fetch and drop the batches before the start position, if it is reached by fetching; count them as taken."""
+    """Bring the iterator to the start position, and count the batches before it as taken.
+
+    With ``fetches_again`` those batches are fetched and dropped. Otherwise the iterator already begins after them.
+    """
     start = here.start
     if not start or not fetches_again:
         here.taken = start.get("taken", 0)

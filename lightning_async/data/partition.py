@@ -430,7 +430,7 @@ class _Place:
 
     @property
     def in_step(self) -> bool:
-        """Whether ranks take every step together: so they do if torch.distributed or Horovod gave their numbers."""
+        """Whether ranks take every step together. This is so if torch.distributed or Horovod gave their numbers."""
         if self.members is not None or _looked_for.get():
             return False
         together = dist.is_available() and dist.is_initialized()

@@ -108,7 +108,10 @@ def generators_in(roots: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def objects_in(roots: Mapping[str, Any], depth: int = DEPTH) -> Iterator[tuple[str, Any]]:
-    """Yield ``roots`` and all objects found in their attributes, with paths, but no attributes of generators."""
+    """Yield ``roots`` and all objects found in their attributes, with paths.
+
+    Random generators are yielded, but their attributes are not.
+    """
     seen: set[int] = set()
     # Breadth first: the bound on objects then leaves out the deepest ones.
     queue = deque((name, value, 0) for name, value in roots.items())

@@ -38,7 +38,7 @@ class Message:
 
     @property
     def ready(self) -> bool:
-        """Whether a header may announce the message. Under the lock."""
+        """Whether the message has come so far that a header may announce it. The caller holds the lock."""
         return True
 
 
@@ -61,11 +61,17 @@ class RoundType(ABC):
 
     @abstractmethod
     def commit(self, exchange: Any) -> None:
-        """Change the state that all replicas share, once all ranks have the payload. Under `SharedState.committing`."""
+        """Change the state that all replicas share, once all ranks have the payload.
+
+        The caller holds `SharedState.committing`.
+        """
 
     @abstractmethod
     def hand_over(self, exchange: Any) -> None:
-        """Update the counts of work; give the training thread the result, if any. Under `SharedState.changed`."""
+        """Update the counts of work; give the training thread the result, if any.
+
+        The caller holds `SharedState.changed`.
+        """
 
 
 @dataclass
@@ -99,7 +105,8 @@ class BucketOwner(enum.Enum):
 class Buckets:
     """Two flat fp32 buckets of a replica, with at most one message that waits and one result that has arrived.
 
-    The two threads pass the buckets to each other by `owner`, under the lock of the shared state.
+    The two threads pass the buckets to each other by `owner`. A thread that changes it holds the lock of the shared
+    state.
     """
 
     def __init__(self, replica: Replica, shared_state: SharedState) -> None:
@@ -145,18 +152,18 @@ class Buckets:
         return registered(torch.zeros(numel, device=device, pin_memory=pin))[ROOM:]
 
     def release(self) -> None:
-        """End the engine's use of the buckets for one header and its payload. Under the lock."""
+        """End the engine's use of the buckets for one header and its payload. The caller holds the lock."""
         self.announced = False
         if self.owner is BucketOwner.ENGINE:
             self.owner = BucketOwner.FREE
         self._changed.notify_all()
 
     def can_pack(self) -> bool:
-        """Return whether the training thread may pack a message now. Under the lock."""
+        """Return whether the training thread may pack a message now. The caller holds the lock."""
         return self.message is None and self.arrived is None and not self.announced
 
     def take(self) -> None:
-        """Make the training thread the owner of the buckets; it calls `used` next. Under the lock."""
+        """Make the training thread the owner of the buckets; it calls `used` next. The caller holds the lock."""
         assert self.owner is BucketOwner.FREE, self.owner
         self.owner = BucketOwner.TRAINING
 
@@ -168,7 +175,10 @@ class Buckets:
 
     @contextmanager
     def alone(self, see: Callable[[], None]) -> Iterator[None]:
-        """Let the training thread use the buckets once no header is under way; a payload could overwrite them."""
+        """Let the training thread use the buckets, but only once no header is under way.
+
+        The payload that follows a header could overwrite the buckets.
+        """
         self.take_when(lambda: not self.announced, see)
         with self.used():
             yield
@@ -196,7 +206,7 @@ class Buckets:
     def announce(self) -> Message | None:
         """Note that a header is under way; return the message that it announces, if any.
 
-        Call this under the lock, while the training thread does not own the buckets.
+        The caller holds the lock, and the training thread does not own the buckets.
         """
         assert self.owner is not BucketOwner.TRAINING, self.owner
         self.announced = True
@@ -205,7 +215,7 @@ class Buckets:
 
     @property
     def has_message(self) -> bool:
-        """Whether there is a message that headers may announce. Under the lock."""
+        """Whether there is a message that headers may announce. The caller holds the lock."""
         return self.message is not None and self.message.ready
 
     def claim(self) -> None:
@@ -245,7 +255,7 @@ class Buckets:
             self._changed.notify_all()
 
     def hand_over(self, exchange: InFlightRound) -> None:
-        """Make ``exchange`` the result that the training thread takes next. Under the lock."""
+        """Make ``exchange`` the result that the training thread takes next. The caller holds the lock."""
         if exchange.message is not None:
             self.message = None
         self.arrived = exchange

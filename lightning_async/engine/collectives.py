@@ -375,7 +375,7 @@ def _to_cpu(tensor: Tensor) -> Tensor:
 
 
 class CallRecovery(NamedTuple):
-    """The engine's functions by which a failed call has new groups formed, or learns its cause."""
+    """The engine's functions by which a failed call has new groups formed, or learns why it failed."""
 
     report: Callable[[PeerLost | CollectiveError], None]  # asks for new groups, because of this error
     check: Callable[[], None]  # raises if the engine has failed itself
@@ -500,7 +500,7 @@ class ReplayableCalls:
         return pending.result(timedelta(0))
 
     def _explain(self, what: str, error: PeerLost | CollectiveError, started: float, formed: int) -> None:
-        """Raise the cause of a call's failure; return if new groups were formed: the caller repeats the call."""
+        """Raise the cause of a call's failure; if new groups were formed, return: the caller then repeats the call."""
         recovery = self.recovery
         if isinstance(error, PeerLost) and (recovery is None or not recovery.survives(error)):
             raise error

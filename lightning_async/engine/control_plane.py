@@ -144,7 +144,10 @@ class ControlPlane:
         return not self._thread.is_alive()
 
     def see(self) -> None:
-        """Note that the training thread lives; raise the engine's failure; vote to stop on a signal. Under the lock."""
+        """Note that the training thread lives; raise the engine's failure; vote to stop on a signal.
+
+        The caller holds the lock.
+        """
         box = self.shared_state
         box.last_seen = self.now()
         if box.error is not None:
@@ -282,9 +285,9 @@ class EngineLoop:
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
-        """Return whether other ranks need not wait for this one, as its training thread is silent. Under the lock.
+        """Return whether other ranks need not wait for this one, because its training thread is silent.
 
-        They must wait, however, where a component is indispensable.
+        They must wait, however, if a component is indispensable. The caller holds the lock.
         """
         silent_s = self._now() - self._box.last_seen
         return silent_s > self._timeouts.grace.total_seconds() and not any(
@@ -439,7 +442,10 @@ class EngineLoop:
         self._regroup.attempts = 0
 
     def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Form a new generation of all live ranks, and ring for its first header, as older bells do not count in it."""
+        """Form a new generation of all live ranks, and ring for its first header.
+
+        Bells that were rung in older generations do not count in the new one.
+        """
         self._to(Stage.FAILED)
         self.seq = _first_seq(self._regroup.after(error))
         self._to(Stage.IDLE)
@@ -572,7 +578,7 @@ class GroupRecovery:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
 
     def look_for_the_cause(self) -> None:
-        """Wait up to 2 s for heartbeats to tell which rank has failed, and raise PeerLost, which names it."""
+        """Wait up to 2 s for heartbeats to tell which rank has failed, and raise PeerLost, which names that rank."""
         until = self._now() + _HEARSAY_S
         while self._now() < until and not self._shared_state.closing:
             self._membership.check()

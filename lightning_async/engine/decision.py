@@ -45,11 +45,11 @@ class EngineComponent:
     """The component's part of a header when it has nothing to say: a NamedTuple of numbers."""
 
     def is_indispensable(self) -> bool:
-        """Return whether the others must wait for this rank, however late it is. Under the lock."""
+        """Return whether the others must wait for this rank, however late it is. The caller holds the lock."""
         return False
 
     def compose(self) -> Any:
-        """Return this rank's part of the header, without its message. Under the lock."""
+        """Return this rank's part of the header, without its message. The caller holds the lock."""
         return self.blank
 
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
@@ -64,7 +64,10 @@ class EngineComponent:
         return False
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[Any]) -> ComponentPlan | None:
-        """Plan the round of this priority, for which all ranks are ready; return None if it is another component's."""
+        """Plan the round of this priority, for which all ranks are ready.
+
+        Return None if the round belongs to another component.
+        """
         return None
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
@@ -72,10 +75,16 @@ class EngineComponent:
         return True, None
 
     def opened(self, here: bool) -> None:
-        """Note that a sync point has opened; ``here``: this rank's training thread waited there. Under the lock."""
+        """Note that a sync point has opened; ``here``: this rank's training thread waited there.
+
+        The caller holds the lock.
+        """
 
     def drop(self) -> None:
-        """Drop this rank's message, because the plan found nothing to exchange in any message. Under the lock."""
+        """Drop this rank's message, because the plan found nothing to exchange in any message.
+
+        The caller holds the lock.
+        """
 
 
 class RoundDecision(NamedTuple):

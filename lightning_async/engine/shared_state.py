@@ -66,7 +66,7 @@ class Mark(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The part of one rank's header that all components share; "it" is the rank."""
+    """The part of one rank's header that all components share. In the comments, "it" is that rank."""
 
     exchange: int = 1  # id of the exchange that this rank would commit next
     ready: int = 0  # priority of the round type that it has a message for; 0 for no message
@@ -100,7 +100,7 @@ _ASKED_FOR = {
 
 @dataclass
 class SharedState:
-    """The shared state of one rank's two threads; every field is read and written under the lock `changed`.
+    """The shared state of one rank's two threads; a thread that reads or writes a field holds the lock `changed`.
 
     The training thread writes its progress, its sync point and its votes; the engine's thread writes what all ranks
     have agreed on.
@@ -151,18 +151,21 @@ class SharedState:
     error: BaseException | None = None  # the error that has ended the engine's thread
 
     def wait(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
-        """Wait on the training thread for ``condition``; ``see`` raises failures meanwhile. Under the lock."""
+        """Wait on the training thread for ``condition``; ``see`` raises failures meanwhile.
+
+        The caller holds the lock.
+        """
         while not condition():
             # The wait is short, so that `see` passes on a signal and notes that this thread lives.
             see()
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Return whether the training thread goes on when ``sync_point`` opens. Under the lock."""
+        """Return whether the training thread goes on when ``sync_point`` opens. The caller holds the lock."""
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:
-        """Let the training thread go on, if it stands at ``sync_point``. Under the lock."""
+        """Let the training thread go on, if it stands at ``sync_point``. The caller holds the lock."""
         if sync_point is SyncPointKind.SYNCHRONISE:
             self.agreed &= ~Vote.SYNCHRONISE
         if not self.stands_at(sync_point):

@@ -19,7 +19,7 @@ class SyncPointParticipant:
         """Work while the training thread waits: called once at first, and after every change of the shared state."""
 
     def after_sync_point(self, waited_s: float) -> None:
-        """Clean up after waiting for ``waited_s`` at a sync point, opened or not. Under the lock."""
+        """Clean up after waiting for ``waited_s`` at a sync point, opened or not. The caller holds the lock."""
 
     def leave_sync_point(self) -> None:
         """Take up changes made at the last sync point, before the next batch or sync point."""

@@ -6,7 +6,7 @@ the transport of averaging and gradient strategies. `HorovodStrategy` is synchro
 the installed torch. Nothing outside of this folder imports Horovod.
 
 Horovod executes operations on a thread of its own; they are submitted to it by name. In this package, any thread that
-waits for an operation may submit its next piece, under the lock of its `Flight`.
+waits for an operation may submit the operation's next piece, while it holds the lock of the operation's `Flight`.
 
 Read `collectives` first, then `transport`, `reducer`, `strategy` and `elastic`.
 """

@@ -406,7 +406,7 @@ def run_elastic(
             """Do nothing, because the committed value has not changed."""
 
         def sync(self) -> None:
-            """Do nothing, because ``train`` itself gives all ranks the same commit."""
+            """Do nothing, because ``train`` itself makes all ranks continue from the same committed value."""
 
     state = State()
     committed._check = state.check_host_updates

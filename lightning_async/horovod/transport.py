@@ -156,7 +156,10 @@ class HorovodTransport(Transport):
 
 
 class _Membership(Membership):
-    """The membership of Horovod's ranks, in which a lost rank poisons Horovod's world."""
+    """The membership of Horovod's ranks: when a rank is lost, Horovod's operations fail at once.
+
+    Without this, operations under way would wait for the lost rank until Gloo's timeout.
+    """
 
     def __init__(self, world: HorovodWorld, store: Any, name: str, dead_after: timedelta) -> None:
         # The store is as new as Horovod's world, so its records are fresh.

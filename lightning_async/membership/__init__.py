@@ -7,7 +7,7 @@ a process at once. `launcher_channel` talks with the launcher, `StatusPublisher`
 `StoreProcess` lets the store outlive rank 0, and `Seal` signs everything in the store.
 
 Each membership has one heartbeat thread, the status has another, and a `Listener` reads the launcher's messages.
-Everything that these threads share with callers is under the lock of its class.
+Each class with a thread has a lock, which protects everything that the thread shares with callers.
 
 Read `generation` first, then `failure_detector` (decisions without I/O), `membership` and `heartbeat_store`, and after
 these `startup` and `join_protocol`. `launcher_channel` imports no torch, because the launcher runs without it.

@@ -90,7 +90,8 @@ class Peer:
     def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
         """Update the peer from a reading of its record, made ``passed_s`` seconds after the previous reading.
 
-        ``record`` is None if the store had no valid record.
+        ``record`` is None if the store had no valid record. ``dead_s`` and ``start_s`` are those of `FailureDetector`:
+        the silence in seconds after which a peer is lost.
         """
         # A late write may put an earlier record of the same process in place again.
         older = record is not None and record.life == self.record.life and record.beat < self.record.beat

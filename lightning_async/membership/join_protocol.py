@@ -45,7 +45,10 @@ class JoinBoard:
         self.seal = seal.within("door")
 
     def pin(self, notice: Mapping[str, Any]) -> None:
-        """Publish a notice of the current run, and of what joining ranks must share with it; {} if no rank may join."""
+        """Publish a notice: the current run, and the values that a joining rank must have in common with it.
+
+        An empty notice says that no rank may join.
+        """
         self.write(_NOTICE, notice)
 
     def read_notice(self) -> dict[str, Any]:

@@ -93,7 +93,10 @@ class WaitWithLog:
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address is of loopback, so that other hosts cannot reach it; False for names but localhost."""
+    """Return whether an address is of loopback, so that other hosts cannot reach it.
+
+    The result is False for every host name except ``localhost``.
+    """
     try:
         return address == "localhost" or ipaddress.ip_address(address).is_loopback
     except ValueError:

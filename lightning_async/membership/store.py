@@ -95,8 +95,9 @@ def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
 class PollingStore(Store):
     """A view of a store that never blocks in C, through which torch forms a group.
 
-    Any number of threads can share the client below, and forming a group can be given up: ``check`` is called
-    repeatedly while a key is waited for, and raises to give up. A value without the right signature counts as missing.
+    Any number of threads can share ``store``, the client that this view wraps. Forming a group can be given up:
+    ``check`` is called repeatedly while a key is waited for, and raises to give up. A value without the right signature
+    counts as missing.
     """
 
     def __init__(self, store: Store, prefix: str, check: Callable[[], None], seal: Seal) -> None:

@@ -31,7 +31,10 @@ _NOBODY_S = 0.5
 
 
 class StoreProcess:
-    """A process that serves a store on a listening socket; it ends with this process, except after `outlive`."""
+    """A child process that serves a store on a listening socket.
+
+    It ends when its parent ends, except after `outlive`.
+    """
 
     def __init__(self, listening: socket.socket) -> None:
         process = HelperProcess(
@@ -46,11 +49,11 @@ class StoreProcess:
         self._runs = 0
 
     def outlive(self) -> None:
-        """Note that a run has begun: if this process ends, the store serves as long as a rank is connected."""
+        """Note that a run has begun: if the parent ends, the store still serves as long as a rank is connected."""
         self._count(1)
 
     def follow(self) -> None:
-        """Note that a run has ended normally. When no run is left, the store ends together with this process."""
+        """Note that a run has ended normally. When no run is left, the store ends together with the parent."""
         self._count(-1)
 
     def close(self) -> None:

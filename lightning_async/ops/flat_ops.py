@@ -1,6 +1,7 @@
 """The operations on flat buckets, each composed of its reference, checks, and the native library.
 
-Overlap and gradients are checked here, because torch's custom operators check neither.
+The checks here include that a tensor that is written shares no memory with another one, and does not require grad:
+torch's custom operators check neither.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class _Hold:
 
 
 class ConsistentReads:
-    """The holds that workers have on one server. Used under the server's lock."""
+    """The holds that workers have on one server. The caller of each method holds the server's lock."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now

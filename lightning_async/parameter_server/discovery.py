@@ -130,7 +130,7 @@ class DedicatedServer:
 
     @property
     def serves(self) -> bool:
-        """Whether a training is under way."""
+        """Whether a training of the workers is under way, for which this rank has started a server."""
         return self._run is not None
 
     def follow(self) -> None:

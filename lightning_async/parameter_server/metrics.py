@@ -148,7 +148,7 @@ class WorkerSteps:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The mean number of steps when training began, and now."""
+        """The mean over the workers of their numbers of steps, rounded down: when training began, and now."""
         return int(self.first), int(self._mean)
 
     def plain(self) -> dict[str, Any]:

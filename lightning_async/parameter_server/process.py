@@ -201,7 +201,7 @@ class ServerStart(NamedTuple):
     shelving: Shelving = Shelving()
 
     def begin(self, server: int, port: int = 0, name: str | None = None) -> ServerProcess:
-        """Start the server of this number."""
+        """Start the server with the number ``server``; ``port`` and ``name`` are as for `ServerProcess`."""
         folder, every_s = self.shelving
         return ServerProcess(
             self.worker_rules, host=self.host, port=port, server=server, name=name, snapshots=folder,

@@ -65,7 +65,7 @@ class Snapshots:
     def version(self) -> int:
         """The newest version whose pushes are all in the folder's newest snapshot; -1 if there is none.
 
-        Used under the lock. A push that waits in a buffer changes no version, so that a snapshot may lack it.
+        The caller holds the lock. A push that waits in a buffer changes no version, so that a snapshot may lack it.
         """
         if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
             return -1

@@ -93,7 +93,7 @@ class Store:
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """The number of weights, their optimizer and policy, and the plan's fingerprint."""
+        """The number of weights, the optimizer and the staleness policy, and the fingerprint of the plan of shards."""
         return self._held.record["contents"]
 
     @property
@@ -391,7 +391,7 @@ class ShardArrays:
         return parts
 
     def map(self, numel: int, policy: StalenessPolicy, optimizer: ServerOptimizer) -> None:
-        """Map the arrays that the policy and the optimizer need, with the contents of the file."""
+        """Map the part of the memory file that holds the arrays of the policy and the optimizer; keep their values."""
         self._own = own_arrays(policy)
         self._kept = kept_arrays(policy)
         shared = shared_arrays(policy, optimizer)

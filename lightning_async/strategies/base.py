@@ -272,7 +272,8 @@ class ReplicatedStrategy(ParallelStrategy, StrategyView):
         If ranks must ask the store, all of them call this in their first run.
 
         Raises:
-            ValueError: the environment asks for it, but ``wait_for_workers`` lets training begin without some ranks.
+            ValueError: an environment variable says that ranks must ask the store, but ``wait_for_workers`` lets
+                training begin without some ranks.
             CollectiveTimeout: other ranks do not come, and no training is under way.
         """
         if self.host is None or not asks_the_store(os.environ):

@@ -423,7 +423,7 @@ class JoinPreparation:
         """
         with self._lock:
             if self._thread is None and (self._broken() or self._waiting()):
-                # Started under the lock, so that there is one thread only.
+                # Started while the lock is held, so that there is one thread only.
                 self._thread = threading.Thread(target=self._run, name="lightning_async reception", daemon=True)
                 self._thread.start()
 
@@ -528,7 +528,7 @@ class JoinPreparation:
 
     def _serve(self) -> None:
         while True:
-            # Under the lock, so that `look` starts another thread after a change that this one does not see any more.
+            # With the lock no change is missed: if this thread does not see it any more, `look` starts another thread.
             with self._lock:
                 broken = self._ready if self._broken() else None
                 waiting = self._waiting()

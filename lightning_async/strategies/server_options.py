@@ -220,7 +220,10 @@ class ServiceSettings:
 
     @property
     def at_a_cut(self) -> bool:
-        """Whether a pull must ask for the same version on all servers; in mode ``"sync"`` it gets it without asking."""
+        """Whether a pull must ask for the same version on all servers.
+
+        In mode ``"sync"`` every pull gets the same version without asking.
+        """
         return self.options.consistent_pull and self.mode != "sync"
 
     def worker_rules(self, num_workers: int) -> WorkerRules:

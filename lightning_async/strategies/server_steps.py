@@ -206,7 +206,7 @@ class Requests:
     def ask_within(self, timeout_s: float, ask: Callable[[], Any]) -> None:
         """Make a request and wait for its end, after training has failed; raise TimeoutError after ``timeout_s``.
 
-        A request that takes longer stays under way, so that `close` gives it up.
+        A request that takes longer is not given up here; `close` does that.
         """
         self._under_way = self._thread.submit(ask)
         self._under_way.result(timeout_s)

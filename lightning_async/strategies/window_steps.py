@@ -2,7 +2,7 @@
 
 `WindowSteps` is the step runner of automatic optimization. `ManualWindowSteps` is that of manual optimization, where
 each of several optimizers asks for its own steps. `WindowSchedule` returns the current size of windows and the current
-delay of steps. `LastBackward` sends a window whose step has no delay while its last backward pass computes gradients.
+delay of steps. If steps have no delay, `LastBackward` sends a window already during the window's last backward pass.
 """
 
 from __future__ import annotations
@@ -328,9 +328,9 @@ class ManualWindowSteps(WindowSteps):
 
     ``optimizer.step()`` in `training_step` moves the gradients of that optimizer's parameters into the window. A batch
     in which an optimizer has asked for a step counts for the window's size. When the window's mean has arrived, each
-    optimizer steps with the mean over the samples of the gradients that it had when it asked: those of the batch, and
-    of earlier batches since `zero_grad` has set gradients to None. An optimizer of which no replica has asked for a
-    step takes none.
+    optimizer takes one step with it. The mean is over the samples of the gradients that were in ``p.grad`` when the
+    optimizer asked: samples of that batch, and of earlier batches if `zero_grad` has not set gradients to None since.
+    An optimizer that no replica has asked for a step takes none.
     """
 
     steps = False
@@ -525,7 +525,7 @@ class WindowSchedule:
 
 
 class LastBackward:
-    """The last backward pass of a window whose step has no delay; it sends gradients while it computes them.
+    """The last backward pass of a window whose step has no delay: gradients are sent while others are computed.
 
     training thread                                    engine's thread
     the pass begins: the window's gradients go

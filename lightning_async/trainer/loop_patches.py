@@ -123,7 +123,7 @@ class Validation:
     def _comes(self) -> bool:
         """Return whether this rank's own interval will be complete within this epoch, if ranks step together.
 
-        If so, it requests the validation that another rank has asked for.
+        If so, this rank's interval itself requests the validation that another rank has asked for.
         """
         trainer = self._trainer
         fit = self._trainer.fit_loop

@@ -113,7 +113,10 @@ class StrategyView:
         return None
 
     def start_over(self) -> None:
-        """Begin another training with the next batch. All ranks are at a sync point with one model."""
+        """Begin another training with the next batch.
+
+        All ranks call this at a sync point, where they have one model.
+        """
 
     def begin_again(self) -> None:
         """Become asynchronous again if `start_over` was called since; called before each batch and sync point."""

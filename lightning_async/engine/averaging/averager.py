@@ -149,7 +149,10 @@ class BackgroundAverager(SyncPointParticipant):
         self._buckets.at_target = True
 
     def synchronous_step(self, samples: float | None) -> None:
-        """Count a step on averaged gradients; ``samples`` is None where this replica had none. Under the lock."""
+        """Count a step on averaged gradients; ``samples`` is None where this replica had none.
+
+        The caller holds the lock.
+        """
         self.ledger.synchronous_step(None if samples is None else Work(samples, 1.0))
         message = self._buckets.message
         if isinstance(message, LocalMessage) and message.announced:
@@ -278,7 +281,7 @@ class BackgroundAverager(SyncPointParticipant):
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def _count_unmerged(self) -> None:
-        """Count the committed rounds without a merge of their own, see `UnmergedRound`. Under the lock."""
+        """Count the committed rounds without a merge of their own, see `UnmergedRound`. The caller holds the lock."""
         unmerged = self.component.average.unmerged
         while unmerged:
             self.summary.add_unmerged(unmerged.pop(0))

@@ -165,7 +165,10 @@ class _Law(NamedTuple):
 
     @property
     def is_counted(self) -> bool:
-        """Whether updates are counted, or need not be, as the decay is 1; the kernels of fused SGD count none."""
+        """Whether the tensor's updates are counted, or the decay is 1, so that they need not be counted.
+
+        The kernels of fused SGD count no updates.
+        """
         return self.decay == 1.0 or self.counter is not None or self.writes > 0
 
 

@@ -38,7 +38,7 @@ UNLIKE = -2  # in place of a digest: this replica holds a model of its own, equa
 
 
 class AveragingPart(NamedTuple):
-    """The averaging component's part of one rank's header; "it" is the rank."""
+    """The averaging component's part of one rank's header. In the comments, "it" is that rank."""
 
     due: bool = False  # its schedule asked for the message; else it packed it when it came to a sync point
     work: float = 0.0  # weight of its message: its work since replicas last agreed
@@ -238,7 +238,10 @@ class AveragingComponent(EngineComponent):
             self.drop_left_over()
 
     def drop_left_over(self) -> None:
-        """Drop a message that was packed for a sync point only; a later message includes its work. Under the lock."""
+        """Drop a message that was packed for a sync point only; a later message includes its work.
+
+        The caller holds the lock.
+        """
         message = self._buckets.message
         if isinstance(message, LocalMessage) and not message.due:
             self.average.abandon()
@@ -302,7 +305,11 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Return for each rank whether others may take over its tensors: if finite, or at a sync point where none are."""
+    """Return for each rank whether others may take over its tensors: a rank's tensors must be finite.
+
+    Buffers and frozen parameters count only if some rank's tensors are all finite. If no rank qualifies and all ranks
+    are at sync points, the result is True for all of them.
+    """
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
     at_sync_points = all(h.sync_point is not SyncPointKind.NONE for h in headers)
@@ -328,7 +335,7 @@ class AveragingRound(_Round):
         self._compressed: list[CompressedMean] = []
         """The compressed mean of each fragment; empty without compression."""
         self.unmerged: list[UnmergedRound] = []
-        """Committed rounds without a merge of their own, for the training thread. Under the lock."""
+        """Committed rounds without a merge of their own, for the training thread. The caller holds the lock."""
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -445,7 +452,10 @@ class AveragingRound(_Round):
         return pending.base
 
     def deliver(self, exchange: Merge) -> None:
-        """Give the result to the training thread, combined with one that it has not taken yet. Under the lock."""
+        """Give the result to the training thread, combined with one that it has not taken yet.
+
+        The caller holds the lock.
+        """
         pending = self._buckets.arrived
         self._buckets.hand_over(exchange)
         if pending is not None:
@@ -458,7 +468,7 @@ class AveragingRound(_Round):
         self.unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
 
     def abandon(self) -> None:
-        """Drop the message; its work goes into a later one. Under the lock."""
+        """Drop the message; its work goes into a later one. The caller holds the lock."""
         self._buckets.message = None
 
     def residuals(self) -> dict[str, Any]:

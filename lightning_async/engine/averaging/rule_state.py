@@ -320,7 +320,10 @@ class RuleState:
         self.num_rounds += 1
 
     def agree_(self, target: Tensor) -> None:
-        """Replace the mean of all replicas' parameters in ``target`` by the model that all hold at the sync point."""
+        """Overwrite ``target``, the mean of all replicas' parameters, with the model that replicas get at a sync point.
+
+        The rule chooses that model (`agree`); for most rules it is the mean itself.
+        """
         for fragment, state in enumerate(self._states):
             mean = self._replica.of_rule(target, fragment)
             shown = self.rule.agree(mean, state)
@@ -336,7 +339,8 @@ class RuleState:
         """Copy this rank's share of a checkpoint after a round that has made ``target``.
 
         Each flat tensor is divided into ``num_shares`` equal parts, of which part ``mine`` is copied; other values are
-        copied whole. Only values that are equal on all replicas are among them. Under `SharedState.committing`.
+        copied whole. The share has only values that are equal on all replicas. The caller holds
+        `SharedState.committing`.
         """
         state = self._by_name(own=False)
         of_rule = self._replica.of_rule

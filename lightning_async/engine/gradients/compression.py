@@ -220,7 +220,7 @@ class _Matrix(NamedTuple):
 
 
 class _MeanSum(CompressedSum):
-    """A sum as a `CompressedMean` with weights of 1: of codes, or of the largest elements."""
+    """A sum of codes, or of the largest elements, of all ranks: a `CompressedMean` in which every weight is 1."""
 
     def __init__(self, compression: Compression | TopK, numel: int, transfer: Transfer, device: torch.device) -> None:
         large = transfer.large

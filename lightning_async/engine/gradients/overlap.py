@@ -104,7 +104,7 @@ class Overlap:
 
 
 class Outgoing:
-    """The gradients of one backward pass, as far as computed; both threads share it under the lock ``changed``.
+    """The gradients of one backward pass, as far as computed; the lock ``changed`` protects what both threads share.
 
     If the engine's thread waits for a span longer than ``patience_s``, headers announce the message again only once all
     gradients exist, because sums on other ranks have timeouts. The engine's thread multiplies gradients by ``scale``
@@ -159,7 +159,10 @@ class Outgoing:
 
     @property
     def ready(self) -> bool:
-        """Whether headers may announce these gradients. Under the lock of the shared state."""
+        """Whether headers may announce these gradients; False while they are late and not all exist.
+
+        The caller holds the lock of the shared state.
+        """
         return self.flags is not None or self.withdrawn or not self.late
 
     def tell(self, filled: int, flags: Tensor | None = None) -> None:

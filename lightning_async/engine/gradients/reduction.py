@@ -100,9 +100,9 @@ class Reduction(InFlightRound):
 class SynchronousGradients(EngineComponent):
     """A component that averages gradients and registers itself with the control plane.
 
-    ``on_step`` is called on all ranks, under the lock of the shared state, when a reduction is handed over: with this
-    rank's number of samples, or None if it had no gradients. ``weigh`` returns the weight of gradients by their number
-    of samples. Default: that number.
+    When a reduction is handed over, every rank calls ``on_step`` with its own number of samples, or with None if it had
+    no gradients; it holds the lock of the shared state meanwhile. ``weigh`` returns the weight of gradients for their
+    number of samples. Default: that number.
     """
 
     blank = GradientPart()

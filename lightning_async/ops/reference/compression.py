@@ -1,9 +1,9 @@
 """Compressed messages with error feedback, in plain torch.
 
-All of them encode ``v = source + residual`` and keep ``residual = v - decoded``, so that the part that a message could
-not hold is sent with the next one. The codes send a value that is not finite as NaN; codes with scales send all values
-of its block as NaN. Receivers therefore notice it, and the residual of these elements is reset to zero, so that the
-next message is not affected. `topk_` sends values that are not finite unchanged, before all others.
+All encoders encode ``v = source + residual`` and keep ``residual = v - decoded``, so that the part that a message could
+not hold is sent with the next one. Codes hold NaN for a value that is not finite; codes with scales hold NaN for all
+values of that value's block. Receivers therefore notice it, and the residual of these elements is reset to zero, so
+that the next message is not affected. `topk_` sends values that are not finite unchanged, before all others.
 """
 
 from __future__ import annotations

@@ -227,7 +227,10 @@ def adam_scalars(step: int, lr: float, beta1: float, beta2: float) -> tuple[floa
 
 
 def decay_scalars(lr: float, weight_decay: float, decoupled: bool) -> tuple[float, float]:
-    """Return two factors of the weights: for adding them to the gradient, and for shrinking them in the step."""
+    """Return the two factors of the weights by which a step applies weight decay.
+
+    The weights times the first factor are added to the gradient; the step multiplies the weights by the second.
+    """
     return (0.0, 1 - lr * weight_decay) if decoupled else (weight_decay, 1.0)
 
 

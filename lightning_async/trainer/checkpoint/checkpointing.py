@@ -138,7 +138,7 @@ class Checkpointing:
         self.saver.start()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return the values that a joining rank needs to save with the others. All ranks are at a sync point."""
+        """Return the values that a joining rank needs to save with the others; called while all are at a sync point."""
         told = {**self._directory.for_joining_ranks(), "number": self._number}
         return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 
@@ -191,7 +191,10 @@ class Checkpointing:
         self._pace.boundary(self._preempted)
 
     def save_together(self) -> None:
-        """Save state on parameter servers if a save is due. All ranks are at a sync point with one unchanging model."""
+        """Save, if a save is due and training uses parameter servers.
+
+        All ranks call this at a sync point, where they have one version of the weights and no push changes it.
+        """
         if isinstance(self._pace, ServerSaves) and self.saver is not None:
             self._pace.save()
 

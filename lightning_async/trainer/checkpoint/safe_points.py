@@ -126,7 +126,7 @@ class SafePoints:
     def _moving(self) -> dict[str, Any]:
         """Return random states, logged values and module modes, which a validation changes.
 
-        A resume that repeats the validation needs them from before it.
+        A resume that repeats a validation needs the values from before that validation.
         """
         return {
             "random": self.generators().take(),
@@ -652,9 +652,10 @@ class KeptBuffers:
 
 
 def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Copy ``value`` into the module's buffer ``name`` if shape and dtype match; otherwise make a copy the buffer.
+    """Copy ``value`` into the module's buffer ``name`` if shape and dtype match; otherwise replace the buffer.
 
-    Training may have created or enlarged a buffer that serves as a cache.
+    The new buffer is a copy of ``value``. This is needed for buffers that serve as caches, which training may have
+    created or enlarged.
     """
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)

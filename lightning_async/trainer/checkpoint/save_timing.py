@@ -125,7 +125,7 @@ class DelayedGather:
     def ask(self, row: Sequence[float], patience: timedelta) -> list[list[float]]:
         """Gather ``row`` from every rank now; empty if not all ranks call this within ``patience``.
 
-        No exchange may follow it.
+        No exchange may follow this call.
         """
         until = time.monotonic() + patience.total_seconds()
         try:

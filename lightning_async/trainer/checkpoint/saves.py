@@ -281,8 +281,9 @@ class LockstepSaves(SaveCoordinator):
     def _all_are_here(self, resume: Any) -> bool:
         """Return whether all ranks have failed at the same safe point; all ranks get the same answer.
 
-        Each rank sends the number of its safe point, in the column that usually says whether the rank was told to stop.
-        A rank that has not failed here is recognised, because its row has another number.
+        The ranks gather one row of numbers from each. The last number of a failed rank's row says at which safe point
+        it has failed. A rank that has not failed takes part with its usual row, whose last number says whether the rank
+        was told to stop: that is smaller than any number of a safe point, so all ranks recognise such a row.
         """
         if self._lagged is None:
             return False
@@ -377,9 +378,10 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._ask()
 
     def _follow(self) -> None:
-        """Ask again for a save that may be lost with a rank: one that was requested, or one that was being written.
+        """See to it that no save is forgotten when ranks are lost.
 
-        A request is repeated after ranks were lost. A save that was given up because of a lost rank's part stays due.
+        A request for a save may be lost with a rank, so after a loss this rank may send it again. If the saver has
+        given up a save because a lost rank had not written its part, a save is due again.
         """
         left = names_of(self._fit.trainer).left
         if left != self._left:
@@ -452,7 +454,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return number, step, ranks
 
     def end(self, reason: str = "the end") -> None:
-        """Make the last save. All ranks are at a sync point, and save again if a rank was lost meanwhile."""
+        """Make the last save. All ranks call this at a sync point, and save again if a rank was lost meanwhile."""
         while not self._is_whole(reason):
             rank = names_of(self._fit.trainer).mine
             log.warning("Rank %d: ranks were lost during the last save: the live ranks save once more.", rank)
@@ -598,7 +600,7 @@ class ServerSaves(_SyncPointSaves):
         self._fit.call()
 
     def save(self) -> None:
-        """Save if a save is due on any rank. All ranks are at a sync point, with one model."""
+        """Save if a save is due on any rank. All ranks call this at a sync point, where they have one model."""
         self._attach()
         if self._save_together("due", self._asked, queue=self._fit.settings.busy != "wait") is None:
             return

@@ -80,7 +80,10 @@ class TrainerSettings:
         return same
 
     def _everywhere(self) -> Settings:
-        """Return the settings that must be equal in evaluation, too, because collectives of callbacks would hang."""
+        """Return the settings that must be equal on all ranks in a fit and also in evaluation.
+
+        If ranks had different callbacks, for example, the collectives of those callbacks would hang.
+        """
         kinds = tuple(getattr(pytorch("callbacks"), kind, ()) for kind in _COLLECTIVE)
         together = sorted(
             getattr(callback, "compared", type(callback).__name__)

@@ -69,7 +69,7 @@ class Saving(CollectiveCallback):
         return by_time or turns > self._saves.get(id(checkpoint), turns)
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Save if a save is due on any rank. All ranks are at a sync point with one model."""
+        """Save if a save is due on any rank. All ranks call this at a sync point, where they have one model."""
         timed = [each for each in self._checkpoints() if each._every_n_train_steps or each._train_time_interval]
         if not timed:
             return False

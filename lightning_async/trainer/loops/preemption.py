@@ -152,11 +152,12 @@ class Preemption:
 
 
 def _error_but_for_sigterm(original: Callable[[], None]) -> None:
-    """Raise an error for a loader's worker that has died, as torch's SIGCHLD handler does, unless SIGTERM has ended it.
+    """Raise an error for a loader's worker that has died, as torch's SIGCHLD handler does, but not for every SIGTERM.
 
-    torch's handler raises wherever the main thread is, for example within a step or a save. After a SIGTERM that is not
-    needed, because the loader itself notices the missing worker. The error is needed only while the main thread reads
-    from workers: the dead one may have sent half a message, and reading the other half would never end.
+    torch's handler raises wherever the main thread is, for example within a step or a save. If SIGTERM has ended the
+    worker, the error is raised only while the main thread reads from workers: the dead one may have sent half a
+    message, and reading the other half would never end. Elsewhere no error is needed, because the loader itself notices
+    at its next read that the worker is missing.
     """
     try:
         original()

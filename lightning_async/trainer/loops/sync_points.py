@@ -28,10 +28,11 @@ from lightning_async.trainer.strategy_view import StrategyView
 
 
 class Spikes:
-    """The patches of every `SpikeDetection` of a Trainer.
+    """The patches of every `SpikeDetection` callback of a Trainer.
 
-    The callback asks all ranks after every batch, for which they would wait. Here each rank looks at its own loss. A
-    spike is a ``vote`` to stop, and when all have stopped, every rank raises the callback's exception.
+    Unpatched, the callback compares all ranks after every batch, so that replicas would wait for each other. With the
+    patches each rank looks at its own loss only. A rank that sees a spike calls ``vote``, a vote to stop. When all
+    ranks have stopped, every rank raises the callback's exception.
     """
 
     def __init__(self, trainer: Any, vote: Callable[[], None]) -> None:
@@ -51,7 +52,10 @@ class Spikes:
         return undo
 
     def raise_agreed(self, world: LightningCollectives) -> None:
-        """Record the batch of a spike on any rank, and raise the exception on every rank. All have stopped."""
+        """Record the batch of a spike on any rank, and raise the callback's exception on every rank.
+
+        All ranks call this together, after they have stopped. Without a spike on any rank this does nothing.
+        """
         if not self._callbacks:
             return
         seen = [batch for batch in world.gather_objects(self._seen) if batch >= 0]
@@ -109,7 +113,7 @@ class Stopping:
             sync_points.request_stop()
 
     def leave(self, sync_points: SyncPoints) -> None:
-        """Leave the training together with all ranks, with one model, because a rank was told to stop."""
+        """End training on all ranks together, at a sync point with one model, because a rank was told to stop."""
         sync_points.rendezvous(SyncPointKind.STOP)
         if self._view.world is not None:
             self._view.world.asynchronous = False
@@ -291,11 +295,14 @@ class CollectiveCallback:
     """Asks all ranks to a sync point at their next batch boundary; None while replicas are synchronous."""
 
     def decide(self, world: LightningCollectives) -> bool:
-        """Decide together with all ranks, while all hold one model; return whether all have replaced the model."""
+        """Decide together with all ranks, which hold one model; return whether they all have replaced that model."""
         return False
 
     def save_together(self, world: LightningCollectives) -> None:
-        """Save, after all have decided. All ranks are at a sync point with one model that does not change."""
+        """Save, after all callbacks have decided.
+
+        All ranks call this at a sync point, where they have one model that does not change.
+        """
 
     def for_joining_ranks(self) -> dict[str, Any]:
         """Return plain values for a joining rank, besides this callback's state; called on rank 0 at a sync point."""

@@ -108,7 +108,7 @@ class ExternalWindowSize(AccumulationWindows):
 
     @property
     def least(self) -> float:
-        """The number of samples that the same window must have before it ends."""
+        """The number of samples that a window must have before it ends: the window under way, else the next one."""
         return self.planned.samples if self.planned.by_samples else 0.0
 
     @property
