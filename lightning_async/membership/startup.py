@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError, DistNetworkError, DistStoreError
@@ -46,6 +46,9 @@ _BACKLOG = 2048
 _GOES_S = 3.0
 _FIRST = "how"
 _OTHERWISE = "how otherwise"
+_VERDICT = "verdict"
+_BEGIN = "begin"
+_DIFFER = "differ"
 
 
 class WaitWithLog:
@@ -224,34 +227,63 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
             patience.wait(lambda: f"waiting for rank(s) {sorted(missing)} of {world_size}")
 
 
-def agree_on_start(store: Store, rank: int, how: str, seal: Seal) -> Callable[[], None]:
-    """Publish ``how``, arguments that all ranks must share; return a function that raises if another rank differs.
+class StartAgreement:
+    """The agreement of ranks on arguments that all of them must share, until they have formed their group.
 
-    Each rank compares its arguments with those of the first rank that has published. A rank calls the returned function
-    while it waits for the others, because ranks with different arguments wait for each other at different places.
+    Each rank publishes its arguments, and compares them with those of the first rank that has published. A rank calls
+    `check` while it waits for the others, because ranks with different arguments wait for each other at different
+    places.
+
+    A rank that has begun to form the group waits for the others in torch, where it cannot call `check`. So either all
+    ranks raise, or all of them form the group: the first one to call `begin`, or to find different arguments, decides.
+
+    Args:
+        store: Store of the job.
+        rank: Number of this rank.
+        how: The arguments.
+        seal: Seal of the job.
 
     Raises:
         AsyncTrainingError: This rank differs from the first one.
     """
-    room: Any = PrefixStore("lightning_async/start", store)
-    seal = seal.within("start")
-    mine = f"rank {rank} has {how}"
-    found = seal.open(_FIRST, room.compare_set(_FIRST, "", seal.sign(_FIRST, mine.encode())))
-    # None: the value is not signed by this job.
-    first = mine if found is None else found.decode(errors="replace")
 
-    def check() -> None:
-        other = seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
-        if other is not None:
-            # The store ends with rank 0, and the others must read the reason first.
-            time.sleep(_LINGER_S * (rank == 0))
-            second = other.decode(errors="replace")
-            raise AsyncTrainingError(f"rank {rank}: {first}, and {second}. Start all ranks with the same strategy.")
+    def __init__(self, store: Store, rank: int, how: str, seal: Seal) -> None:
+        self._room: Any = PrefixStore("lightning_async/start", store)
+        self._seal = seal.within("start")
+        self._rank = rank
+        self._forms = False
+        mine = f"rank {rank} has {how}"
+        self._first = self._settle(_FIRST, mine)
+        if not self._first.endswith(f" has {how}"):
+            self._room.set(_OTHERWISE, self._seal.sign(_OTHERWISE, mine.encode()))
+            self._settle(_VERDICT, _DIFFER)
+            self._raise(mine)
 
-    if not first.endswith(f" has {how}"):
-        room.set(_OTHERWISE, seal.sign(_OTHERWISE, mine.encode()))
-        check()
-    return check
+    def check(self) -> None:
+        """Raise AsyncTrainingError if a rank has other arguments, unless other ranks are forming the group."""
+        room = self._room
+        other = self._seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
+        if other is not None and (self._forms or self._settle(_VERDICT, _DIFFER) == _DIFFER):
+            self._raise(other.decode(errors="replace"))
+
+    def begin(self) -> None:
+        """Note that this rank is about to form the group; raise AsyncTrainingError if ranks differ."""
+        if self._settle(_VERDICT, _BEGIN) == _DIFFER:
+            self.check()
+        self._forms = True
+
+    def _settle(self, key: str, mine: str) -> str:
+        """Return the value of the first rank that settled ``key``: ``mine`` if that is this rank."""
+        found = self._seal.open(key, self._room.compare_set(key, "", self._seal.sign(key, mine.encode())))
+        # None: the value is not signed by this job.
+        return mine if found is None else found.decode(errors="replace")
+
+    def _raise(self, second: str) -> NoReturn:
+        # The store ends with rank 0, and the others must read the reason first.
+        time.sleep(_LINGER_S * (self._rank == 0))
+        raise AsyncTrainingError(
+            f"rank {self._rank}: {self._first}, and {second}. Start all ranks with the same strategy."
+        )
 
 
 def _compare(rank: int, me: dict[str, Any], other: int, theirs: dict[str, Any]) -> None:

@@ -32,8 +32,8 @@ from lightning_async.membership.startup import (
     Assembly,
     ProcessHeartbeat,
     ProcessRole,
+    StartAgreement,
     WaitWithLog,
-    agree_on_start,
     greet,
     is_loopback,
     listen,
@@ -58,8 +58,8 @@ _stores: list[Any] = []
 _processes: list[StoreProcess] = []
 # The store, while it is open and no group exists yet.
 _early: list[Any] = []
-# Functions that raise if ranks differ in settings for the start; empty once all have started.
-_agreed: list[Callable[[], None]] = []
+# The agreement of ranks on settings for the start; empty once all have started.
+_agreed: list[StartAgreement] = []
 # The store of the assembly. A new store at its address would not know who has come.
 _assembled: list[Any] = []
 
@@ -86,14 +86,14 @@ def _agree(environment: Any, rank: int, waits: str) -> None:
     if came_back() is None:
         num_serving = getattr(environment, "launchers", environment).world_size() - environment.world_size()
         placement = f"placement='dedicated', num_servers={num_serving}" if num_serving else "placement='colocated'"
-        _agreed[:] = [agree_on_start(_stores[0], rank, f"`{placement}` and `{waits}`", Seal.of_job())]
+        _agreed[:] = [StartAgreement(_stores[0], rank, f"`{placement}` and `{waits}`", Seal.of_job())]
 
 
 def check_start() -> None:
     """Raise AsyncTrainingError if this rank's launcher has died, or if ranks differ in settings for the start."""
     check_launcher()
-    for check in _agreed:
-        check()
+    for agreement in _agreed:
+        agreement.check()
 
 
 def start_is_over() -> None:
@@ -388,12 +388,15 @@ def _join_default_group(environment: Any, backend: str, elastic: bool) -> None:
             _processes.pop().close()
     _early.clear()
     store = None if backend == "mpi" else store_of(environment, environment.global_rank(), elastic)
+    for agreement in _agreed:
+        agreement.begin()
     with _gloo_at(host_of(environment)):
         connect = fabric("utilities.distributed")._init_dist_connection
         connect(environment, backend, timeout=START_TIMEOUT, store=store)
     # Without this, some exits abort. Lightning does the same for NCCL.
     if backend != "nccl":
         atexit.register(_leave_default_group, os.getpid())
+    check_start()
 
 
 def _leave_default_group(pid: int) -> None:

@@ -19,7 +19,7 @@ import pytest
 from lightning_async.errors import AsyncTrainingError, CollectiveTimeout
 from lightning_async.membership import startup
 from lightning_async.membership.signing import Seal
-from lightning_async.membership.startup import WaitWithLog, agree_on_start, greet, is_loopback, open_store
+from lightning_async.membership.startup import StartAgreement, WaitWithLog, greet, is_loopback, open_store
 from lightning_async.membership.store import HashStore, TCPStore, connect
 from tests.comm.end_within_a_request import HOST
 from tests.membership.test_membership import Clock, in_thread, until
@@ -107,8 +107,8 @@ def test_ranks_that_are_to_begin_in_different_ways_hear_of_each_other(first: int
     how = {first: "`placement='dedicated'`", 1 - first: "`placement='colocated'`", 2: "`placement='dedicated'`"}
 
     def begin(rank: int) -> None:
-        check = agree_on_start(store, rank, how[rank], seal)
-        wait = WaitWithLog(rank, timedelta(seconds=30), check)
+        agreement = StartAgreement(store, rank, how[rank], seal)
+        wait = WaitWithLog(rank, timedelta(seconds=30), agreement.check)
         while True:
             wait.wait(lambda: "waiting for the others")
 
@@ -127,12 +127,34 @@ def test_ranks_that_are_to_begin_in_different_ways_hear_of_each_other(first: int
     assert time.monotonic() - began < 10.0
 
 
+@pytest.mark.parametrize("hears_first", [False, True], ids=["one has begun", "none has begun"])
+def test_ranks_form_their_group_together_or_not_at_all_where_another_rank_differs(hears_first: bool) -> None:
+    """In torch a rank that forms the group waits for the others, and hears of nothing."""
+    store = HashStore()
+    seal = Seal("of the job")
+    ranks = [StartAgreement(store, rank, "our way", seal) for rank in range(3)]
+    for each in ranks:
+        each.check()
+    if not hears_first:
+        ranks[0].begin()
+    with pytest.raises(AsyncTrainingError, match="rank 0 has our way, and rank 3 has another way"):
+        StartAgreement(store, 3, "another way", seal)
+    if not hears_first:
+        for each in ranks[1:]:
+            each.check()
+            each.begin()
+    for each in ranks:
+        for call in (each.check, each.begin)[: 1 + hears_first]:
+            with pytest.raises(AsyncTrainingError, match="rank 0 has our way, and rank 3 has another way"):
+                call()
+
+
 def test_a_strangers_word_of_how_to_begin_is_not_heard() -> None:
     store = HashStore()
-    agree_on_start(store, 1, "some way", Seal("another"))
-    agree_on_start(store, 0, "our way", Seal("of the job"))()
+    StartAgreement(store, 1, "some way", Seal("another"))
+    StartAgreement(store, 0, "our way", Seal("of the job")).check()
     with pytest.raises(AsyncTrainingError, match="rank 2 has a third way"):
-        agree_on_start(store, 2, "a third way", Seal("another"))
+        StartAgreement(store, 2, "a third way", Seal("another"))
 
 
 def test_a_rank_that_is_taken_is_refused_to_the_joining_rank_alone() -> None:

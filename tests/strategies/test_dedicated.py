@@ -115,8 +115,6 @@ def test_one_worker_begins_alone_and_takes_in_the_one_that_comes_late(tmp_path: 
     assert first.value["digest"] == late.value["digest"]
 
 
-# In one of some ten runs a rank was waited for for 150 s. Why is not known yet.
-@pytest.mark.xfail(reason="once in a while a rank is waited for", strict=False)
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("placement", "waits", "otherwise", "nprocs"),
