@@ -14,11 +14,11 @@ from typing import Literal, NamedTuple, get_args
 from lightning_async._checks import check_choice, check_int, check_real
 from lightning_async.algorithms.averaging import Round
 from lightning_async.algorithms.outer_optimizers import DiLoCoBase
-from lightning_async.algorithms.schedules import Action, ReplicaClock, Schedule
+from lightning_async.algorithms.schedules import PeriodicSchedule, ReplicaClock
 
 
 @dataclass(frozen=True)
-class MatchCommunication(Schedule):
+class MatchCommunication(PeriodicSchedule):
     r"""A schedule whose period follows from the time that a round takes.
 
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min} \frac{v}{v_{\max}}, c\, \frac{t_{round}}{t_{step}}\big)\Big)
@@ -55,11 +55,7 @@ class MatchCommunication(Schedule):
         check_int(self, "maximum", at_least=self.minimum)
         check_real(self, "factor", at_least=1)
 
-    def next(self, clock: ReplicaClock) -> Action:
-        return Action.ROUND if clock.steps_since_round + 1 >= self.period(clock) else Action.LOCAL
-
     def period(self, clock: ReplicaClock) -> int:
-        """Return the number of steps from one round to the next, by ``clock``."""
         matched = self.factor * clock.round_s / clock.step_s if clock.step_s > 0.0 else 0.0
         return max(1, math.ceil(min(self.maximum, max(self.minimum * clock.speed, matched))))
 
@@ -68,7 +64,7 @@ Disagreement = Literal["replica_spread", "loss_variance"]
 
 
 @dataclass(frozen=True)
-class AdaptivePeriod(Schedule):
+class AdaptivePeriod(PeriodicSchedule):
     r"""A schedule whose period is short while replicas diverge fast, and grows as they diverge more slowly.
 
     .. math:: n = \min\Big(n_{\max}, \max\big(n_{\min}, n_{\min}\, m_0 / m\big)\Big)
@@ -112,11 +108,7 @@ class AdaptivePeriod(Schedule):
         check_int(self, "maximum", at_least=self.minimum)
         check_choice(type(self).__name__, "metric", self.metric, get_args(Disagreement))
 
-    def next(self, clock: ReplicaClock) -> Action:
-        return Action.ROUND if clock.steps_since_round + 1 >= self.period(clock) else Action.LOCAL
-
     def period(self, clock: ReplicaClock) -> int:
-        """Return the number of steps from one round to the next, by ``clock``."""
         by_spread = self.metric == "replica_spread"
         relative = clock.relative_spread if by_spread else math.sqrt(clock.relative_loss_variance)
         return max(self.minimum, round(self.minimum / max(relative, self.minimum / self.maximum)))

@@ -141,8 +141,20 @@ class Schedule(Protocol):
         ...
 
 
+class PeriodicSchedule(Schedule):
+    """A base of schedules that begin a round when a number of steps has passed since the last one."""
+
+    @abstractmethod
+    def period(self, clock: ReplicaClock) -> int:
+        """Return the number of steps from one round to the next, by ``clock``."""
+        ...
+
+    def next(self, clock: ReplicaClock) -> Action:
+        return Action.ROUND if clock.steps_since_round + 1 >= self.period(clock) else Action.LOCAL
+
+
 @dataclass(frozen=True)
-class DyLU(Schedule):
+class DyLU(PeriodicSchedule):
     r"""Dynamic local updates: a schedule whose number of local steps per round is proportional to a replica's speed.
 
     .. math:: \text{round} \iff h + 1 \ge \max\big(n_{\min}, [\, n\, v / v_{\max} ]\big)
@@ -173,9 +185,8 @@ class DyLU(Schedule):
         check_int(self, "minimum", at_least=1)
         check_int(self, "n", at_least=self.minimum)
 
-    def next(self, clock: ReplicaClock) -> Action:
-        share = max(self.minimum, round(self.n * clock.speed))
-        return Action.ROUND if clock.steps_since_round + 1 >= share else Action.LOCAL
+    def period(self, clock: ReplicaClock) -> int:
+        return max(self.minimum, round(self.n * clock.speed))
 
 
 @dataclass(frozen=True)
@@ -217,7 +228,7 @@ class Denser(Schedule):
 
 
 @dataclass(frozen=True)
-class EveryNSteps(Schedule):
+class EveryNSteps(PeriodicSchedule):
     r"""A schedule with a round after every ``n`` local steps of a replica.
 
     .. math:: \text{round} \iff h + 1 \ge n
@@ -244,8 +255,8 @@ class EveryNSteps(Schedule):
     def __post_init__(self) -> None:
         check_int(self, "n", at_least=1)
 
-    def next(self, clock: ReplicaClock) -> Action:
-        return Action.ROUND if clock.steps_since_round + 1 >= self.n else Action.LOCAL
+    def period(self, clock: ReplicaClock) -> int:
+        return self.n
 
 
 @dataclass(frozen=True)
