@@ -207,7 +207,10 @@ def _prune(store: CheckpointStore, options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _claimed(store: CheckpointStore, changes: bool, does: str) -> Iterator[None]:
-    """Hold the directory's lock during the block, if the command ``changes`` the directory."""
+    """Lock the directory during the block, if the command ``changes`` it.
+
+    ``does`` is written into the lock: it says to others what the command does.
+    """
     claim = DirectoryLock(store, uuid.uuid4().hex, does)
     if changes:
         claim.take()

@@ -17,7 +17,7 @@ from lightning_async.ops import native
 
 
 def nccl_packages() -> list[str]:
-    """Return the installed packages that contain NCCL; two of them overwrite each other's files."""
+    """Return the installed packages that contain NCCL. If there are several, they overwrite each other's files."""
     names = (distribution.metadata["Name"] for distribution in importlib.metadata.distributions())
     return sorted({name for name in names if name and re.fullmatch(r"nvidia-nccl-cu\d+", name)})
 
@@ -48,7 +48,6 @@ def _driver() -> str:
 
 
 def report() -> list[str]:
-    """Return the lines of the report."""
     lines = [
         f"python          {platform.python_version()}, {platform.platform()}",
         f"lightning_async {_version('lightning-async')}",
@@ -72,7 +71,7 @@ def report() -> list[str]:
 
 
 def problems() -> list[str]:
-    """Return what must be repaired, each with a remedy."""
+    """Return the problems of this installation, each with a remedy."""
     packages = nccl_packages()
     if len(packages) < 2:
         return []

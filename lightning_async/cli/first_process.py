@@ -47,7 +47,12 @@ def stand_aside() -> None:
 
 
 def _serve(command: int, grace: mmap.mmap) -> int:
-    """Pass signals on to the command, and collect the status of all processes that end; return the exit code."""
+    """Forward signals to the command, and reap all processes that end; return the exit code.
+
+    Args:
+        command: Process id of the command.
+        grace: Shared memory in which the command has written the seconds that its children get if it is killed.
+    """
     code = None
     others = True
     while code is None:

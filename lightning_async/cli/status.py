@@ -55,7 +55,6 @@ class StoreAddress:
         return cls(host.strip("[]"), int(port), os.environ.get(SECRET, ""))
 
     def look(self) -> JobStatus:
-        """Return the present status of the job."""
         try:
             # Tried first, because the store's own client would try for long, and print stack traces.
             socket.create_connection((self.host, self.port), _TIMEOUT.total_seconds()).close()
@@ -69,7 +68,10 @@ class StoreAddress:
 
 @functools.cache
 def _client(host: str, port: int) -> Any:
-    """Return the client of a store; it is created once, because a store answers nobody while it accepts a client."""
+    """Return the client of a store.
+
+    It is created only once, because a store answers nobody while it accepts a client.
+    """
     from torch._C._distributed_c10d import TCPStore  # imported here, because it takes seconds
 
     return TCPStore(host, port, None, False, _TIMEOUT, wait_for_workers=False)

@@ -36,11 +36,11 @@ _SOURCE = re.compile(r"\[[^\[\]\s]+\.(cc|cpp|h|hpp):\d+\]\s*")
 
 @dataclass(frozen=True)
 class Where:
-    """The name and the generation of a communicator, for keys in the store and for messages.
+    """The name and the generation of a communicator. They appear in keys of the store and in error messages.
 
     Args:
-        name: Path of the communicator.
-        generation: Generation, with the members of the communicator.
+        name: Path of the communicator, such as ``"world/payload"``.
+        generation: The current generation: its number, and the members of the communicator.
     """
 
     name: str
@@ -63,14 +63,14 @@ class Operation(Generic[T]):
     """A `Pending` that its transport completes or fails, once, from any thread.
 
     Args:
-        where: Communicator.
-        kind: Name of the operation, for messages.
+        where: Name and generation of the communicator.
+        kind: Name of the operation, for error messages.
         seq: Sequence number of the operation.
         timeout: Deadline of the operation.
-        on_expire: Called once with the error, by the thread that notices that the deadline has passed; it must break
-            the communicator off.
-        poll: For transports without callbacks: completes or fails the operation if the transport has ended it. Called
-            by `done`, and by a thread that waits for the operation. Default: None.
+        on_expire: Function that aborts the communicator. It is called once, with the error, by the thread that notices
+            that the deadline has passed.
+        poll: For transports without callbacks: function that completes or fails the operation if the transport has
+            ended it. `done` and each waiting thread call it. Default: None.
     """
 
     late: type[CollectiveTimeout] = CollectiveTimeout
@@ -105,7 +105,6 @@ class Operation(Generic[T]):
         return f"{self.where}: {self.kind} #{self.seq}"
 
     def elapsed_s(self) -> float:
-        """Return the seconds since the operation began."""
         return time.monotonic() - self.started
 
     def complete(self, value: T) -> bool:
@@ -193,10 +192,10 @@ E = TypeVar("E", bound="ElasticCommunicator")
 
 
 class Communicator(abc.ABC, Generic[C]):
-    """A communicator without the operations that move bytes. Methods behave as `Collectives` says.
+    """A base of communicators. A subclass adds the collective operations. The methods are documented in `Collectives`.
 
     Args:
-        where: Name, and first generation.
+        where: Name of the communicator, and its first generation.
         timeout: Deadline of each operation.
     """
 
@@ -249,10 +248,13 @@ class Communicator(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def _child(self, where: Where, timeout: timedelta) -> C:
-        """Return a new communicator, which is a fork or a split of this one."""
+        """Return a new communicator: a fork has all ranks of this communicator, and a split has some of them."""
 
     def _take(self, name: str) -> str:
-        """Reserve the name of a new fork or split, for a split also on ranks outside of it; return its path."""
+        """Reserve the name of a new fork or split, and return its path.
+
+        Ranks outside of a split reserve its name, too.
+        """
         self._check_usable()
         path = f"{self.name}/{name}"
         if path in self._names:
@@ -308,10 +310,11 @@ class CommunicatorWrapper:
 
 
 class ElasticCommunicator(Communicator[E]):
-    """An `ElasticCollectives` without the operations that move bytes.
+    """A base of communicators that can form new groups after a failure. A subclass adds the collective operations.
 
-    After a failure, every operation raises until `reconfigure` of the root. A failure of a branch does not concern the
-    root or other branches; `abort` and `reconfigure` include all branches.
+    After a failure, every operation raises until `reconfigure` has formed new groups. A failure of a fork or split does
+    not concern the communicator that it was made from. `abort` and `reconfigure` are called on the original
+    communicator, and include all its forks and splits.
     """
 
     def __init__(self, where: Where, timeout: timedelta) -> None:
@@ -361,11 +364,11 @@ class ElasticCommunicator(Communicator[E]):
 
     @abc.abstractmethod
     def _fail(self, error: CollectiveError) -> None:
-        """Break this communicator off: set `_failure`, unless it is set, and fail all pending operations."""
+        """Mark this communicator as failed, unless it has failed already, and fail all pending operations."""
 
     @abc.abstractmethod
     def _enter(self, where: Where) -> None:
-        """Drop everything of the old generation, and set `_where`."""
+        """Begin the new generation ``where``, and release everything that belongs to the old one."""
 
     def _renew(self, generation: Generation) -> None:
         here = generation if self._among is None else generation.only(self._among)
@@ -412,11 +415,12 @@ class Pending(Protocol[T_co]):
 
 
 class Collectives(Protocol):
-    """One communicator. All ranks call the same operations in the same order, from one thread at a time.
+    """A communicator: an interface for collective operations on a group of ranks.
 
-    Operations work in place on contiguous tensors if possible, keep a reference to their tensors until they are done,
-    and count a sequence number for messages. Sizes and dtypes must agree between ranks. Callers compare them
-    beforehand, because some transports abort the process if they differ.
+    All ranks call the same operations in the same order, from one thread at a time. Operations work in place on
+    contiguous tensors if possible, and keep a reference to their tensors until they are done. They are numbered, so
+    that error messages can name an operation. Sizes and dtypes must agree between ranks. Callers compare sizes and
+    dtypes beforehand, because some transports abort the process if they differ.
     """
 
     @property
@@ -429,7 +433,7 @@ class Collectives(Protocol):
 
     @property
     def name(self) -> str:
-        """Path of forks and splits, such as ``"world/payload"``, for messages and for keys in the store."""
+        """Path of this communicator, such as ``"world/payload"`` for the fork "payload" of "world"."""
         ...
 
     def all_reduce(self, buffer: Tensor, op: ReduceOp = ReduceOp.SUM) -> Pending[Tensor]:
@@ -505,10 +509,11 @@ class ElasticCollectives(Collectives, Protocol):
         ...
 
     def split(self, ranks: Collection[int], name: str, timeout: timedelta | None = None) -> ElasticCollectives | None:
-        """Return a new communicator over some of the ranks, numbered in this order; None on a rank outside of it.
+        """Return a new communicator over some of the ranks, in the given order; None on a rank that is not one of them.
 
-        All ranks call this with the same arguments, also those outside, in the same order as forks. When groups are
-        formed again, the split continues with its live members.
+        All ranks call this with the same arguments, also the ranks that are not in the split. All ranks make their
+        calls of `split` and `fork` in the same order. When groups are formed again, the split continues with its live
+        members.
 
         Args:
             ranks: Ranks of the new communicator.
@@ -524,7 +529,8 @@ class ElasticCollectives(Collectives, Protocol):
     def reconfigure(self, generation: Generation) -> None:
         """Abort all pending operations here and in all forks, and form the groups of ``generation``.
 
-        Must be called on the root. Blocks until all members have done so; raises as `open` does.
+        Must be called on the original communicator, and not on a fork or split. Blocks until all members have called
+        `reconfigure`. Raises the errors of `open`.
         """
         ...
 
@@ -543,7 +549,7 @@ NATIVE = frozenset(
 
 
 def check_buffer(buffer: Tensor) -> None:
-    """Raise ValueError unless a transport can work on the tensor's memory in place."""
+    """Raise ValueError unless the tensor is dense, contiguous and outside of the autograd graph."""
     if not buffer.is_contiguous():
         raise ValueError(f"collectives work in place on contiguous tensors; got strides {buffer.stride()}.")
     if (buffer.requires_grad and not buffer.is_leaf) or buffer.is_sparse:

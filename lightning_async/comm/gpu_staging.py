@@ -31,7 +31,7 @@ class StagedCollectives(CommunicatorWrapper):
     copy of the result to the device is queued when the result is taken.
 
     Args:
-        inner: Transport for host memory. Nothing else may use it.
+        inner: Collectives for host memory. Nothing else may use them.
         device: Device of the tensors.
     """
 

@@ -62,7 +62,7 @@ class RegisteredMemory:
         self._pool: Any = None
 
     def copy(self, pg: Any, buffer: Tensor) -> Tensor:
-        """Return a copy of ``buffer`` in memory registered with ``pg``, or ``buffer`` itself if there can be none."""
+        """Return a copy of ``buffer`` in memory registered with ``pg``; ``buffer`` itself if registration fails."""
         try:
             pool = self._pool or torch.cuda.MemPool(pg.mem_allocator)
             with torch.cuda.use_mem_pool(pool, buffer.device):

@@ -43,7 +43,7 @@ class PeerChannel(Protocol):
 
     @property
     def peer(self) -> str:
-        """Name of the other end, for messages."""
+        """Name of the other process, for error messages."""
         ...
 
     @property
@@ -99,10 +99,10 @@ class PeerChannel(Protocol):
 
 
 class Dial(Protocol):
-    """A maker of channels to one peer, with memory that outlives each channel.
+    """An interface of an object that opens channels to one peer, one after another.
 
-    The contents of `outgoing` stay until they are overwritten, so that after a peer's death they can be sent again, to
-    the process that replaces it.
+    It owns the buffers of the messages, which outlive each channel. The contents of the send buffer, `outgoing`, stay
+    until they are overwritten. If the peer dies, they can be sent again to the process that replaces the peer.
     """
 
     @property
@@ -112,14 +112,17 @@ class Dial(Protocol):
     def incoming(self) -> Tensor: ...
 
     def connect(self, timeout_s: float) -> PeerChannel:
-        """Return a new channel over this memory; raise PeerLost if the peer does not answer.
+        """Return a new channel to the peer, which uses this object's buffers.
 
         The previous channel must be closed before.
+
+        Raises:
+            PeerLost: The peer does not answer.
         """
         ...
 
     def close(self) -> None:
-        """Free the memory; idempotent."""
+        """Free the buffers of the messages; idempotent."""
         ...
 
 
@@ -160,12 +163,12 @@ def nobody_listens(error: BaseException) -> bool:
 
 
 def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
-    """Return the encoded form of a message's header and of the number of bytes that belong to the message.
+    """Return the head of a message: its header and its number of bytes, encoded.
 
     Args:
         header: The header, in JSON values.
         size: Number of bytes of the message.
-        room: Number of bytes of the memory from which they are sent.
+        room: Size of the sender's buffer, in bytes. The message must end within the buffer.
 
     Raises:
         ValueError: ``size`` is larger than ``room``, or the header is too long.
@@ -183,7 +186,16 @@ def packed(header: Mapping[str, Any], size: int, room: int) -> bytes:
 
 
 def unpacked(data: bytes, peer: str, room: int) -> tuple[dict[str, Any], int]:
-    """Return header and size that `packed` was given; raise PeerLost if the bytes are no message of this job."""
+    """Return the header and the number of bytes that are encoded in ``data``, the head of a message; see `packed`.
+
+    Args:
+        data: Received bytes.
+        peer: Name of the sender, for the error message.
+        room: Size of the receiver's buffer, in bytes.
+
+    Raises:
+        PeerLost: The bytes are no head of a message, or the message would not fit into the buffer.
+    """
     try:
         size, header = json.loads(data)
     except (ValueError, TypeError, RecursionError):
@@ -322,15 +334,15 @@ class ShmChannel:
 
 
 class ShmDial:
-    """A `Dial` of a peer on this host, through shared memory.
+    """A `Dial` for a peer on this host: it opens channels through shared memory.
 
     Args:
         name: Name under which the peer listens.
-        outgoing_bytes: Number of bytes for messages to the peer.
-        incoming_bytes: Number of bytes for messages from the peer.
+        outgoing_bytes: Size of the buffer for messages to the peer.
+        incoming_bytes: Size of the buffer for messages from the peer.
 
     Raises:
-        OSError: There is no memory.
+        OSError: The shared memory cannot be allocated.
     """
 
     def __init__(self, name: str, outgoing_bytes: int, incoming_bytes: int) -> None:
@@ -423,7 +435,7 @@ def _halves(memory: Memory, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def _whole_pages(size: int) -> int:
-    """Return the size rounded up to whole pages, at least one: each direction begins at a page, and is never empty."""
+    """Return the size of a buffer rounded up to whole pages, at least one page."""
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 

@@ -4,10 +4,13 @@
                                     <----------  has memory ready for bytes and for a head, before they come
     bytes, head: at once, in order  ---------->  the head says what came, and how many bytes; they are there by then
 
-Each end notices within milliseconds that the other one has died, except while torch has received only a part of a
-message, see `torch_groups`. Therefore the head is sent after the bytes, and the receiver waits for the head. If a
-message begins at an offset of the memory, as later parts of a message do, its head is sent first, and an `OrphanedWait`
-waits for its bytes if they are many. `dial` makes the dial of a server: through shared memory on the server's own host,
+Each process notices within milliseconds that the other one has died, with one exception: it does not notice while torch
+has received only a part of a message, see `torch_groups`. The head is small and is received in one piece. Therefore a
+message's bytes are sent first and its head last, and the receiver waits for the head. A message may also be sent in
+parts. The head of a later part is sent before its bytes, because the head says where in the buffer they begin. Then an
+`OrphanedWait` waits for the bytes if they are many.
+
+`dial` returns the `Dial` that opens channels to a server: through shared memory if the server is on this host,
 otherwise through Gloo.
 """
 
@@ -253,7 +256,7 @@ _FORMING_S = 10.0
 
 
 class PairDial:
-    """A `Dial` of a peer on any host, through Gloo.
+    """A `Dial` for a peer on any host: it opens channels through Gloo.
 
     The two processes make a channel over one TCP connection:
 
@@ -263,17 +266,17 @@ class PairDial:
                                       <------------- its own name, or a refusal
         both form a group of two; this connection replaces the store that torch needs for that, and then ends
 
-    All messages except the nonce are signed together with it, so that a process without the job's secret is refused. If
-    one of the two processes dies meanwhile, the other one notices. A peer that is restarted answers the connections
-    that were opened before it was ready.
+    All messages except the nonce are signed together with the nonce, so that a process without the job's secret is
+    refused. If one of the two processes dies meanwhile, the other one notices. A restarted peer listens before it is
+    ready, so connections wait for it; it answers them as soon as it is ready.
 
     Args:
         host: Host of the peer.
         port: Port of the peer.
         name: Name of the peer; None: any process that listens there.
-        outgoing_bytes: Number of bytes for messages to the peer.
-        incoming_bytes: Number of bytes for messages from the peer.
-        seal: Seal of the job. Default: None, one without a secret.
+        outgoing_bytes: Size of the buffer for messages to the peer.
+        incoming_bytes: Size of the buffer for messages from the peer.
+        seal: Signer of the job's messages. Default: None, a signer without a secret.
     """
 
     def __init__(
@@ -316,16 +319,17 @@ def ask(host: str, port: int, seal: Seal | None = None, timeout_s: float = 10.0)
 
 
 def answer_pair(sock: socket.socket, peer: str, seal: Seal, told: Mapping[str, Any]) -> PairChannel | None:
-    """Return the channel for a process that has dialled, or None if it has only asked for a description.
+    """Answer a process that has connected: return the channel to it, or None if it asked only for a description.
 
     Args:
-        sock: Socket that a listening one has accepted.
-        peer: Name of the other end, for messages.
-        seal: Seal of the job.
-        told: Description of this process in JSON values. Its entry ``name`` must be the name that the caller dials.
+        sock: Connected socket, as returned by ``accept``.
+        peer: Name of the process that has connected, for error messages.
+        seal: Signer of the job's messages.
+        told: Description of this process in JSON values. Its entry ``name`` must be the name that the other process
+            connects to.
 
     Raises:
-        PeerLost: The caller is not of this job, looks for another process, or is gone.
+        PeerLost: The other process is not of this job, looks for another process, or has died.
     """
     try:
         line = PeerStoreConnection(sock, _scoped(seal))
@@ -366,7 +370,10 @@ def _memory(sizes: Any) -> list[Tensor]:
 
 @contextlib.contextmanager
 def _called(host: str, port: int, seal: Seal, timeout_s: float, **words: Any) -> Any:
-    """Connect to a peer and send ``words``; yield the connection, this host's address, and the peer's description."""
+    """Connect to a peer and send a greeting with the fields ``words``.
+
+    Yields the connection, this host's address, and the peer's description of itself.
+    """
     try:
         line = PeerStoreConnection(socket.create_connection((host, port), timeout_s), _scoped(seal), timeout_s)
         try:
@@ -468,17 +475,17 @@ _ANSWERS_S = 10.0
 
 
 def dial(address: Mapping[str, Any], outgoing_bytes: int, incoming_bytes: int, via: str | None = None) -> Dial:
-    """Return the dial of a server, with memory for messages.
+    """Return the `Dial` that opens channels to a parameter server, with buffers for its messages.
 
     Args:
         address: Address of the server; see `address_of` and `look_up`.
-        outgoing_bytes: Number of bytes for messages to the server.
-        incoming_bytes: Number of bytes for messages from the server.
+        outgoing_bytes: Size of the buffer for messages to the server.
+        incoming_bytes: Size of the buffer for messages from the server.
         via: ``"shm"`` or ``"gloo"``. Default: None, shared memory on the server's own host, else Gloo.
 
     Raises:
         ValueError: The server cannot be reached in this way, or the address is malformed.
-        OSError: There is no memory.
+        OSError: The buffers cannot be allocated.
     """
     try:
         machine, name, host, port = (address[key] for key in ("machine", "name", "host", "port"))
@@ -516,7 +523,10 @@ def answers(address: Mapping[str, Any]) -> bool:
 
 
 def look_up(host: str, port: int, timeout_s: float = 10.0) -> dict[str, Any]:
-    """Return the address of a separately started server, with the server's description; raise as `ask` does."""
+    """Ask a separately started server for its description, and return it.
+
+    The returned description includes ``host`` and ``port``, as `dial` needs them. Raises the errors of `ask`.
+    """
     return {**ask(host, port, seal_of_servers(), timeout_s), "host": host, "port": port}
 
 
@@ -570,7 +580,10 @@ def address_of(name: str, host: str | None = None, port: int | None = None) -> d
 
 
 def seal_of_servers() -> Seal:
-    """Return a seal with the secret from the environment, if any; it is the same in all jobs and after restarts."""
+    """Return the `Seal` that signs messages to and from parameter servers.
+
+    Its secret is the one in the environment, if any. It is the same in all jobs and after restarts.
+    """
     return Seal(os.environ.get(SECRET), "servers")
 
 

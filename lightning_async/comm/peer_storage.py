@@ -71,12 +71,14 @@ class Address:
 
 
 class PeerStoreConnection:
-    """A connection that carries sealed messages, and bytes with their checksum. All methods raise OSError.
+    """A connection that carries signed messages, and bytes with their checksum.
+
+    Each method raises OSError if the connection ends, times out, or brings something that is not of this job.
 
     Args:
         sock: Socket, connected.
-        seal: Seal of the job.
-        silence_s: Seconds without a byte after which the connection is given up. Default: None, `SILENCE_S`.
+        seal: Signer of the job's messages.
+        silence_s: Seconds without a byte after which the connection is closed. Default: None, `SILENCE_S`.
     """
 
     def __init__(self, sock: socket.socket, seal: Seal, silence_s: float | None = None) -> None:
@@ -98,12 +100,10 @@ class PeerStoreConnection:
         self._nonce = bytes(self.receive(_NONCE)).hex()
 
     def say(self, message: Mapping[str, Any]) -> None:
-        """Send a message."""
         sealed = self._seal.sign(self._nonce, json.dumps(dict(message)).encode())
         self.socket.sendall(_LENGTH.pack(len(sealed)) + sealed)
 
     def hear(self) -> dict[str, Any]:
-        """Receive a message."""
         (length,) = _LENGTH.unpack(self.receive(_LENGTH.size))
         if length > _LONGEST:
             raise ConnectionError(f"a message of {length} bytes is none of this job's")
@@ -117,7 +117,7 @@ class PeerStoreConnection:
         return message
 
     def send(self, data: memoryview) -> None:
-        """Send bytes, and their checksum."""
+        """Send bytes and their checksum."""
         total = 0
         for at in range(0, len(data), _PIECE):
             piece = data[at : at + _PIECE]
@@ -138,7 +138,6 @@ class PeerStoreConnection:
             raise ConnectionError(f"{len(data)} bytes have not arrived as they were sent")
 
     def receive(self, count: int) -> bytearray:
-        """Receive this number of bytes."""
         data = bytearray(count)
         at = 0
         while at < count:
@@ -208,7 +207,15 @@ def fetch(address: Address, seal: Seal, owner: str) -> tuple[dict[str, Any], byt
 
 
 def forget(address: Address, seal: Seal, owner: str) -> None:
-    """Delete an owner's bytes from a keeper's memory; raise as `deposit` does."""
+    """Delete the bytes of rank ``owner`` from the `PeerStore` of another rank.
+
+    Args:
+        address: Address of the `PeerStore`.
+        seal: Signer of the job's messages.
+        owner: Name of the rank whose bytes are deleted.
+
+    Raises the errors of `deposit`.
+    """
     with _errand(address, seal, errand="forget", owner=owner) as line:
         line.hear()
 
@@ -226,14 +233,14 @@ class _Parcel:
 
 
 class PeerStore:
-    """A keeper of other ranks' bytes, in this rank's memory, where they outlive their owners. Ends by `close`.
+    """A store in this rank's memory for bytes of other ranks, which survive the death of those ranks. Ends by `close`.
 
-    The keeper listens at a free port of ``host``, and has a thread for each errand. For each owner, it keeps the last
+    It listens at a free port of ``host``, and has a thread for each connection. For each owner, it stores the last
     bytes that have arrived completely, and has memory for the bytes that arrive next.
 
     Args:
         host: Address of this host at which to listen.
-        seal: Seal of the job.
+        seal: Signer of the job's messages.
     """
 
     def __init__(self, host: str, seal: Seal) -> None:
@@ -252,7 +259,7 @@ class PeerStore:
 
     @property
     def size(self) -> int:
-        """Number of bytes of memory that the keeper uses."""
+        """Number of bytes of memory that this store uses for all owners together."""
         with self._lock:
             kept = [len(parcel.data) for parcel in self._kept.values()]
             return sum(kept) + sum(map(len, self._spare.values()))
@@ -264,7 +271,7 @@ class PeerStore:
             return tuple(sorted(self._kept))
 
     def close(self) -> None:
-        """End all errands, and free the memory; idempotent. Does nothing in a forked process."""
+        """End all connections, and free the memory; idempotent. Does nothing in a forked process."""
         # The threads and connections belong to the process that made them, not to its forks.
         if os.getpid() != self._pid or self._closed:
             return
@@ -375,15 +382,15 @@ def facing(host: str, port: int) -> str:
 
 
 def next_to(mine: int, left: Sequence[int], hosts: Mapping[int, str]) -> int | None:
-    """Return the rank that keeps the bytes of rank ``mine``; None if no other rank is live.
+    """Return the rank that stores the bytes of rank ``mine``; None if no other rank is live.
 
-    It is the rank at the same place on the next host, or, if there is a single host, the next rank. A rank and the
-    keeper of its bytes are thus not lost with the same host. If hosts have equal numbers of ranks, each rank keeps the
-    bytes of one other rank.
+    With several hosts, it is the rank at the same place on the next host, so that the two ranks are not lost with one
+    host. With a single host, it is the next rank. If hosts have equal numbers of ranks, each rank stores the bytes of
+    one other rank.
 
     Args:
-        mine: The rank whose bytes are kept.
-        left: All live ranks, this one included.
+        mine: The rank whose bytes are stored.
+        left: All live ranks, ``mine`` included.
         hosts: Host of each rank.
 
     >>> two = {0: "a", 1: "a", 2: "b", 3: "b"}

@@ -77,17 +77,17 @@ def flatten(
 
 
 def unflatten(plain: Any, tensors: Sequence[Tensor], load: Callable[[bytes], Any] | None = None) -> Any:
-    """Return the value that was given to `flatten`; it holds ``tensors`` themselves, not copies.
+    """Return the value that was given to `flatten`; it contains ``tensors`` themselves, not copies.
 
     Args:
         plain: The value as JSON values.
         tensors: Its tensors.
-        load: Function that makes an object of the bytes that ``dump`` has made. Default: None, such objects are
-            refused.
+        load: Function that makes an object of the bytes that `flatten`'s ``dump`` has made. Default: None, such objects
+            are refused.
 
     Raises:
         CheckpointError: ``load`` has raised it.
-        ValueError: The arguments are no result of `flatten`, or hold objects that need a ``load``.
+        ValueError: The arguments are no result of `flatten`, or contain objects that need a ``load``.
     """
     try:
         return _value(plain, tensors, load)

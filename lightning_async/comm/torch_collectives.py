@@ -1,9 +1,9 @@
 """Collectives through torch.distributed: Gloo, NCCL, and MPI if torch was built with it.
 
-`TorchCollectives` is one communicator. `Flights` holds its operations under way, and fails all of them as soon as one
-fails. A `TorchGroup` is torch's process group of one generation. It keeps the tensors of an operation until torch does
-not use them any more: torch may still use them when the operation was broken off and has ended. At the end of a
-generation, `Flights.land` disposes of the group and fails its operations.
+`TorchCollectives` is one communicator. `Flights` holds its pending operations, and fails all of them as soon as one
+fails. A `TorchGroup` is torch's process group of one generation. It keeps an operation's tensors alive until torch no
+longer uses them, which can be long after the operation was aborted. At the end of a generation, `Flights.land` fails
+the pending operations and disposes of the group.
 """
 
 from __future__ import annotations
@@ -75,15 +75,17 @@ class Flights:
         tensors: tuple[Tensor, ...],
         backstop: timedelta,
     ) -> None:
-        """Let torch begin an operation; fail it if another thread has called `land` since ``group`` was opened.
+        """Let torch begin an operation.
+
+        If another thread has ended the group's operations by `land` meanwhile, fail it at once.
 
         Args:
-            group: The group, which was passed to `over` before.
+            group: The process group, which must have been registered with `over`.
             operation: The operation.
-            start: Called with torch's process group; begins the operation, and returns torch's work, or several.
-            finish: Returns the result, once torch has ended the work.
+            start: Function that begins the operation on torch's process group, and returns torch's `Work`, or several.
+            finish: Function that returns the result, once torch has ended the work.
             tensors: Tensors that torch reads or writes.
-            backstop: Deadline after which torch ends its own wait.
+            backstop: Deadline after which torch ends its own wait, if nobody has aborted the operation earlier.
         """
         with self._lock:
             landed = self.group is not group
@@ -162,9 +164,9 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
     """One communicator over a process group of torch, formed from a store, without the default group.
 
     The constructor does no I/O: `open`, or else the first operation, forms the group together with all members, within
-    ``form_timeout``. Forks that were made before are opened with it, later ones at once. An operation that fails or
-    passes its deadline breaks its communicator off: its sockets are shut down, so that peers that wait in it fail as
-    well, and every later operation raises at once; see `ElasticCommunicator`.
+    ``form_timeout``. It also opens the communicators that `fork` has made before; later forks are opened at once. An
+    operation that fails or passes its deadline aborts its communicator: the sockets are shut down, so that waiting
+    peers fail as well, and every later operation raises at once; see `ElasticCommunicator`.
 
     Args:
         store: Store that all members can reach; other threads may use it, too, if none blocks in it.
@@ -177,7 +179,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         device: Device on which NCCL connects, and has its barrier. Default: None, the current CUDA device.
         max_ctas: Largest number of the GPU's thread blocks (CTAs) that NCCL may use; training uses the others.
             Default: 4.
-        meeting_options: Settings for the meeting of members in the store. Default: None, the defaults of
+        meeting_options: Settings of the rendezvous of members through the store. Default: None, the defaults of
             `MeetingOptions`.
 
     Raises:
@@ -300,7 +302,7 @@ class TorchCollectives(ElasticCommunicator["TorchCollectives"]):
         self._flights.land()
 
     def _large_tag(self, data: Tensor) -> int | None:
-        """Return the message tag of this all-gather or all-to-all if it uses sends and receives, else None."""
+        """Return the tag of an operation that is so large that it uses sends and receives; otherwise None."""
         if self._backend != "gloo" or data.numel() < _LARGE_BYTES:
             return None
         return self._seq % _MOST_TAGS

@@ -39,11 +39,11 @@ class TorchGroup:
     """A process group with the sockets that it owns.
 
     Args:
-        pg: torch's object.
-        sockets: File descriptors with their inodes; they are shut down to break the group off.
-        waits: Whether a thread may wait in torch for a work with a deadline that ends only this wait (Gloo). Otherwise
-            works are only polled (NCCL, MPI).
-        aborts: Whether torch's object can cancel operations (NCCL). Default: False.
+        pg: torch's process group.
+        sockets: File descriptors with their inodes. Shutting these sockets down aborts the group.
+        waits: Whether a thread may wait for one of torch's `Work` objects with a timeout that ends only the wait, and
+            not the group (Gloo). Otherwise `Work` objects are polled (NCCL, MPI).
+        aborts: Whether torch's process group can cancel operations (NCCL). Default: False.
     """
 
     def __init__(self, pg: Any, sockets: dict[int, int], waits: bool, aborts: bool = False) -> None:
@@ -120,7 +120,10 @@ class TorchGroup:
         self.helpers.discard(threading.current_thread())
 
     def _works(self, operation: Operation[Any]) -> tuple[Any, ...] | None:
-        """Return torch's works of an operation, which are kept here only, so that operations keep no group alive."""
+        """Return torch's `Work` objects of an operation, or None if it has ended.
+
+        Only the group keeps them, so that operations keep no group alive.
+        """
         return self.in_flight.get(operation.seq, (None, None))[1]
 
     def _sleep(self, operation: Operation[Any], seconds: float) -> None:
@@ -142,7 +145,10 @@ class TorchGroup:
             ended(RuntimeError("the connection to a peer was lost"))
 
     def helped_by(self, helper: threading.Thread, backstop_s: float) -> None:
-        """Register a thread that waits in torch for ``backstop_s`` seconds at most, and then leaves `helpers`."""
+        """Record in `helpers` that a thread may wait in torch, so that the group is not destroyed meanwhile.
+
+        The thread waits for ``backstop_s`` seconds at most. It removes itself from `helpers` when its wait has ended.
+        """
         self.helpers.add(helper)
         self.lets_go_at = max(self.lets_go_at, time.monotonic() + backstop_s)
 
@@ -188,7 +194,10 @@ class TorchGroup:
 
 
 def sweep() -> None:
-    """Destroy disposed groups that were kept because torch still waited in them, if torch does not wait any more."""
+    """Destroy the disposed groups in which torch no longer waits.
+
+    They were kept because an operation still waited in them.
+    """
     for group in [group for group in _undead if not group.busy() and not group.inherited]:
         _undead.remove(group)
         group.free()
@@ -220,14 +229,14 @@ def swap(pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor],
     """Send to all peers and receive from them at the same time; copy this rank's own part.
 
     Args:
-        pg: torch's object.
+        pg: torch's process group.
         rank: This rank.
         mine: Tensor to send to each rank.
         theirs: Tensor to receive from each rank.
         tag: Tag of the messages.
 
     Returns:
-        The works of torch.
+        torch's `Work` objects, to wait for.
     """
     theirs[rank].copy_(mine[rank])
     peers = [peer for peer in mine if peer != rank]
@@ -237,7 +246,11 @@ def swap(pg: Any, rank: int, mine: dict[int, Tensor], theirs: dict[int, Tensor],
 
 
 def keep_for_good(thing: object) -> None:
-    """Prevent that an object is ever destroyed: its end would wait for hours, or for a thread that a fork lacks."""
+    """Keep an object alive for ever, because its destructor would block.
+
+    It would block for hours, or, in a forked process, for ever, because it waits for a thread that the fork does not
+    have.
+    """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(thing))
 
 

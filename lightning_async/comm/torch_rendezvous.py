@@ -34,7 +34,7 @@ Ports = list[int]
 
 @dataclass
 class MeetingOptions:
-    """The settings with which members meet in the store; a communicator and all its forks share one object."""
+    """The settings of the rendezvous of a communicator's members through a store; all forks share one object."""
 
     seal: Seal = field(default_factory=Seal)  # seal of their messages in the store
     # Raises if a member is lost, so that waiting is in vain; may be set after the communicator was made.
@@ -132,7 +132,10 @@ class _GroupRendezvous:
             )
 
     def view(self, prefix: str = "") -> PollingStore:
-        """Return a store whose waits call `check`."""
+        """Return a view of the store with keys under ``prefix``.
+
+        Its waits call `check` repeatedly, which may raise to end them.
+        """
         return PollingStore(self.store, prefix, self.check, self._meeting_options.seal)
 
     def say(self, phase: str, ports: Ports | None) -> None:

@@ -78,7 +78,7 @@ RUNTIME = ("cloudpickle", "psutil", "pyyaml", "packaging", "cffi>=1.4.0")
 
 @dataclass(frozen=True, kw_only=True)
 class Build:
-    """The features of a wheel."""
+    """The features that a Horovod wheel is built with, such as NCCL and MPI."""
 
     torch: str  # version of torch, such as ``"2.13.0+cpu"``
     cxx: int  # the C++ standard of torch's headers

@@ -137,7 +137,7 @@ class HorovodOperation(Operation[T]):
 
 
 class Flight:
-    """An operation submitted piece by piece, so that small operations of other forks can run between the pieces."""
+    """An operation that is submitted in pieces, so that operations of other communicators can run between them."""
 
     def __init__(self, world: HorovodWorld, name: str, starts: Sequence[Start], operation: HorovodOperation) -> None:
         self.operation = operation
@@ -150,7 +150,12 @@ class Flight:
         self._lock = threading.Lock()
 
     def advance(self, finish: Callable[[list[Any]], object]) -> None:
-        """Submit the next piece if the last one is done; end the operation if all are done. Never blocks."""
+        """Submit the next piece if the last one is done.
+
+        If all are done, complete the operation with ``finish``'s result.
+
+        Never blocks. ``finish`` receives the results of all pieces.
+        """
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -185,13 +190,13 @@ _NATIVE = frozenset({torch.float32, torch.float64, torch.int32, torch.int64})
 
 
 class HorovodCollectives(Communicator["HorovodCollectives"]):
-    """A communicator over Horovod's ranks, whose operations have a prefix of names of its own.
+    """A communicator over Horovod's ranks. The names of its operations begin with a prefix of its own.
 
-    So its operations need an order among themselves only. Large buffers are sent in pieces, one at a time, so that
-    small operations of other forks can run between them. Operations that only move data send it as uint8. Bools, small
-    integers and half types are reduced as int64 or fp32 and rounded once, except for types in ``native``. With
-    ``recurring``, all operations of one kind have the same name: Horovod remembers what it has negotiated for a name,
-    and would negotiate numbered names each time.
+    So only its own operations need the same order on all ranks. Large buffers are sent in pieces, one at a time, so
+    that small operations of other communicators can run between the pieces. Operations that only move data send it as
+    uint8. Bools, small integers and half types are reduced as int64 or fp32 and rounded once, except for the dtypes in
+    ``native``, which Horovod reduces itself. With ``recurring``, all operations of one kind have the same name: Horovod
+    remembers what it has negotiated for a name, and would negotiate each new name again.
     """
 
     def __init__(
@@ -394,7 +399,10 @@ def run_elastic(
     HorovodWorld.join(gloo_timeout=gloo_timeout)
 
     class State(elastic.State):
-        """The state object that Horovod Elastic asks for. It stores nothing, because `Committed` holds the value."""
+        """The state object that Horovod Elastic asks for.
+
+        It stores nothing, because `Committed` holds the committed value.
+        """
 
         def __init__(self) -> None:
             super().__init__(bcast_object=broadcast, get_rank=lambda: HorovodWorld.join().rank)

@@ -1,6 +1,6 @@
 """Horovod Elastic: `fit_elastic` starts a fit again, from memory, when ranks are lost or join.
 
-`Commits` makes the commits, which are states of a fit that all ranks have agreed on, in memory.
+`Commits` keeps the commits in memory. A commit is a state of the fit on which all ranks have agreed.
 """
 
 from __future__ import annotations
@@ -123,7 +123,10 @@ class Commits(CollectiveCallback, Callback):
         """The weight of the last batch in the epoch ``_epoch``, which was resumed."""
 
     def path(self) -> str | None:
-        """Let the strategy read the commit as if it was a file; return its path, or None if there is no commit."""
+        """Register the commit under a made-up path, from which the strategy can load it; return this path.
+
+        Returns None if there is no commit.
+        """
         checkpoint = self._committed.value.checkpoint
         if checkpoint is None:
             return None
@@ -140,7 +143,7 @@ class Commits(CollectiveCallback, Callback):
             self._undo += self._resume.install()
 
     def _beside(self) -> FaultTolerantCheckpoint | None:
-        """Return the Trainer's `FaultTolerantCheckpoint`, if any; its `Resume` is then used for commits, too."""
+        """Return the Trainer's `FaultTolerantCheckpoint`, if any. Its `Resume` then also restores commits."""
         return next((each for each in self._trainer.callbacks if isinstance(each, FaultTolerantCheckpoint)), None)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -45,12 +45,14 @@ class GradientReducer:
 
     .. math:: g \leftarrow \frac{1}{n} \sum_i g_i
 
-    Gradients move into flat buckets as the backward pass computes them. The reduction of a bucket begins as soon as the
-    bucket is complete, while the backward pass continues. `finish` waits for all buckets. Until then, the gradient of a
-    parameter in such a bucket is ``None``, so that the rest of the pass can use its memory. Gradients of a second pass
-    are added to the mean, and averaged with it once more. A parameter that no replica used keeps ``None``. If only some
-    replicas used a parameter, its gradient counts as zero on the others. A mean that is not finite is dropped on all
-    replicas: the gradients of all parameters are then ``None``.
+    Gradients move into flat buckets as the backward pass computes them. The reduction of a bucket begins as soon as
+    the bucket is complete, while the backward pass continues. `finish` waits for all reductions. While a bucket is
+    reduced, the gradients of its parameters are ``None``, so that the rest of the pass can use their memory.
+
+    After a second backward pass, the sum of the earlier mean and the new gradients is averaged. The earlier mean is
+    equal on all replicas, so averaging does not change it. A parameter that no replica used keeps ``None``. If only
+    some replicas used a parameter, its gradient counts as zero on the others. If a mean is not finite, the gradients
+    of all parameters are set to ``None`` on all replicas.
 
     Args:
         params: Parameters to train, in the order of the forward pass.
@@ -59,8 +61,8 @@ class GradientReducer:
         wire: Type in which gradients are sent (``torch.float16`` halves the bytes). Default: their own type.
         mean: Whether gradients are divided by the number of replicas before they are sent.
         all_reduce: Function that reduces a bucket. Default: a sum.
-        on_drop: Function that is called when a mean was dropped. None: no mean is dropped, because a gradient scaler
-            needs to see it.
+        on_drop: Function that is called when gradients were set to ``None`` because a mean was not finite. None: such
+            gradients are kept, because a gradient scaler needs to see them.
     """
 
     def __init__(

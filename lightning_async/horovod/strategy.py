@@ -133,7 +133,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._undo += ShortEpochs(trainer).install()
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Average the gradients of newly unfrozen parameters, too; every rank must have unfrozen the same ones."""
+        """Begin to average the gradients of newly unfrozen parameters; every rank must have unfrozen the same ones."""
         if self._reducer is None or self._reducer.begun:
             return
         if any(param.requires_grad and id(param) not in self._averaged for param in self.module.parameters()):
@@ -207,7 +207,7 @@ class HorovodStrategy(ReplicatedStrategy):
             self._reducer.enabled = True
 
     def write_state(self, checkpoint: dict[str, Any], origin: str = "") -> None:
-        """Add nothing to a checkpoint, because Lightning's own one is complete; ``origin`` names the commit."""
+        """Add nothing to a checkpoint, because Lightning's own checkpoint is complete; ``origin`` is not used."""
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return super().backward(closure_loss if self.weight == 1.0 else closure_loss * self.weight, *args, **kwargs)

@@ -84,7 +84,7 @@ class HorovodEnvironment(ClusterEnvironment):
         return self._rank if world is None else world.rank
 
     def set_global_rank(self, rank: int) -> None:
-        """Do nothing, because the launcher has set the numbers."""
+        """Do nothing, because the launcher has set the rank of this process."""
 
     def local_rank(self) -> int:
         world = HorovodWorld.current()

@@ -52,7 +52,7 @@ class LaunchedJob:
         return [sys.executable, "-u", *self.program]
 
     def variables(self, rank: int, port: int | str, restarts: int) -> dict[str, str]:
-        """Return the variables of a rank that differ from those of the shell."""
+        """Return the environment variables that a rank gets in addition to the launcher's own."""
         return {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),

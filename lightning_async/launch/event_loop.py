@@ -29,7 +29,6 @@ class EventLoop:
         self._selector.register(fd, selectors.EVENT_READ, call)
 
     def forget(self, fd: int) -> None:
-        """Stop watching the descriptor."""
         if fd in self._selector.get_map():
             self._selector.unregister(fd)
 
@@ -38,7 +37,6 @@ class EventLoop:
         self._dues[key] = time.monotonic() + seconds, call
 
     def cancel(self, key: Hashable) -> None:
-        """Cancel the call that waits under this key, if there is one."""
         self._dues.pop(key, None)
 
     def step(self, outputs: Outputs) -> None:

@@ -49,7 +49,9 @@ class ReportedProgress:
         self._heard: dict[tuple[str, int], tuple[float, float]] = {}
 
     def look(self, standings: Sequence[StatusRecord], now: float) -> str | None:
-        """Return a text with the state of each rank if the job hangs, else None; after a text, the limit starts again.
+        """Return a report of each rank's state if no rank has made progress within the time limit, else None.
+
+        After a report, the time limit begins again.
 
         Args:
             standings: Newest records of all ranks.

@@ -189,7 +189,7 @@ class Stream:
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """Return what a terminal shows in the end of a line whose parts overwrite each other, as in a progress bar."""
+    """Return the text that remains visible in a terminal if parts of a line overwrite each other (a progress bar)."""
     drawn = [part for part in line.split(b"\r") if part]
     return _CURSOR.sub(b"", drawn[-1]) if drawn else b""
 
@@ -229,7 +229,6 @@ class Outputs:
 
     @property
     def descriptors(self) -> set[int]:
-        """All descriptors of streams and sinks."""
         return {stream.fd for pair in self.streams for stream in pair} | {sink.fd for sink in self.sinks}
 
     def watch(self, selector: selectors.BaseSelector) -> None:

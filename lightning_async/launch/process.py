@@ -113,11 +113,11 @@ class Process:
                 return
 
     def tell(self, death: Death) -> None:
-        """Tell the process that another rank has died, without waiting.
+        """Send the process the message that another rank has died, without waiting.
 
         A process that does not read this message notices the death later, because nothing more comes from that rank. If
-        this process has ended itself, sending to it would make the system drop its unread messages. So they are read
-        first, and kept for `messages`.
+        the process has ended meanwhile, the system would drop the messages from it that are still unread. So they are
+        read first, and stored for `messages`.
         """
         self._unread += self._read()
         with contextlib.suppress(OSError):
@@ -196,7 +196,7 @@ def _message(said: Any) -> str:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of one rank."""
+    """The end of a rank's process: its status, how long it lived, and its last output."""
 
     rank: int
     pid: int  # process id; 0 if there never was a process
@@ -208,7 +208,6 @@ class Ending:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal."""
     try:
         return signal.Signals(number).name
     except ValueError:

@@ -136,7 +136,10 @@ class Ranks:
         return self._keeper
 
     def _lose(self, keeper: LaunchStore) -> None:
-        """Report the end of the store's process, and start another, which ranks need to save if the launcher dies."""
+        """Report that the store's process has ended, and start another store.
+
+        If the launcher dies, the ranks need the store for their last save.
+        """
         self._loop.forget(keeper.pidfd)
         self._loop.forget(keeper.channel)
         self._keeper = None
@@ -181,7 +184,11 @@ class Ranks:
                 self._supervisor.told(rank, *told)
 
     def close(self) -> None:
-        """Close the pipes at the very end. Ranks that `leave` did not kill save, as if the launcher had been killed."""
+        """Close the launcher's ends of the pipes, as its last act.
+
+        Ranks that still run, because `leave` was not called, then behave as if the launcher had been killed: they save
+        and end.
+        """
         for fd in (fd for pipe in self._pipes for fd in pipe):
             os.close(fd)
         self._pipes.clear()

@@ -16,8 +16,6 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class JobEntry:
-    """A running job."""
-
     launcher: int  # process id of its launcher
     started: int  # start time of that process, in ticks: another process may get the same id later
     port: int  # port of the store, which listens on loopback
@@ -26,11 +24,13 @@ class JobEntry:
 
 
 class Registry:
-    """The registry entry of this launcher. A launcher whose entry cannot be written runs without one.
+    """The file by which this launcher's job is found: it is one entry in the user's folder of running jobs.
+
+    `lightning-async status` reads this folder. A launcher whose entry cannot be written runs without an entry.
 
     Args:
         secret: Secret of the job.
-        program: Command line, without Python.
+        program: Command line of the program, without the Python interpreter.
     """
 
     def __init__(self, secret: str, program: tuple[str, ...]) -> None:
@@ -39,7 +39,7 @@ class Registry:
         self._path = _folder() / f"{os.getpid()}.json"
 
     def write(self, port: int) -> None:
-        """Write the entry, with the port of the store."""
+        """Write this job's entry. ``port`` is the port of the job's store."""
         entry = JobEntry(
             launcher=os.getpid(), started=_started(os.getpid()) or 0, port=port, secret=self._secret,
             program=self._program,
@@ -57,7 +57,6 @@ class Registry:
             part.rename(self._path)
 
     def remove(self) -> None:
-        """Delete the entry."""
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
 
@@ -90,7 +89,10 @@ def _folder() -> Path:
 
 
 def _is_ours(folder: Path) -> bool:
-    """Return whether no other user can use the folder; any user may have made it, if it is in a shared directory."""
+    """Return whether the folder belongs to this user, and no other user can read or change it.
+
+    This is checked because the folder may be in a shared directory, where another user may have made it first.
+    """
     try:
         found = folder.lstat()
     except OSError:

@@ -4,7 +4,7 @@
     REGROUPING -- all live ranks report that they continue ---> RUNNING; the rank is lost, and started again later
     RUNNING ----- they report that it is with them again -----> RUNNING; the rank is not lost any more
     REGROUPING -- they do not report this in time ------------> STOPPING
-    both -------- the store dies, or a signal comes ----------> STOPPING
+    RUNNING or REGROUPING: the store dies, or a signal comes -> STOPPING
     STOPPING ---- the last rank has ended --------------------> BACKING_OFF, or FINISHED
     BACKING_OFF - the pause is over --------------------------> RUNNING
 
@@ -70,7 +70,6 @@ class Policy:
 
     @property
     def all(self) -> frozenset[int]:
-        """All ranks."""
         return frozenset(range(self.ranks))
 
     @property
@@ -90,7 +89,7 @@ class Policy:
 
 
 class Phase(Enum):
-    """The phase of a job, see the module's first lines."""
+    """The phase of a job. The module's docstring shows the transitions between phases."""
 
     RUNNING = "running"
     REGROUPING = "regrouping"
@@ -120,7 +119,7 @@ class LaunchGeneration:
 
 @dataclass(frozen=True)
 class RankReported:
-    """An event: a rank has reported that it is in this generation."""
+    """An event: a rank has reported that it is in this generation of the process groups."""
 
     rank: int
     generation: LaunchGeneration
@@ -141,7 +140,10 @@ class Signalled:
 
 @dataclass(frozen=True)
 class Due:
-    """An event: the last `Wait` of the job is over or, with a rank, the last `Wait` of that rank."""
+    """An event: the time of the newest `Wait` is over.
+
+    If ``rank`` is set, it is the `Wait` of this rank, else of the job.
+    """
 
     rank: int | None = None
 
@@ -200,8 +202,6 @@ Action = StartRanks | Rejoin | Send | Announce | Wait | Finish
 
 @dataclass(frozen=True)
 class LaunchState:
-    """The state of a job, as the launcher knows it."""
-
     phase: Phase = Phase.RUNNING
     living: frozenset[int] = frozenset()  # ranks whose processes live
     # Exit statuses of the ranks of this start that have ended, in the order of their ends.
@@ -224,7 +224,6 @@ class LaunchState:
 
     @property
     def trains(self) -> bool:
-        """Whether training is under way."""
         return self.phase in (Phase.RUNNING, Phase.REGROUPING)
 
     @property
@@ -234,7 +233,10 @@ class LaunchState:
 
     @property
     def first(self) -> int | None:
-        """The first rank to die since all were started, except lost ones; None if none did, or the store died first."""
+        """The first rank that failed since all ranks were started; None if no rank failed, or if the store ended first.
+
+        Lost ranks do not count, because the other ranks have continued without them.
+        """
         if self.store_lost:
             return None
         return next((rank for rank, status in self.statuses.items() if status != 0 and rank not in self.lost), None)

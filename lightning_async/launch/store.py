@@ -48,11 +48,14 @@ class LaunchStore:
 
     @property
     def channel(self) -> int:
-        """Descriptor that is readable when the process has a message."""
+        """Descriptor that is readable when the store's process has sent a message."""
         return self._channel.fileno()
 
     def words(self) -> str:
-        """Return a message about ranks that hang; empty if the process has ended, or all ranks were restarted since."""
+        """Return the message of the store's process that the ranks hang.
+
+        It is empty if the store's process has ended, or if all ranks were restarted after the message was sent.
+        """
         try:
             said = self._channel.recv(_LONGEST_WORDS, socket.MSG_DONTWAIT).decode(errors="replace")
         except OSError:

@@ -1,15 +1,16 @@
-"""The process beside the launcher that keeps the store, also while ranks save after the launcher was killed.
+"""The process beside the launcher that holds the store, also while ranks save after the launcher was killed.
 
-It runs in a session of its own, and starts without this package's ``__init__``. It imports torch for the first store,
-while the ranks import torch, too. The ranks can connect at once, because the launcher opens the listening socket and
-passes it to this process, the keeper.
+It runs in a session of its own, and starts without this package's ``__init__``. Each restart of all ranks gets a new
+store. The import of torch does not delay the ranks: this process imports torch while the ranks import torch, too. The
+ranks can connect at once, because the launcher opens the listening socket and passes it to this process, the keeper.
 
     launcher --- a message with a descriptor ---> keeper: open a store on this socket; a rank has started or ended
              <-- text -------------------------- keeper: no rank takes steps, if hang detection is on
-             --- the end of the channel --------> keeper: the launcher was killed (else it kills the keeper at its end)
+             --- the channel ends -------------> keeper: the launcher was killed
 
-When the launcher is killed, the system sends its ranks a SIGTERM, and they save. For that they need the store, and a
-process that reads their output. Ranks that have not ended after the grace time are killed.
+A launcher that ends normally kills the keeper. When the launcher is killed, the system sends its ranks a SIGTERM, and
+they save. For that they need the store, and a process that reads their output. Ranks that have not ended after the
+grace time are killed.
 """
 
 from __future__ import annotations

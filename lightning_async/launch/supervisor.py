@@ -45,7 +45,6 @@ class Supervisor:
         self._registry = Registry(job.base.get(SECRET, ""), tuple(job.program))
 
     def run(self) -> int:
-        """Run the job, and return the exit code."""
         self._ranks = ranks = Ranks(self._job, self._policy, self._logs, self._loop, self)
         try:
             with self._loop.signals(self._signalled):
@@ -76,13 +75,16 @@ class Supervisor:
             self._follow(state_machine.RankReported(rank, generation))
 
     def ended(self, ending: Ending) -> None:
-        """Handle the end of a rank."""
+        """Record that a rank has ended, and do what the state machine decides."""
         self._living.pop(ending.rank, None)
         self._endings.append(replace(ending, told=self._told.get(ending.rank)))
         self._follow(state_machine.Ended(ending.rank, HUNG if ending.rank in self._hung else ending.status))
 
     def unkept(self, how: str) -> None:
-        """Handle the end of the process that keeps the store."""
+        """Log that the process that holds the store has ended, and do what the state machine decides.
+
+        ``how`` says how the process ended.
+        """
         self._say(f"The process that keeps the store has ended ({how}).")
         self._follow(state_machine.StoreEnded())
 
@@ -150,7 +152,10 @@ class Supervisor:
             self._start_rank(rank)
 
     def _start_again(self, action: state_machine.Rejoin) -> None:
-        """Start one rank alone, while others train; if this fails, report its end, and the others continue."""
+        """Start one rank alone, while others train.
+
+        If it cannot be started, record that it has ended; the others continue.
+        """
         try:
             self._start_rank(action.rank, action.count)
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Warm spares: processes that have done slow imports, and become the next rank that is started again.
+"""Warm spares: processes that have done slow imports in advance. When a rank must be restarted, one of them becomes it.
 
 Until then a warm spare is no rank: it uses no port, store or file, no other process waits for it, and the end of the
 launcher ends it. `warm_spare_main` is its program.
@@ -34,10 +34,10 @@ def can_stand_by(job: LaunchedJob) -> bool:
 
 
 class WarmSpares:
-    """The warm spares of a job.
+    """The warm spares of a job: processes that have imported its modules, and wait to replace a rank that dies.
 
     Args:
-        job: The program.
+        job: The job, with the command line of its program.
         count: Largest number of warm spares.
         say: Function that writes a line to the launcher's output.
     """
@@ -50,7 +50,11 @@ class WarmSpares:
         self._waiting: list[Process] = []
 
     def learn(self, program: Program) -> None:
-        """Note which modules the ranks' program has imported; have no spares if it sets variables that imports read."""
+        """Record which modules the ranks' program has imported, so that spares import them.
+
+        If the program itself sets environment variables that are read at imports, there are no spares: they would have
+        imported without these variables.
+        """
         if program.sets:
             self._stop(f"the program sets {', '.join(program.sets)} itself, which is read at imports")
             self.close()
@@ -86,7 +90,6 @@ class WarmSpares:
         return None
 
     def close(self) -> None:
-        """Kill all warm spares."""
         for process in self._waiting:
             process.signal(signal.SIGKILL)
         while self._waiting:

@@ -25,7 +25,7 @@ _LONGEST = 1 << 16
 
 
 def main() -> None:
-    """Import, wait for the launcher, and run the program as a rank."""
+    """Import the program's modules, wait until the launcher needs this spare, and run the program as a rank."""
     channel, imports, *program = sys.argv[1:]
     _be_started_as(program)
     problem = _import(imports.split(","))
@@ -55,9 +55,10 @@ def _import(names: Sequence[str]) -> str:
 
 
 def _wait_for_the_launcher(channel: str, problem: str) -> None:
-    """Report to the launcher that the imports are done, or failed; then wait, and adopt a rank's variables and output.
+    """Report to the launcher that the imports are done, or failed, and wait until it sends a rank's place.
 
-    If the launcher ends meanwhile, the system ends this process, too.
+    Then take the rank's environment variables and output streams. If the launcher ends meanwhile, the system ends this
+    process, too.
     """
     with socket.socket(fileno=os.dup(int(channel.partition(":")[0]))) as launcher:
         launcher.send(json.dumps({"process": os.getpid(), "standby": problem[:1000]}).encode())

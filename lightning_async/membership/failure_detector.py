@@ -90,8 +90,11 @@ class Peer:
     def judge(self, record: Record | None, passed_s: float, dead_s: float, start_s: float) -> None:
         """Update the peer from a reading of its record, made ``passed_s`` seconds after the previous reading.
 
-        ``record`` is None if the store had no valid record. ``dead_s`` and ``start_s`` are those of `FailureDetector`:
-        the silence in seconds after which a peer is lost.
+        Args:
+            record: The peer's record; None if the store had no valid record.
+            passed_s: Seconds since the previous reading.
+            dead_s: Silence in seconds after which the peer is lost if it was seen before.
+            start_s: Silence in seconds after which the peer is lost if it was never seen.
         """
         # A late write may put an earlier record of the same process in place again.
         older = record is not None and record.life == self.record.life and record.beat < self.record.beat
@@ -165,8 +168,8 @@ class FailureDetector:
     """The failure detector of one rank: its peers by name, and the generation that the rank is in.
 
     Args:
-        generation: The rank's first generation; that of a joining rank has no other member.
-        fresh: Whether the store is as new as the job; see `Membership`.
+        generation: The rank's first generation. A joining rank is the only member of its first generation.
+        fresh: Whether the store was started with this job, so that it contains no older records; see `Membership`.
         dead_s: Silence in seconds after which a peer that was seen is lost.
         start_s: Silence in seconds after which a peer that was never seen is lost.
         elastic: Whether ranks may join. If True, the members of a new generation are ordered by how long they have been
@@ -258,8 +261,9 @@ class FailureDetector:
     def newest(self) -> int:
         """Return the number of the newest generation that a live peer is in, or waits for.
 
-        If no rank may come back, this is at most the next generation, so that this rank skips none. The others may have
-        decided the next generation without this rank. Then this rank must find that out, and not ask for a later one.
+        If lost ranks may not come back, the result is at most this rank's generation plus one. The other ranks may have
+        formed that generation without this rank. Then this rank must learn so, instead of asking for a later
+        generation.
         """
         newest = max([peer.record.wanted for peer in self._heard().values() if peer.up], default=0)
         return newest if self.readmit else min(newest, self.generation.number + 1)
@@ -280,9 +284,10 @@ class FailureDetector:
     def proposal(self, mine: Record) -> list[str] | None:
         """Return the members of generation ``mine.wanted``, in rank order; None if this rank cannot propose them yet.
 
-        If ranks may join, the longest members come first, because rank 0 must not be a rank that has just joined and
-        lacks the others' state. Otherwise members are ordered by name, so that a rank that entered a generation late
-        keeps its place. A joining rank proposes nothing, because it may not know all ranks yet.
+        If ranks may join, the members are ordered by how long they have been members, longest first. A rank that has
+        just joined lacks the others' state, so it must not become rank 0. If ranks may not join, members are ordered by
+        name, so that a rank that entered a generation late keeps its number. A joining rank proposes nothing, because
+        it may not know all ranks yet.
         """
         if not self.enough or self.generation.number < 0 or self.awaited(mine.wanted):
             return None

@@ -62,10 +62,13 @@ class Generation:
 
 
 def at_start(who: str, rank: int, world_size: int, member: str | None) -> Generation:
-    """Return a rank's first generation, from the arguments of the class or function named ``who``.
+    """Return a rank's first generation of the process groups.
 
-    Without ``member``, the generation has all ``world_size`` ranks. ``member`` is the name of a joining rank, which is
-    then the only member.
+    Args:
+        who: Name of the class or function that got the arguments, for error messages.
+        rank: Number of the rank.
+        world_size: Number of ranks. Without ``member``, the generation has all of them.
+        member: Name of a joining rank, which is then the only member. None: the rank does not join.
 
     Raises:
         ValueError: The arguments do not fit together.

@@ -30,7 +30,7 @@ _PROBE = timedelta(seconds=2)
 
 
 class Waiting(Exception):
-    """The exception that is raised instead of a request during a pause, after the store has not answered in time."""
+    """An exception: a request is not sent, because the store has not answered the last one and a pause is not over."""
 
 
 class HeartbeatStore:
@@ -177,7 +177,11 @@ class HeartbeatStore:
         return [self._parse(name, value) for name, value in zip(keys, read_all(self._store, keys), strict=True)]
 
     def _read_with_names(self) -> list[Record | None]:
-        """Return the records of all peers, read together with the list of names; new names need further requests."""
+        """Return the records of all peers, read in one request together with the list of names.
+
+        If the list has new names, their records are read by further requests. A record is None if it is missing or
+        invalid.
+        """
         keys = [key(name) for name in self._peers]
         *values, lines = read_all(self._store, [*keys, _NAMES])
         records = [self._parse(name, value) for name, value in zip(keys, values, strict=True)]

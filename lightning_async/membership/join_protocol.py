@@ -105,10 +105,10 @@ class JoinBoard:
 
 
 class JoinBoardWithTimeout(JoinBoard):
-    """A board whose notes are read on another thread, with a client of its own, so that reading has a limit.
+    """A `JoinBoard` that reads the store on another thread, with a client of its own, so that reading has a time limit.
 
-    ``check`` is called repeatedly while the store is silent, and raises to give up. Reading raises StoreLost if the
-    store is silent for ``dead_after``, and RuntimeError or ConnectionError if it cannot be reached.
+    ``check`` is called repeatedly while the store is silent, and raises to end the reading. Reading raises StoreLost if
+    the store is silent for ``dead_after``, and RuntimeError or ConnectionError if it cannot be reached.
     """
 
     def __init__(self, door: JoinBoard, rank: int, dead_after: timedelta, check: Callable[[], None]) -> None:

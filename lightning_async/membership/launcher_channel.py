@@ -3,10 +3,13 @@
     rank --- {"process": 4711, "generation": 1, "members": ["0", "2"], "imports": ["torch"], "sets": []} ---> launcher
     rank <-- {"process": 4711, "dead": 1, "was": 4712, "how": "its process was killed"} --- launcher
 
-The launcher gives each rank one end of a pair of sockets; an environment variable names it by descriptor, device and
-inode. One message is one datagram: it arrives whole or not at all, never waits for a reader, and raises no SIGPIPE.
-Forks of a rank inherit the descriptor: the launcher ignores their messages, and they read none. This module imports the
-standard library only, because the launcher runs without torch.
+``imports`` are slow modules that the program has imported, and ``sets`` are the environment variables that the program
+has set itself. ``was`` is the process id of the dead rank.
+
+The launcher and each rank are connected by a pair of sockets. An environment variable identifies the rank's socket by
+descriptor, device and inode. One message is one datagram: it arrives whole or not at all, never waits for a reader, and
+raises no SIGPIPE. Forks of a rank inherit the descriptor: the launcher ignores their messages, and they read none. This
+module imports the standard library only, because the launcher runs without torch.
 """
 
 from __future__ import annotations
@@ -64,10 +67,10 @@ class Program(NamedTuple):
 
 
 def tell_generation(number: int, members: Sequence[str]) -> None:
-    """Send the launcher this rank's generation, by stable names, and what its program has imported.
+    """Send the launcher this rank's generation and its members, and the slow modules that the program has imported.
 
-    This neither waits nor raises, even if there is no launcher or the descriptor is another file by now. The message is
-    lost if the launcher has hundreds of unread messages.
+    This neither waits nor raises, even if there is no launcher, or if the socket's descriptor now belongs to another
+    file. The message is lost if the launcher has hundreds of unread messages.
     """
     said = {"process": os.getpid(), "generation": int(number), "members": [str(member) for member in members]}
     message = _dump({**said, "imports": [name for name in sys.modules if name in _IMPORTS], "sets": _set_by_itself()})
@@ -102,7 +105,7 @@ def came_back() -> int | None:
 
 
 def attempt() -> str:
-    """Return the launcher's number of the common start of all ranks to which this process belongs; the first is "0"."""
+    """Return how often the launcher had restarted all ranks together when this process was started, such as "0"."""
     text, _, told = os.environ.get(REJOIN, "").partition("@")
     return told or ("0" if text == _BY_TORCHRUN else os.environ.get(_RESTARTS, "0"))
 
@@ -221,7 +224,9 @@ def heard(message: bytes, process: int) -> tuple[int, tuple[str, ...]] | None:
 
 
 def program(message: bytes, process: int) -> Program | None:
-    """Return what a rank's message says about the rank's program; None for any other message.
+    """Return what a rank's message says of its program: imported modules, and environment variables that it has set.
+
+    Returns None for a message of another kind, or of another process than ``process``.
 
     >>> program(b'{"process":4711,"imports":["torch"],"sets":[]}', 4711)
     Program(imports=('torch',), sets=())

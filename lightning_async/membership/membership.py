@@ -204,12 +204,12 @@ class Membership:
             return max(self._mine.bell, self._failure_detector.bell())
 
     def start(self) -> None:
-        """Publish the first record and start the heartbeat thread; do nothing if it runs.
+        """Publish the first record and start the heartbeat thread; do nothing if the thread runs.
 
         Raises:
             AsyncTrainingError: Another live process has this rank's name; it is not disturbed.
-            RuntimeError: The store cannot be reached.
-            ConnectionError: The store cannot be reached.
+            RuntimeError: The store does not answer.
+            ConnectionError: The connection to the store has ended.
         """
         if self._heartbeat_thread.started:
             return

@@ -46,7 +46,10 @@ class LivenessPort:
         self.place = f"{host} {self._socket.getsockname()[1]}"
 
     def hang_up(self) -> None:
-        """Accept and close all pending connections: callers only need to know that they were accepted."""
+        """Accept and close all pending connections.
+
+        A peer that connects has learnt by the accept that this process lives.
+        """
         # Accept until there are no more calls, which is reported as an error.
         with contextlib.suppress(OSError):
             while True:
@@ -143,7 +146,10 @@ _BEGAN = 19
 
 
 def place_of(process: int) -> str:
-    """Return a unique name of a process: its host's boot and namespace, its id and start time; "" if unknown."""
+    """Return a text that identifies a process on all hosts; "" if the process is unknown.
+
+    The text contains the host's boot id, the PID namespace, the process id, and the start time.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         number, _, rest = Path(f"/proc/{process}/stat").read_text().partition(" (")
@@ -223,7 +229,10 @@ class LocalProcessWatch:
 
 
 def _find(place: str) -> int | None:
-    """Return a pidfd of the process if it lives on this host; None if it does not, or cannot be found."""
+    """Return a pidfd of the process that ``place`` identifies; None if it has ended, or is on another host.
+
+    See `place_of`.
+    """
     try:
         process = int(place.split()[-2])
         descriptor = os.pidfd_open(process)

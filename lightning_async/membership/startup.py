@@ -52,9 +52,9 @@ _DIFFER = "differ"
 
 
 class WaitWithLog:
-    """A wait with a deadline that logs what it waits for.
+    """A wait with a deadline that logs which ranks are missing.
 
-    ``check`` is called repeatedly, and raises if there is nothing to wait for any more.
+    ``check`` is called repeatedly. It raises if the missing ranks cannot come any more.
     """
 
     def __init__(
@@ -135,9 +135,10 @@ def open_store(
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a listening socket for a store: on loopback if ``address`` is of loopback, else on all addresses.
+    """Return a listening socket for a store.
 
-    Raises AsyncTrainingError if the port stays taken for longer than the store of ended ranks needs to close.
+    It listens on loopback only if ``address`` is a loopback address, else on all addresses. Raises AsyncTrainingError
+    if the port stays taken for longer than the store of an earlier training needs to close.
     """
     until = time.monotonic() + _GOES_S
     while True:
@@ -193,9 +194,10 @@ def _client(address: str, port: int, patience: WaitWithLog, timeout: timedelta) 
 
 
 def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patience: WaitWithLog) -> None:
-    """Wait until all ranks have introduced themselves in the store, and compare their number of ranks and ``job``.
+    """Wait until all ranks have written a greeting into the store, and check that they belong together.
 
-    ``job`` is the launcher's name of the job.
+    They belong together if they were started with the same number of ranks and the same ``job``, the launcher's name of
+    the job.
 
     Raises:
         AsyncTrainingError: Another process has this rank, or ranks differ in the number of ranks or in the job.
@@ -228,23 +230,24 @@ def greet(store: Store, rank: int, world_size: int, job: str, seal: Seal, patien
 
 
 class StartAgreement:
-    """The agreement of ranks on arguments that all of them must share, until they have formed their group.
+    """A check, while ranks start, that all of them were given the same arguments where arguments must be equal.
 
     Each rank publishes its arguments, and compares them with those of the first rank that has published. A rank calls
     `check` while it waits for the others, because ranks with different arguments wait for each other at different
     places.
 
-    A rank that has begun to form the group waits for the others in torch, where it cannot call `check`. So either all
-    ranks raise, or all of them form the group: the first one to call `begin`, or to find different arguments, decides.
+    A rank that has begun to form the process group waits in torch, where it cannot call `check`. It must not wait for a
+    rank that has raised. So the ranks settle by one entry in the store whether to form the group or to raise: the first
+    rank that calls `begin`, or that finds different arguments, writes it.
 
     Args:
         store: Store of the job.
         rank: Number of this rank.
-        how: The arguments.
-        seal: Seal of the job.
+        how: This rank's arguments in words, for the comparison and for the error message.
+        seal: Signer of the job's messages.
 
     Raises:
-        AsyncTrainingError: This rank differs from the first one.
+        AsyncTrainingError: This rank's arguments differ from those of the first rank, and no rank forms the group yet.
     """
 
     def __init__(self, store: Store, rank: int, how: str, seal: Seal) -> None:
@@ -260,20 +263,20 @@ class StartAgreement:
             self._raise(mine)
 
     def check(self) -> None:
-        """Raise AsyncTrainingError if a rank has other arguments, unless other ranks are forming the group."""
+        """Raise AsyncTrainingError if any rank was given different arguments, unless ranks form the group already."""
         room = self._room
         other = self._seal.open(_OTHERWISE, room.get(_OTHERWISE)) if room.check([_OTHERWISE]) else None
         if other is not None and (self._forms or self._settle(_VERDICT, _DIFFER) == _DIFFER):
             self._raise(other.decode(errors="replace"))
 
     def begin(self) -> None:
-        """Note that this rank is about to form the group; raise AsyncTrainingError if ranks differ."""
+        """Record that ranks now form the group; raise AsyncTrainingError if any rank was given different arguments."""
         if self._settle(_VERDICT, _BEGIN) == _DIFFER:
             self.check()
         self._forms = True
 
     def _settle(self, key: str, mine: str) -> str:
-        """Return the value of the first rank that settled ``key``: ``mine`` if that is this rank."""
+        """Write ``mine`` under ``key``, unless another rank has written it already; return the value that is there."""
         found = self._seal.open(key, self._room.compare_set(key, "", self._seal.sign(key, mine.encode())))
         # None: the value is not signed by this job.
         return mine if found is None else found.decode(errors="replace")
@@ -333,14 +336,16 @@ class Assembly:
         assembly/next          the number of the next common start; 0 at first
         assembly/<n>/<rank>    the process that has come to that start, with a count that grows while it waits
         assembly/lives/<rank>  number of processes of this rank so far
-        assembly/ended/<rank>  the process of this rank that has ended in order
+        assembly/ended/<rank>  the process of this rank that has ended normally
         status/...             ranks in training, and their members; see `membership.status`
 
     Each process registers for the start with the number ``next``. When all ranks have registered, the first process
     that sees this increments ``next``, and all begin. If the others are seen to train without this rank, this rank was
-    lost: its process joins their training, which began at the previous common start. If all missing ranks have ended
-    normally, and the last process of this rank has not, there is no training to come back to. That is concluded only
-    after ``settle``, because in a common restart of all ranks others may start later than this one.
+    lost: its process joins their training, which began at the previous common start.
+
+    Some ranks may not come because they have ended normally. If this is so for all missing ranks, and this process
+    replaces one that has failed, the training is over and cannot be joined. A process concludes this only after
+    ``settle``, because in a common restart of all ranks others may start later.
     """
 
     def __init__(
@@ -436,7 +441,10 @@ class Assembly:
         return life > 0 and value == str(life).encode()
 
     def _standings(self) -> list[StatusRecord] | None:
-        """Return the status records that have changed since the last reading; None if that was too short ago."""
+        """Return the status records that have changed since the last reading.
+
+        Returns None if the last reading was less than `_LOOK_S` ago: then the store is not read.
+        """
         if (now := time.monotonic()) < self._looks_at:
             return None
         self._looks_at = now + _LOOK_S
@@ -503,9 +511,18 @@ class ProcessHeartbeat:
             )
 
     def meet(self, name: str, job: str, seal: Seal, timeout: timedelta) -> None:
-        """Wait, with logs, until all live ranks have come to the run ``name``.
+        """Wait until all live ranks have come to the run ``name``; log which ones are missing.
 
-        Raises PeerLost if a process is gone, StoreLost if the store is, and CollectiveTimeout if ranks are missing.
+        Args:
+            name: Name of the run.
+            job: The launcher's name of the job.
+            seal: Signer of the job's messages.
+            timeout: Deadline.
+
+        Raises:
+            PeerLost: A process has died.
+            StoreLost: The store has died.
+            CollectiveTimeout: Ranks are missing at the deadline.
         """
         patience = WaitWithLog(self._rank, timeout, self.check)
         with naming_the_stores_host(self._rank):
@@ -514,7 +531,10 @@ class ProcessHeartbeat:
 
 @contextmanager
 def naming_the_stores_host(rank: int) -> Iterator[None]:
-    """Raise `StoreLost`, which names rank 0, in place of torch's errors of a store that fails in the block."""
+    """Replace torch's errors about a failed store, raised in the block, by `StoreLost`.
+
+    `StoreLost` names the store's host, rank 0.
+    """
     try:
         yield
     except (DistNetworkError, DistStoreError, ConnectionError) as error:

@@ -44,7 +44,10 @@ class Contact:
         self._error = str(error).split("\n", 1)[0][:200]
 
     def lost(self, now: float) -> str | None:
-        """Return why the store is lost, or None. Call this regularly, because its calls measure the silence."""
+        """Return why the store is lost, or None.
+
+        Call this regularly: the store's silence is measured from call to call.
+        """
         # A request may hang because the store's host is stopped, so the silence is measured by calls of this method.
         # Each call adds a limited portion, because this process may have been the one that was stopped.
         self._silent_s += min(now - max(self._asked_at, self._answered_at), self._dead_s / 4)
@@ -60,16 +63,19 @@ class Contact:
 
 
 def own_client(store: Store, timeout: timedelta) -> Store:
-    """Return a client for the calling thread alone, because a blocking request would hold up other threads.
+    """Return a client for the calling thread alone, because a blocking request would delay other threads.
 
-    The client should be kept. For every new client torch's server looks up its name, and answers nobody meanwhile. If
-    the DNS does not answer, that takes many seconds.
+    The client should be kept. For every new client, torch's server looks up the client's host name, and answers nobody
+    meanwhile. If the DNS does not answer, that takes many seconds.
     """
     return connect(store, timeout)[0]
 
 
 def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
-    """Return a client as `own_client` does, and its sockets, by which a request that hangs can be ended."""
+    """Return a new client of the store, and its sockets: inodes by descriptor.
+
+    If a request of the client hangs, shutting its sockets down ends the request. See `own_client`.
+    """
     client: Any = store
     known: Any = base_of(client)
     # Without the lock, another thread's new sockets would be taken for this client's.
@@ -93,11 +99,11 @@ def connect(store: Store, timeout: timedelta) -> tuple[Store, dict[int, int]]:
 
 
 class PollingStore(Store):
-    """A view of a store that never blocks in C, through which torch forms a group.
+    """A view of a store that waits by polling, so that torch can form a group through it without blocking in C.
 
-    Any number of threads can share ``store``, the client that this view wraps. Forming a group can be given up:
-    ``check`` is called repeatedly while a key is waited for, and raises to give up. A value without the right signature
-    counts as missing.
+    Any number of threads can share ``store``, the client that this view wraps. Forming a group can be ended early:
+    ``check`` is called repeatedly while a key is waited for, and may raise. A value without the right signature counts
+    as missing.
     """
 
     def __init__(self, store: Store, prefix: str, check: Callable[[], None], seal: Seal) -> None:
@@ -150,7 +156,10 @@ def read_all(store: Store, keys: Sequence[str]) -> list[bytes]:
 
 
 def reachable(store: Store, timeout: timedelta) -> bool:
-    """Return whether something listens at the store's address, without a client, which would try for long."""
+    """Return whether something listens at the store's address.
+
+    Only a socket is connected. A client of the store would try for long.
+    """
     base = base_of(store)
     if not isinstance(base, TCPStore):
         return True

@@ -1,13 +1,12 @@
 """A store in a process of its own, which outlives the rank that has started it.
 
-    rank 0 --- "outlive" ------------------> all are here: the others may lose rank 0, and continue
-           --- "follow" -------------------> all have ended a run
-           --- the end of the channel -----> rank 0 has ended: after "follow" this process ends, too,
-                                             and after "outlive" once no rank is connected
+    rank 0 --- "outlive" ------------------> the store stays if rank 0 is lost, and ends when no rank is connected
+           --- "follow" -------------------> all ranks have ended a run normally: the store ends with rank 0
+           --- the channel ends -----------> rank 0 has ended
 
-The process has a session of its own, and inherits no pipe or socket of rank 0 whose end another process may wait for.
-Rank 0 opens the listening socket, and hands it over. Ranks may connect before the process has imported torch; they are
-answered afterwards.
+The process has a session of its own. It inherits none of rank 0's pipes and sockets, because some other process may
+wait until they are closed. Rank 0 opens the listening socket, and passes it to the process. Ranks may connect before
+the process has imported torch; they are answered afterwards.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _NOBODY_S = 0.5
 
 
 class StoreProcess:
-    """A child process that serves a store on a listening socket.
+    """A child process that holds a store, and answers ranks at a listening socket.
 
-    It ends when its parent ends, except after `outlive`.
+    It ends when its parent ends, unless `outlive` was called.
     """
 
     def __init__(self, listening: socket.socket) -> None:
@@ -53,7 +52,10 @@ class StoreProcess:
         self._count(1)
 
     def follow(self) -> None:
-        """Note that a run has ended normally. When no run is left, the store ends together with the parent."""
+        """Tell the store's process that a run has ended normally.
+
+        When no run is left, the store ends together with the parent.
+        """
         self._count(-1)
 
     def close(self) -> None:

@@ -74,11 +74,11 @@ def read_metrics(metrics_csv: Path) -> dict[str, Series]:
 def plot_run(metrics_csv: Path, out: Path) -> Path:
     """Draw a run: panels of the user's metrics (loss, accuracy, ...), then panels of communication over the steps.
 
-    Depending on the strategy, the panels of communication show averaging rounds with their hidden share and spread,
-    windows of gradients, or pushes to servers with their version, lag and waiting times. Metrics whose names have the
-    same last part share a panel, such as ``train/loss`` and ``val/loss``, and so do the metrics of several dataloaders.
-    Settings that callbacks log, as `LearningRateMonitor` does, come after the user's metrics, if there is room. Panels
-    without values are not drawn.
+    The panels of communication depend on the strategy. They show averaging rounds, with the part of their time that was
+    hidden behind training and the distance between replicas; or windows of gradients; or pushes to servers with their
+    version, lag and waiting times. Metrics whose names have the same last part share a panel, such as ``train/loss``
+    and ``val/loss``, and so do the metrics of several dataloaders. Settings that callbacks log, as
+    `LearningRateMonitor` does, come after the user's metrics, if there is room. Panels without values are not drawn.
 
     Args:
         metrics_csv: File ``metrics.csv`` that Lightning's `CSVLogger` wrote.

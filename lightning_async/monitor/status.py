@@ -46,10 +46,12 @@ class JobStatus:
 
     @classmethod
     def of(cls, where: str, standings: Sequence[StatusRecord], now: float) -> JobStatus:
-        """Return the status of the job with the store ``where``, given the last record of each process.
+        """Return the status of the job whose store is at the address ``where``, from the records of its processes.
 
-        ``standings`` are these records, in the order in which the processes started. ``now`` is in seconds since 1970.
-        If hosts' clocks differ, durations are wrong by the difference.
+        Args:
+            where: Address of the job's store.
+            standings: Last record of each process, in the order in which the processes started.
+            now: Seconds since 1970. If hosts' clocks differ, durations are wrong by the difference.
         """
         last = {standing.name: standing for standing in standings}
         newest = max(((s.run, s.generation) for s in last.values()), default=(0, 0))
@@ -162,10 +164,16 @@ _GAUGES: dict[str, tuple[str, Callable[[ReplicaStatus], float]]] = {
 
 
 def serve(look: Callable[[], Sequence[JobStatus]], host: str, port: int) -> tuple[int, Callable[[], None]]:
-    """Serve the status that ``look`` returns to Prometheus; return the port, and a function that stops the server.
+    """Serve a job's status to Prometheus; return the port, and a function that stops the server.
 
-    ``look`` is called at each request, on the request's thread. With ``port`` 0, the system chooses a free port. Raises
-    ImportError if prometheus-client is not installed, and OSError for a port that is in use.
+    Args:
+        look: Function that returns the status. It is called at each request, on the request's thread.
+        host: Address at which to listen.
+        port: Port; 0: the system chooses a free one.
+
+    Raises:
+        ImportError: prometheus-client is not installed.
+        OSError: The port is in use.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server  # pyright: ignore[reportMissingImports]

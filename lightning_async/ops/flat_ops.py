@@ -1,7 +1,7 @@
-"""The operations on flat buckets, each composed of its reference, checks, and the native library.
+"""The operations on flat buckets. Each checks its arguments, and runs the native library, or else the reference.
 
-The checks here include that a tensor that is written shares no memory with another one, and does not require grad:
-torch's custom operators check neither.
+The checks include that a written tensor shares no memory with another one, and does not require grad, because torch's
+custom operators check neither.
 """
 
 from __future__ import annotations
@@ -154,8 +154,8 @@ def eager(op: Callable[P, R]) -> Callable[P, R]:
     """Return a function that runs the op without torch's dispatcher.
 
     The dispatcher takes 60 microseconds for each call, and a second before the first one. Pass only tensors that
-    neither autograd nor torch.compile tracks. If the op's tensors must all have one shape, the function does not check
-    the same tensors again.
+    neither autograd nor torch.compile tracks. If the op needs tensors of one shape, their shapes are compared only when
+    the function gets these tensors for the first time.
     """
     return _kernels[op]
 
@@ -337,10 +337,12 @@ outer_merge_ = fused(
 
 
 def _server(name: str, arrays: str, scalars: Callable[..., Sequence[float]]) -> Callable[..., None]:
-    """Return the native implementation of an optimizer step of a server.
+    """Return a function that takes one optimizer step of a parameter server with the native library.
 
-    ``arrays`` has the names of its tensor arguments, in the library's order. ``scalars`` computes the library's scalars
-    from its other arguments.
+    Args:
+        name: Name of the step in the library.
+        arrays: Names of the step's tensor arguments, separated by spaces, in the order in which the library takes them.
+        scalars: Function that computes the library's scalars from the step's other arguments.
     """
     keys = arrays.split()
 

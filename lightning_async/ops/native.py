@@ -130,7 +130,6 @@ def available(device: torch.device) -> bool:
 
 
 def backend(kind: Kind) -> Backend:
-    """Return the backend of the ops on this kind of device."""
     library = _loaded.get(kind)
     if library is None:
         return Backend(name="torch", reason=_loaded.reasons.get(kind, "switched off by `use`"))
@@ -235,9 +234,14 @@ def _chunks(numel: int) -> int:
 
 
 def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), whole: int = 0) -> None:
-    """Run an elementwise op on flat arrays.
+    """Run an elementwise op of the native library on flat arrays, in place.
 
-    If the arrays are pieces of larger arrays, ``whole`` is the number of elements of each larger array; else it is 0.
+    Args:
+        name: Name of the op.
+        arrays: The arrays, in the order in which the library takes them.
+        scalars: The op's scalars. Default: none.
+        whole: If the arrays are pieces of larger arrays, the number of elements of a larger array. Default: 0, no
+            pieces.
     """
     x = arrays[0]
     number = find(x.device.type, name)
@@ -253,7 +257,10 @@ def flat(name: str, arrays: Sequence[Tensor], scalars: Sequence[float] = (), who
 
 
 class SegmentTable:
-    """A list of tensors in the library's form: one table on the CPU, and one for each op and format on a GPU."""
+    """The addresses and sizes of a list of tensors, as the native library reads them.
+
+    The CPU needs one table. A GPU needs one table for each op and format.
+    """
 
     def __init__(self, device: torch.device, segments: Sequence[Segment]) -> None:
         self.device = device
@@ -279,7 +286,13 @@ class SegmentTable:
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norms: bool) -> Tensor | None:
         """Run each segment's op on its tensor and the tensor's place in each bucket.
 
-        With ``norms``, return the sums of squares over all tensors.
+        Args:
+            buckets: Flat buckets.
+            scalars: The ops' scalars.
+            norms: Whether to return sums of squares.
+
+        Returns:
+            With ``norms``, the sums of squares that the ops compute, each over all tensors; otherwise None.
         """
         pointers = _pointers(buckets)
         values = _scalars(scalars)
@@ -323,7 +336,10 @@ def square(a: Tensor, b: Tensor | None) -> Tensor:
 
 
 def quantize(codes: Tensor, scales: Tensor | None, source: Tensor, residual: Tensor, threshold: float = 0.0) -> None:
-    """Encode ``source + residual`` into ``codes`` and ``scales``, and write the encoding error into ``residual``."""
+    """Encode ``source + residual`` into ``codes`` and ``scales``, and write the encoding error into ``residual``.
+
+    ``scales`` is None for 2-bit codes, which use ``threshold`` instead.
+    """
     numel = source.numel()
     arguments = (CODES[codes.dtype], codes.data_ptr(), _pointer(scales), source.data_ptr(), residual.data_ptr(), numel)
     if source.is_cuda:
@@ -343,9 +359,10 @@ def average(
     out: Tensor | None = None,
     again: tuple[Tensor, Tensor | None, Tensor] | None = None,
 ) -> None:
-    """Compute the weighted sum of all peers' decoded messages.
+    """Compute the weighted sum of all peers' decoded messages, of ``numel`` elements each.
 
-    The sum is written into ``out``, or encoded into ``again``, which has the tensors (codes, scales, residual).
+    The sum is written into ``out``; or it is encoded into ``again``, the tensors (codes, scales, residual).
+    ``threshold`` is the one of 2-bit codes, which have no ``scales``.
     """
     out_codes, out_scales, residual = again if again is not None else (None, None, None)
     arguments = (

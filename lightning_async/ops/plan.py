@@ -1,4 +1,4 @@
-"""Lists of tensors and their flat buckets, by the native library if it runs, else by the reference."""
+"""Copies between lists of tensors and their flat buckets. The native library makes them, or else the reference."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Plan:
 
     Raises:
         TypeError: A tensor or a remainder has a dtype that does not fit its role.
-        ValueError: Numbers or shapes differ from the layout.
+        ValueError: The number of tensors, or a shape, differs from the layout.
 
     >>> x = torch.tensor([1.0, 2.0])
     >>> plan = Plan(FlatLayout([x]), [x])
@@ -107,6 +107,8 @@ class Plan:
 
         .. math::
             v_k = \mathrm{fp32}(x_k) + r_k, \qquad b_k \leftarrow \mathrm{fp32}(w)\, v_k, \qquad s_k \leftarrow v_k
+
+        :math:`x_k` is the plan's tensor k, and :math:`r_k` is its remainder, or 0 if the plan has none.
 
         Args:
             bucket: :math:`b`, flat fp32; overwritten.
@@ -230,7 +232,10 @@ class _Table:
         return self._table is None or self._table.follow([pointers[k] for k in self._places])
 
     def run(self, buckets: Sequence[Tensor], scalars: Sequence[float], norm: bool) -> float:
-        """Run the op; with ``norm``, return the sum of squares of the library's tensors, else 0.0."""
+        """Run this table's op in the native library.
+
+        With ``norm``, return the sum of squares over the tensors that the library handles, else 0.0.
+        """
         sums = self._table.run(buckets, scalars, norm) if self._table is not None else None
         return 0.0 if sums is None else sums[0].item()
 

@@ -133,9 +133,10 @@ class Connection:
             self.on_end()
 
     def _outlive_the_others(self, membership: Membership) -> None:
-        """Leave, and wait up to `_OUTLIVES_S` until all other ranks have left or are lost.
+        """Leave the membership after a failure, and wait until all other ranks have left or are lost.
 
-        Meanwhile they can read the failure's reason in the store, which this rank may serve.
+        The wait ends after `_OUTLIVES_S` at the latest. Meanwhile the other ranks can read the reason of the failure in
+        the store, which may be a part of this process.
         """
         membership.leave()
         until = time.monotonic() + _OUTLIVES_S
@@ -144,7 +145,7 @@ class Connection:
             time.sleep(0.02)
 
     def _why(self, error: Exception) -> str:
-        """Return the reason why another rank has not ended its run in order, as found in the heartbeats."""
+        """Return why another rank ended abnormally, as its heartbeats tell; the name of ``error`` if they do not."""
         until = time.monotonic() + _HEARSAY_S
         while self._membership is not None and time.monotonic() < until:
             # The members only: joining ranks may leave, too.
@@ -158,7 +159,10 @@ class Connection:
 
 @contextmanager
 def short_world(root: Collectives, check: Callable[[], None] = lambda: None) -> Iterator[LightningCollectives]:
-    """Yield Lightning's collectives over ``root`` for one operation; close them when all ranks are done."""
+    """Yield Lightning's collectives over the communicator ``root`` for one operation, and close ``root`` afterwards.
+
+    It is closed when all ranks are done. ``check`` is called while ranks wait, and raises if a rank is lost.
+    """
     try:
         yield LightningCollectives(root, check)
         # Another rank may still wait for this rank's part of the operation.

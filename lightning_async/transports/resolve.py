@@ -32,7 +32,7 @@ def choose_transport(owner: str, transport: Transport | TransportName, gloo_time
 
     Raises:
         TypeError: The argument is no transport.
-        ValueError: The name is unknown, or two launchers would start the ranks.
+        ValueError: The name is unknown, or horovodrun has started the ranks and ``start`` says how to start them.
         ModuleNotFoundError: Horovod is requested, but not installed.
         RuntimeError: Both torchrun and horovodrun have set this process's rank.
     """

@@ -90,7 +90,7 @@ def _agree(environment: Any, rank: int, waits: str) -> None:
 
 
 def check_start() -> None:
-    """Raise AsyncTrainingError if this rank's launcher has died, or if ranks differ in settings for the start."""
+    """Raise AsyncTrainingError if this rank's launcher has died, or if ranks have different settings."""
     check_launcher()
     for agreement in _agreed:
         agreement.check()
@@ -118,7 +118,7 @@ def assemble(environment: Any) -> ProcessRole:
 
 
 def _say_how_it_ends(assembly: Assembly) -> None:
-    """Publish that this process ends in order, if no exception has ended a run or the script; called at exit."""
+    """Publish that this process ends normally, unless an exception has ended a run or the script; called at exit."""
     if ended_in_order() and not hasattr(sys, "last_value"):
         assembly.end()
 
@@ -265,11 +265,17 @@ class TorchTransport(Transport):
         return self._connect(environment, root_device, name, dead_after, timeout, True, check)
 
     def assemble(self, environment: Any) -> ProcessRole:
-        """Call the function `assemble`; this is done before anything else if the launcher's store outlives ranks."""
+        """Meet the other ranks in the launcher's store, and return the role in which this process starts.
+
+        If the launcher's store outlives ranks, this is called before anything else. See the function `assemble`.
+        """
         return assemble(environment)
 
     def early_door(self, environment: Any) -> JoinBoard:
-        """Return the same board as `door` without waiting for all ranks, before it is decided which ranks start."""
+        """Return the board on which joining ranks ask to join, without waiting until all ranks have started.
+
+        Call this instead of `door` while it is not decided yet which ranks begin the training.
+        """
         # The store must outlive rank 0, so rank 0 keeps it in a process of its own.
         if not _stores:
             _stores.append(_open_store(environment, environment.global_rank(), apart=True))
@@ -284,7 +290,7 @@ class TorchTransport(Transport):
     def visit(self, environment: Any, name: str, joining_rank: str, dead_after: timedelta) -> Membership:
         """Return a membership, not started yet, for a process that is not one of the ranks of run ``name``.
 
-        By it the process exchanges heartbeats with these ranks, under the name ``joining_rank``.
+        With it, the process exchanges heartbeats with the ranks of the run, under the name ``joining_rank``.
         """
         store = distributed_c10d.PrefixStore(name, store_of(environment, environment.global_rank()))
         seal = Seal.of_job().within(name)
@@ -302,7 +308,7 @@ class TorchTransport(Transport):
     ) -> Connection:
         """Open the communicators and the membership of ranks that have met in the store.
 
-        While there are no heartbeats, ``check`` is called to raise an error if a rank is lost.
+        Until heartbeats begin, ``check`` is called while ranks wait, and raises if a rank is lost.
         """
         backend = self.backend_on(root_device)
         if backend == "nccl":
@@ -414,7 +420,8 @@ def _leave_default_group(pid: int) -> None:
 def _gloo_at(host: str | None) -> Iterator[None]:
     """Let Gloo listen on the loopback interface only, for groups that torch forms in this context.
 
-    This does nothing if ``host`` is None, or if ``GLOO_SOCKET_IFNAME`` is set already.
+    Nothing is changed if ``host`` is None, because then ranks are on several hosts, or if ``GLOO_SOCKET_IFNAME`` is
+    set.
     """
     names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if host is None or not names or _INTERFACE in os.environ:

@@ -65,7 +65,7 @@ def pack_(bucket: Tensor, layout: FlatLayout, tensors: Sequence[Tensor], remaind
 
     Raises:
         TypeError: A tensor, a remainder or the bucket has a dtype that does not fit its role.
-        ValueError: Numbers or shapes differ from the layout.
+        ValueError: The number of tensors, or a shape, differs from the layout.
 
     >>> layout = FlatLayout([torch.zeros(2), torch.zeros(())])
     >>> bucket = layout.empty()
@@ -111,7 +111,8 @@ def apply_(
 
     Raises:
         TypeError: A tensor, a remainder or a bucket has a dtype that does not fit its role.
-        ValueError: Numbers or shapes differ from the layout, a tensor appears twice, or ``base`` is ``target``.
+        ValueError: The number of tensors or a shape differs from the layout, a tensor appears twice, or ``base`` is
+            ``target``.
 
     >>> x = torch.tensor([1.0, 2.0, 3.0])
     >>> apply_([x], FlatLayout([x]), torch.tensor([0.5, 0.5, 0.5]), torch.tensor([0.0, 1.0, 0.5]))
@@ -212,7 +213,9 @@ def sq_norm(a: Tensor) -> float:
 
 @torch.no_grad()
 def all_finite(a: Tensor) -> bool:
-    """Return whether all elements are finite: whether the minimum and the maximum are, without a temporary tensor.
+    """Return whether all elements are finite.
+
+    Only the minimum and the maximum are tested, which needs no temporary tensor.
 
     >>> all_finite(torch.tensor([1.0, float("nan")]))
     False
@@ -278,7 +281,7 @@ def outer_merge_(
 ) -> None:
     r"""Take one step of SGD with (Nesterov) momentum on the buckets of a round.
 
-    Afterwards, ``received`` contains the target, and ``sent`` contains the snapshot.
+    Afterwards, ``received`` contains the new anchor, and ``sent`` contains the snapshot.
 
     .. math::
         s &\leftarrow a - s, \qquad m \leftarrow \mu m + r \\

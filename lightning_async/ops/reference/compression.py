@@ -19,7 +19,7 @@ LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 
 
 def blocks(numel: int) -> int:
-    """Return the number of scales of a message of ``numel`` elements."""
+    """Return the number of blocks in a message of ``numel`` elements. Each block has one scale."""
     return -(-numel // BLOCK)
 
 
@@ -148,7 +148,8 @@ def quantize_2bit_(codes: Tensor, source: Tensor, residual: Tensor, threshold: f
 
     .. math:: v = x + r, \qquad q = t\,[v \ge t] - t\,[v \le -t], \qquad r \leftarrow v - q
 
-    Code 1 is :math:`+t`, 2 is :math:`-t`, 3 NaN; element :math:`4j + i` lies in bits :math:`2i` of byte :math:`j`.
+    Code 1 is :math:`+t`, 2 is :math:`-t`, 3 NaN. Element :math:`4j + i` lies in bits :math:`2i` and :math:`2i + 1` of
+    byte :math:`j`.
 
     Args:
         codes: uint8, shape (ceil(n / 4),); overwritten.

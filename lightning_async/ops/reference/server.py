@@ -1,8 +1,11 @@
 """The optimizer steps of a parameter server, in plain torch: from one bank of memory, which stays intact, to another.
 
 Gradients may be fp32, bf16 or fp16, and everything else is fp32. The new weights, the new state and the reply to the
-worker are written to other memory than the old ones. The arrays may be pieces of larger arrays, which have ``whole``
-elements each: if those are larger than the CPU's caches, the native library writes past the caches, with equal results.
+worker are written to other memory than the old ones.
+
+The argument ``whole`` has no effect here. It tells the native library the size of the larger arrays of which the arrays
+are pieces. Above the size of the CPU's caches, the library writes with instructions that bypass the caches. The results
+are equal.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def server_add_(
         gradient: :math:`g`, fp32, bf16 or fp16.
         weight: :math:`w`.
         decay: :math:`d`. Default: no decay.
-        whole: Number of elements of the larger arrays, if these arrays are pieces of them. Default: no pieces.
+        whole: Number of elements of the larger arrays, if these arrays are pieces of them. Default: 0, no pieces.
 
     Raises as `accumulate_` does.
 
@@ -80,7 +83,7 @@ def server_sgd_(
         nesterov: Whether to look ahead along the new momentum.
         scale: :math:`\sigma`, the factor for the gradient's staleness. Default: 1.
         weight_decay: :math:`\lambda`, L2. Default: 0.
-        whole: As in `server_add_`.
+        whole: Size of the larger arrays, if the arrays are pieces, as in `server_add_`.
 
     Raises as `accumulate_` does.
 
@@ -130,7 +133,7 @@ def server_dana_(
         lr: :math:`\eta`.
         mu: :math:`\mu`.
         scale: :math:`\sigma`, as in `server_sgd_`. Default: 1.
-        whole: As in `server_add_`.
+        whole: Size of the larger arrays, if the arrays are pieces, as in `server_add_`.
 
     Raises as `accumulate_` does.
 
@@ -195,7 +198,7 @@ def server_adam_(
         scale: :math:`\sigma`, as in `server_sgd_`. Default: 1.
         weight_decay: :math:`\lambda`. Default: 0.
         decoupled: Whether decay is decoupled from the gradient. Default: False, decay is L2, a part of the gradient.
-        whole: As in `server_add_`.
+        whole: Size of the larger arrays, if the arrays are pieces, as in `server_add_`.
 
     Raises:
         TypeError: As in `accumulate_`.
