@@ -1,11 +1,13 @@
-"""Memory that the trainer fills and the writer's process writes to disk; training waits for this copy only.
+"""Memory for copies of the trainer's state, from which the writer process writes them to disk.
+
+Training waits only while its state is copied into a buffer. A buffer passes through these states:
 
     FREE --- the trainer begins to copy ---> FILLING --- copied ---> WRITER --- the writer has answered ---> FREE
     FREE --- a larger state is expected ---> GROWING --- allocated ---> FREE
 
-The memory is an anonymous file with a descriptor. It therefore needs no room in /dev/shm, has no name that could be
-left behind, and stays in the writer's process when the trainer is killed. Its pages are allocated before the
-first copy, which would otherwise take ten times as long.
+A buffer's memory is an anonymous file with a descriptor. The file needs no room in /dev/shm, and has no name that could
+be left behind. The writer process keeps the memory when the trainer is killed. The pages are allocated before the first
+copy, because a copy into unallocated pages takes ten times as long.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from lightning_async.engine._threads import share_out
 from lightning_async.errors import CheckpointError
 
 PIECE = 4 << 20
-"""Number of bytes that a thread copies at a time; at the end, others may have to wait for one piece."""
+"""Number of bytes that a thread copies at a time. At the end of a copy, the other threads may wait for one piece."""
 # Number of bytes from which memory is worth a thread.
 LARGE = 32 << 20
 _MOST = 4  # largest number of threads; more do not make the memory faster
@@ -40,7 +42,7 @@ _SPARE = 1 << 20  # bytes for the text, and for a state that grows a little
 
 
 class BufferOwner(enum.Enum):
-    """The state of a buffer, which says who may use it; see the module's docstring."""
+    """The state of a buffer, which says who may use its memory; see the module's docstring for the transitions."""
 
     FREE = "free"
     FILLING = "filling"
@@ -49,10 +51,10 @@ class BufferOwner(enum.Enum):
 
 
 class Buffer:
-    """Memory for one copy of a state, which its ``owner`` alone may use.
+    """Memory for one copy of a state. The attribute ``owner`` says who may use the memory.
 
     Args:
-        name: Name of the anonymous file, for messages and system tools.
+        name: Name of the anonymous file, for error messages and system tools.
     """
 
     def __init__(self, name: str) -> None:
@@ -71,16 +73,15 @@ class Buffer:
 
     @property
     def size(self) -> int:
-        """Number of bytes of the memory."""
         return self._whole.numel()
 
     def reserve(self, size: int) -> None:
-        """Allocate memory for at least ``size`` bytes.
+        """Allocate memory for at least ``size`` bytes, unless the buffer has as many already.
 
-        A buffer that grows loses its contents.
+        A buffer that grows loses its contents, and gets another descriptor.
 
         Raises:
-            CheckpointError: There is no memory.
+            CheckpointError: There is not enough memory.
         """
         if size <= self.size:
             return
@@ -108,12 +109,16 @@ class Buffer:
         self._pinned = _pin(self._whole)
 
     def fill(self, tensors: Sequence[Tensor], text: bytes) -> int:
-        """Copy the tensors, each to the place that `layout` gives it, and ``text`` after them.
+        """Copy the tensors to the offsets that `layout` returns, and ``text`` behind the last tensor.
 
-        Waits until copies from devices have arrived. ``owner`` must be `BufferOwner.FILLING`.
+        Grow the buffer first if it is too small. Return only when copies from devices are complete. ``owner`` must be
+        `BufferOwner.FILLING`.
 
         Returns:
-            The offset at which the text begins.
+            The offset in bytes at which the text begins.
+
+        Raises:
+            CheckpointError: There is not enough memory.
         """
         assert self.owner is BufferOwner.FILLING, f"{self._name} is {self.owner.value}"
         offsets, end = layout(tensors)
@@ -133,7 +138,10 @@ class Buffer:
         return end
 
     def part_with(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies of the tensors that keep this buffer's memory; the buffer is empty afterwards."""
+        """Copy the tensors into this buffer's memory, and return the copies, which own that memory from now on.
+
+        Afterwards the buffer is free, and has no memory. Raises the error of `reserve`.
+        """
         self.owner = BufferOwner.FILLING
         try:
             self.fill(tensors, b"")
@@ -143,12 +151,14 @@ class Buffer:
             self.owner = BufferOwner.FREE
 
     def view(self, size: int) -> memoryview:
-        """Return the first ``size`` bytes of the memory."""
         array: Any = self._whole.numpy()
         return memoryview(array)[:size]
 
     def release(self) -> None:
-        """Free the memory in this process; a writer that has the descriptor keeps the memory."""
+        """Release the memory and close the descriptor in this process.
+
+        A writer process that has received the descriptor keeps the memory.
+        """
         if self._pinned:
             _cudart().cudaHostUnregister(self._whole.data_ptr())
         self._pinned = False
@@ -161,7 +171,10 @@ class Buffer:
 
 
 class Growth:
-    """A thread that allocates memory for buffers: for hundreds of megabytes, that takes longer than the copy."""
+    """A thread that allocates memory for buffers.
+
+    For hundreds of megabytes, the allocation takes longer than the copy of the state into the memory.
+    """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -172,9 +185,10 @@ class Growth:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, buffers: Sequence[Buffer], size: int) -> None:
-        """Grow the free buffers that are smaller than ``size``; wait for that only if ``size`` is below `LARGE`.
+        """Grow the free buffers that are smaller than ``size`` bytes, in a thread.
 
-        Does nothing while the thread of an earlier call is still at work.
+        Wait for the thread only if ``size`` is below `LARGE`. Do nothing while the thread of an earlier call is
+        running. The thread ignores a lack of memory: the save that needs the memory reports it.
         """
         growing = [buffer for buffer in buffers if buffer.owner is BufferOwner.FREE and buffer.size < size]
         if self.active or not growing:
@@ -202,10 +216,10 @@ class Growth:
 
 @contextlib.contextmanager
 def uncollected() -> Iterator[None]:
-    """Suspend garbage collection in a block.
+    """Disable garbage collection during the block.
 
-    A state is described by many small objects. They would start the garbage collector, which would take longer than the
-    copy.
+    Use this to copy a state. The copy creates many small objects. They would trigger garbage collections, which would
+    take longer than the copy.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -217,7 +231,9 @@ def uncollected() -> Iterator[None]:
 
 
 def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
-    """Return the offset of each tensor in bytes, and the end of the last one.
+    """Return the offset of each tensor in one buffer, and the size of the buffer, both in bytes.
+
+    Each tensor occupies a multiple of `ALIGNMENT` bytes, so the offsets and the size are multiples of it.
 
     >>> layout([torch.zeros(3), torch.zeros(20), torch.zeros(1)])
     ([0, 64, 192], 256)
@@ -227,7 +243,13 @@ def layout(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool = False) -> None:
-    """Copy ``tensors`` into contiguous ``views`` of their shapes and dtypes in the host's memory."""
+    """Copy each of ``tensors`` into the view with the same index; large copies use several threads.
+
+    Args:
+        views: Contiguous tensors in the host's memory, with the shapes and dtypes of ``tensors``.
+        tensors: Tensors to copy, on any device.
+        non_blocking: Whether copies from devices may be incomplete when this returns. Default: False.
+    """
     by_torch: list[int] = []
     pieces: list[tuple[int, int, int]] = []
     for i, (view, tensor) in enumerate(zip(views, tensors, strict=True)):
@@ -248,7 +270,7 @@ def copy_(views: Sequence[Tensor], tensors: Sequence[Tensor], non_blocking: bool
 
 
 def anonymous_file(name: str) -> int:
-    """Return the descriptor of a new file without a name."""
+    """Create a file that is in no directory, and return its descriptor; ``name`` labels the file in system tools."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
@@ -256,9 +278,10 @@ def anonymous_file(name: str) -> int:
 
 
 def _pin(memory: Tensor) -> bool:
-    """Page-lock memory, so that a GPU can copy into it directly; return whether it is page-locked now.
+    """Page-lock memory, so that a GPU can copy into it directly; return whether the memory is page-locked.
 
-    Copies into memory that is not page-locked are correct, too, but go through a small staging area, piece by piece.
+    Copies into memory that is not page-locked are correct, too, but slower: they go piece by piece through a small
+    staging area.
     """
     if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return False

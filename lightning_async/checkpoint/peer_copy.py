@@ -2,8 +2,9 @@
 
     FREE --- a copy is due: the training thread fills the buffer ---> WRITER --- sent or given up ---> FREE
 
-There is one buffer: while it is being sent, no other copy begins. Once the first copy has arrived, another
-rank keeps a complete copy at any moment.
+A rank has one buffer for these copies. While a copy is being sent, no other copy begins. The receiving rank keeps the
+previous copy until the new one is complete. Therefore, once the first copy has arrived, another rank has a complete
+copy at any moment.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ _ENDS_S = 5.0
 
 @dataclass(frozen=True)
 class Sent:
-    """The result of one copy.
+    """The result of sending one copy of this rank's state.
 
     Args:
-        to: Address of the rank that got the copy.
-        size: Number of bytes.
-        seconds: Seconds since the copy was handed to the thread.
+        to: Address of the rank to which the copy was sent.
+        size: Number of bytes of the copy.
+        seconds: Seconds that sending has taken.
         error: Reason why the copy did not arrive. Default: None, it arrived.
     """
 
@@ -47,12 +48,12 @@ class Sent:
 
 @dataclass(frozen=True)
 class PeerCopy:
-    """A copy that another rank keeps.
+    """A copy of one rank's state, read back from the memory of another rank.
 
     Args:
-        at: Address of the rank that keeps the copy.
-        label: Label of the copy, see `PeerCopySender.send`.
-        own: The state.
+        at: Address of the rank that stores the copy.
+        label: Label of the copy, as it was passed to `PeerCopySender.send`.
+        own: The copied state of the rank to which the copy belongs.
     """
 
     at: Address
@@ -64,10 +65,10 @@ class PeerCopySender:
     """A sender of copies of one rank's state to other ranks' memory.
 
     Args:
-        owner: Name of the rank.
-        seal: Seal of the job, which signs messages.
-        at: Address of the rank that has an older copy. That copy is deleted once a newer one has arrived. Default:
-            None.
+        owner: Name of the rank whose state is copied.
+        seal: Signer of the job's messages.
+        at: Address of the rank that stores an older copy of this state. The older copy is deleted once a newer one has
+            arrived at another rank. Default: None, there is no older copy.
     """
 
     def __init__(self, owner: str, seal: Seal, at: Address | None = None) -> None:
@@ -87,30 +88,35 @@ class PeerCopySender:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is being sent, or memory for one is being allocated."""
+        """Whether a copy is being sent, or memory for a copy is being allocated."""
         return self._buffer.owner is not BufferOwner.FREE or self._growth.active
 
     def step(self) -> None:
-        """Count a training step, and add to `costs` by how much a copy in progress has slowed it down."""
+        """Count a training step.
+
+        If a copy is being sent, add to `costs` by how much longer than usual the step took.
+        """
         self.costs.slowed_s += self._usual.step(time.monotonic(), self.busy)
 
     def send(self, to: Address, label: Mapping[str, Any], own: Any) -> bool:
-        """Copy a state, and start to send the copy; the state may change once this returns.
+        """Copy a state, and start to send the copy in another thread; the state may change once this returns.
 
-        Must not be called while `busy`. Of several copies of one owner, the newest is the one with the greatest
-        ``"life"`` in its label; among copies of one life, it is the one with the greatest ``"at"``.
+        Must not be called while `busy` is True. If another rank later finds several copies of one owner, the newest is
+        the one with the greatest number ``"life"`` in its label. Among copies with an equal ``"life"``, it is the one
+        with the greatest ``"at"``.
 
         Args:
-            to: Address of the rank that is to keep the copy.
-            label: Label of the copy.
+            to: Address of the rank that is to store the copy.
+            label: Label of the copy: plain values. ``"life"`` is the number of restarts of the owner, and ``"at"`` the
+                time of the copy, in seconds.
             own: The state.
 
         Returns:
             Whether sending has started. False: memory for the copy is still being allocated in the background.
 
         Raises:
-            TypeError: The state holds an object that cannot be copied; the message names it.
-            CheckpointError: There is no memory.
+            TypeError: The state holds an object that cannot be copied; the message names the object.
+            CheckpointError: There is not enough memory.
         """
         began = time.monotonic()
         with uncollected():
@@ -141,7 +147,7 @@ class PeerCopySender:
         self._buffer.owner = BufferOwner.WRITER
 
     def poll(self) -> list[Sent]:
-        """Return the results since the last call, without waiting."""
+        """Return the results of all copies that were completed or given up since the last call, without waiting."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:
@@ -151,7 +157,7 @@ class PeerCopySender:
         return found
 
     def close(self) -> None:
-        """Abort the copy that is being sent, and end the thread."""
+        """Abort the copy that is being sent, and end the thread; wait a few seconds at most."""
         self._closed = True
         if self._thread is not None:
             self._jobs.put(None)
@@ -199,17 +205,18 @@ class PeerCopySender:
 
 
 def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCopy | None, dict[str, str]]:
-    """Return the newest copy of an owner's state that another rank keeps; delete the older ones.
+    """Return the newest copy of a rank's state that other ranks store; delete the older copies.
 
-    All ranks are asked at the same time, and each is given up after `SILENCE_S` without an answer.
+    All ranks are asked at the same time. A rank is given up after `SILENCE_S` without an answer.
 
     Args:
         owner: Name of the rank whose state is wanted.
-        seal: Seal of the job.
-        keepers: Address of each rank that may keep a copy, by name.
+        seal: Signer of the job's messages.
+        keepers: Address of each rank that may store a copy, by the rank's name.
 
     Returns:
-        The copy, or None; and the reason for each rank that did not answer, or whose copy is damaged.
+        The copy, or None if there is none or the newest one is damaged; and, by rank, the reason why no copy came from
+        it. A damaged copy has the key ``"that has a copy"``.
     """
     if not keepers:
         return None, {}
@@ -242,7 +249,10 @@ def find(owner: str, seal: Seal, keepers: Mapping[str, Address]) -> tuple[PeerCo
 
 
 def _age(label: Mapping[str, Any]) -> tuple[float, float]:
-    """Return the sort key of a copy: first its life, then its time, because the clocks of two lives may differ."""
+    """Return the sort key of a copy's label: the number of restarts of its owner, then the time of the copy.
+
+    Times before and after a restart cannot be compared, because the clocks may differ.
+    """
     life = label.get("life")
     at = label.get("at")
     return (life if isinstance(life, int) else 0.0, at if isinstance(at, int | float) else 0.0)

@@ -1,8 +1,8 @@
-"""Recovery: find the checkpoint to resume from. Candidates are tried in order and verified before use.
+"""The choice of the checkpoint to resume from: candidates are verified one after the other.
 
 The ranks that see the same directory share the work: each file of a candidate is read by one of them. A damaged
-checkpoint is put into quarantine and reported, and the next one is tried. A checkpoint that cannot be read for another
-reason, such as a disk or a network that fails, stays where it is, because it may be whole.
+checkpoint is put into quarantine and reported, and the next candidate is verified. A checkpoint that cannot be read for
+another reason, such as a failing disk or network, keeps its name, because it may be undamaged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_async.checkpoint.store import CheckpointEntry, CheckpointStore
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 STRATEGIES = ("auto", "latest", "best", "last_good")
-"""Names of strategies; ``"auto"`` takes the newest whole checkpoint. ``"step=1200"`` is allowed, too."""
+"""Names of recovery strategies. ``"auto"`` is the newest undamaged checkpoint. ``"step=1200"`` is allowed, too."""
 
 Gather = Callable[[Any], Sequence[Any]]
 
@@ -28,9 +28,9 @@ class Recovered:
     """The result of `recover`.
 
     Args:
-        entry: The checkpoint, whole on every rank; None if there is none.
-        damaged: Path of each checkpoint that this rank has put into quarantine, with its damage.
-        unreadable: Path of each checkpoint that this rank could not read, with the reason.
+        entry: The checkpoint, which every rank has found undamaged; None if no such checkpoint exists.
+        damaged: By path, a description of the damage of each checkpoint that this rank has put into quarantine.
+        unreadable: By path, the reason why this rank could not read a checkpoint.
     """
 
     entry: CheckpointEntry | None
@@ -41,12 +41,15 @@ class Recovered:
 def candidates(
     entries: Sequence[CheckpointEntry], strategy: str = "auto", best: Best | None = None
 ) -> list[CheckpointEntry]:
-    """Return the checkpoints that a strategy may take, in order: the newest first, except for ``"best"``.
+    """Return the checkpoints from which a strategy allows to resume, in the order in which to try them.
+
+    The newest comes first, except for ``"best"``, which puts the best first. Checkpoints without a readable manifest
+    are left out.
 
     Args:
         entries: All checkpoints of the store, the newest first.
         strategy: One of `STRATEGIES`, or ``"step=N"``. Default: ``"auto"``.
-        best: Metric that ranks checkpoints, for ``"best"``. Default: None.
+        best: Policy that ranks checkpoints by a metric, for ``"best"``. Default: None.
 
     Raises:
         ValueError: The strategy is unknown, or ``best`` is missing.
@@ -65,7 +68,9 @@ def candidates(
 
 
 def agree(rows: Sequence[Sequence[int]]) -> int | None:
-    """Return the number to try next: the first number of ``rows[0]`` that is in every row; None if there is none.
+    """Return the number of the checkpoint to try next: the first number of ``rows[0]`` that is in every row, or None.
+
+    ``rows`` has one row for each rank: the numbers of its candidates, in the order in which to try them.
 
     >>> agree([[7, 6, 5], [6, 5], [7, 6, 4]])
     6
@@ -78,20 +83,21 @@ def agree(rows: Sequence[Sequence[int]]) -> int | None:
 def recover(
     store: CheckpointStore, strategy: str = "auto", best: Best | None = None, gather: Gather = lambda value: [value]
 ) -> Recovered:
-    """Return the first candidate that every rank finds whole; all ranks must call this together.
+    """Return the first checkpoint, in the order of `candidates`, that every rank finds undamaged.
 
-    Ranks may see different directories under the same path, for example on local disks.
+    All ranks must call this together. Ranks may see different directories under the same path, for example on local
+    disks. A damaged checkpoint is put into quarantine.
 
     Args:
         store: The checkpoints.
         strategy: One of `STRATEGIES`, or ``"step=N"``. Default: ``"auto"``.
-        best: Metric that ranks checkpoints, for ``"best"``. Default: None.
-        gather: Gathers a value of each rank. Default: for a single rank.
+        best: Policy that ranks checkpoints by a metric, for ``"best"``. Default: None.
+        gather: Function that returns a value of each rank, in rank order. Default: for a single rank.
 
     Raises:
-        CheckpointError: There are checkpoints, but none of them is a candidate that all ranks can read; or a newer
-            version of this package wrote one.
-        ValueError: The strategy is unknown.
+        CheckpointError: No candidate can be read by all ranks, but the directory has checkpoints that may be undamaged;
+            or a newer version of this package wrote one of the checkpoints.
+        ValueError: The strategy is unknown, or ``best`` is missing.
     """
     # Before the first gather, so that a wrong argument raises on every rank at once.
     _parsed(strategy, best)
@@ -126,7 +132,11 @@ def _parsed(strategy: str, best: Best | None) -> tuple[str, int]:
 
 
 def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]]:
-    """Return the identity of this rank's directory, and the share of files to read: index and number of shares."""
+    """Return the identity of this rank's directory, and which files of a checkpoint this rank reads.
+
+    The ranks that see the same directory divide the files of a checkpoint among them. The second result is a tuple: the
+    index of this rank's share of the files, and the number of shares. All ranks call this together.
+    """
     identity = store.files.identity(store.dirpath)
     # Processes of one directory are told apart by random texts: ranks may be unknown here.
     me = uuid.uuid4().hex
@@ -135,7 +145,10 @@ def _share(store: CheckpointStore, gather: Gather) -> tuple[str, tuple[int, int]
 
 
 def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | None, found: Recovered) -> bool:
-    """Return whether ``error`` is None; put a damaged checkpoint into quarantine, and note the error in ``found``."""
+    """Return whether ``error`` is None; otherwise record the error of this checkpoint in ``found``.
+
+    A damaged checkpoint is also put into quarantine.
+    """
     if isinstance(error, DamagedCheckpoint):
         try:
             store.quarantine(entry)
@@ -148,7 +161,11 @@ def _judge(store: CheckpointStore, entry: CheckpointEntry, error: Exception | No
 
 
 def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
-    """Return all entries; raise on all ranks if any rank cannot read them, or finds one of a newer format."""
+    """Return all checkpoints of the store; raise CheckpointError if that fails on any rank.
+
+    It fails on a rank that cannot read the directory, or that finds a checkpoint of a newer format. The error is raised
+    on all ranks, which call this together.
+    """
     entries = []
     words = ""
     try:
@@ -167,7 +184,20 @@ def _entries(store: CheckpointStore, gather: Gather) -> list[CheckpointEntry]:
 def _refuse_to_begin_anew(
     store: CheckpointStore, strategy: str, whole: Sequence[int], unreadable: Sequence[dict[str, str]]
 ) -> None:
-    """Raise on all ranks if any checkpoint may be whole; if all are damaged, training may start from the beginning."""
+    """Raise an error if no checkpoint could be loaded, although some checkpoint may be undamaged.
+
+    Otherwise training would begin from scratch, and would overwrite or hide such a checkpoint. If all checkpoints are
+    damaged, return: training may begin from scratch. All ranks raise or return together.
+
+    Args:
+        store: The checkpoints.
+        strategy: Strategy of the recovery, for the error message.
+        whole: For each rank, its number of checkpoints without a known error.
+        unreadable: For each rank, the reasons why it could not read checkpoints, by path.
+
+    Raises:
+        CheckpointError: A rank has a checkpoint that may be undamaged.
+    """
     told = [f"rank {rank}: {path}: {why}" for rank, paths in enumerate(unreadable) for path, why in paths.items()]
     # Training from the start would overwrite, or hide, checkpoints that may be needed.
     if told or any(whole):

@@ -1,7 +1,8 @@
-"""Deletion of old checkpoints, and the end of saves whose ranks are lost.
+"""Deletion of old checkpoints, and handling of saves in which a rank was lost.
 
-`RetentionThread` deletes checkpoints that a policy does not keep, but none that may still be needed, see `doomed`.
-`LostParts` sees to it that no rank waits for a part that will never come:
+`RetentionThread` deletes checkpoints that the user's policy does not keep, except those that may still be needed, see
+`doomed`. `LostParts` keeps ranks from waiting for a part of a save that no process will write. A save with a lost rank
+ends in one of two ways:
 
     open --- the writer processes of lost ranks still write their parts ---> committed, as if no rank were lost
     open --- no process will write a lost rank's part ---> given up: reported as failed in the lost rank's name
@@ -24,7 +25,7 @@ from lightning_async.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 SOON_S = 5.0
-"""Seconds in which the writer of a lost rank may begin a part; the rank may have handed it over just before."""
+"""Seconds for which a lost rank's writer process may still begin a part that the rank passed to it before its end."""
 # Seconds between two looks whether a writer has ended.
 _LOOK_S = 0.05
 _KEPT = 16  # number of saves to remember; older ones have been committed or given up long ago
@@ -36,14 +37,15 @@ class RetentionThread:
 
     Args:
         store: The checkpoints.
-        keep: Policy that says which checkpoints to keep.
-        resumed_from: Number of the checkpoint that training was resumed from, which stays. Default: None.
+        keep: Retention policy: it says which checkpoints to keep.
+        resumed_from: Number of the checkpoint from which training was resumed; this checkpoint is never deleted.
+            Default: None.
     """
 
     def __init__(self, store: CheckpointStore, keep: KeepPolicy, resumed_from: int | None = None) -> None:
         self.resumed_from = resumed_from
         self.awaited: set[int] = set()
-        """Numbers of checkpoints that may still be marked as good; they stay."""
+        """Numbers of checkpoints that may still be marked as good. They are not deleted."""
         self._store = store
         self._keep = keep
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
@@ -51,25 +53,27 @@ class RetentionThread:
         self._error: Exception | None = None
 
     def prune(self) -> None:
-        """Delete, on the thread, checkpoints that the policy does not keep. Raises an earlier error of the policy."""
+        """Delete, on the thread, the checkpoints that the retention policy does not keep. Raises the error of `ask`."""
         # Copied here, because the training thread may change both before the task runs.
         resumed_from = self.resumed_from
         awaited = frozenset(self.awaited)
         self.ask(lambda: prune(self._store, self._keep, resumed_from, awaited))
 
     def promote(self, number: int) -> None:
-        """Mark the checkpoint of this number as good, on the thread."""
+        """Mark the checkpoint with this number as good, on the thread. Raises the error of `ask`."""
         self.ask(lambda: self._store.promote(self._entry(number)))
 
     def give_up(self, temporary: str, rank: int, why: str, ranks: Collection[int] = ()) -> None:
-        """Write, on the thread, that no part of this rank will come, so that no other rank waits for it.
+        """Report, on the thread, that a rank will not write its part of a save. Then no other rank waits for the part.
 
         Args:
-            temporary: Folder of the save.
-            rank: The rank.
+            temporary: Folder of the unfinished save.
+            rank: The rank that will not write its part.
             why: Reason, for the other ranks.
-            ranks: Ranks that take part in the save. If given, the folder is deleted once all have answered and the
-                first one has failed. Default: none.
+            ranks: Ranks of the save. If given, the folder is deleted if the lowest of these ranks has reported a
+                failure, and each other one has written its part or reported a failure. Default: none.
+
+        Raises the error of `ask`.
         """
 
         def give_up() -> None:
@@ -80,13 +84,16 @@ class RetentionThread:
         self.ask(give_up)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all tasks so far are done, or the time is over; return whether they are done."""
+        """Wait until all queued tasks are done, for at most ``timeout_s`` seconds; return whether they are done.
+
+        Raises the error of `ask`.
+        """
         done = threading.Event()
         self.ask(done.set)
         return done.wait(timeout_s)
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after its tasks; return whether it has ended in time."""
+        """End the thread after its queued tasks; return whether it has ended within ``timeout_s`` seconds."""
         if self._thread is not None:
             self._tasks.put(None)
             self._thread.join(timeout_s)
@@ -102,7 +109,11 @@ class RetentionThread:
         raise CheckpointError(f"There is no checkpoint of number {number} in {self._store.dirpath}.")
 
     def ask(self, task: Callable[[], object]) -> None:
-        """Run a task on the thread. Raises an earlier error of the policy."""
+        """Queue a task for the thread.
+
+        If the retention policy has raised an error in an earlier task, raise that error once, and do not queue the new
+        task.
+        """
         error = self._error
         self._error = None
         if error is not None:
@@ -126,7 +137,7 @@ class RetentionThread:
 def prune(
     store: CheckpointStore, keep: KeepPolicy, resumed_from: int | None = None, awaited: Collection[int] = ()
 ) -> list[CheckpointEntry]:
-    """Delete the checkpoints that `doomed` returns, and return them."""
+    """Delete the checkpoints that the policy does not keep, and return them; see `doomed` for the arguments."""
     gone = doomed(store.entries(), keep, resumed_from, awaited)
     for entry in gone:
         store.remove(entry)
@@ -136,15 +147,16 @@ def prune(
 def doomed(
     entries: Sequence[CheckpointEntry], keep: KeepPolicy, resumed_from: int | None = None, awaited: Collection[int] = ()
 ) -> list[CheckpointEntry]:
-    """Return the checkpoints that ``keep`` does not keep, the oldest first.
+    """Return the checkpoints to delete, the oldest first: those that the policy ``keep`` does not keep.
 
-    These stay in any case: the newest, the last good one, the one resumed from, those that may still be marked as good,
-    and those that cannot be read, because `recovery` decides about them.
+    Some checkpoints are never returned: the newest one, the newest good one, the one from which training was resumed,
+    and those that may still be marked as good. Unreadable checkpoints are not returned either, because `recovery`
+    decides about them.
 
     Args:
         entries: All checkpoints, the newest first.
-        keep: Policy that says which checkpoints to keep.
-        resumed_from: Number of the checkpoint that training was resumed from. Default: None.
+        keep: Retention policy: it says which checkpoints to keep.
+        resumed_from: Number of the checkpoint from which training was resumed. Default: None.
         awaited: Numbers of checkpoints that may still be marked as good. Default: none.
     """
     all_ = saved(entries)
@@ -155,16 +167,18 @@ def doomed(
 
 
 def saved(entries: Sequence[CheckpointEntry]) -> list[Saved]:
-    """Return the readable checkpoints in the form in which policies see them."""
+    """Return the checkpoints with a readable manifest, in the form that retention policies expect."""
     return [Saved(entry.number, entry.step, entry.manifest.metrics, entry.good) for entry in entries if entry.manifest]
 
 
 class LostParts:
-    """The unfinished saves that one rank shares with other ranks, some of which may be lost.
+    """The unfinished saves of one rank, watched for parts that lost ranks will not write.
 
-    The writer process of a lost rank outlives it, and still writes a part that was handed over to it. For each other
-    part of a lost rank, the lowest live rank of the save reports a failure in the lost rank's name. `look` runs on one
-    thread, and all other methods on another.
+    The writer process of a lost rank outlives the rank. It still writes a part that was handed over to it. For each
+    other part of a lost rank, the lowest live rank of the save reports a failure in the lost rank's name. This decides
+    the outcome of the save: it is committed, or given up.
+
+    `look` runs on the retention thread, and all other methods on the training thread.
 
     Args:
         store: The checkpoints.
@@ -179,20 +193,27 @@ class LostParts:
         self._open: dict[int, _Open] = {}
 
     def begin(self, number: int, step: int, run: str, ranks: Collection[int]) -> None:
-        """Note that this rank takes part in a save."""
+        """Start to watch a save in which this rank takes part.
+
+        Args:
+            number: Number of the save.
+            step: Number of optimizer steps taken.
+            run: Name of the run.
+            ranks: Ranks of the save.
+        """
         store = self._store
         self._open[number] = _Open(number, store.temporary(number, step, run), store.final(number, step), ranks)
         for old in sorted(self._open)[:-_KEPT]:
             del self._open[old]
 
     def written(self, number: int, committed: bool, failed: bool = False) -> bool:
-        """Note the result of this rank's part; return whether the save was given up because ranks are lost.
+        """Record the result of this rank's part; return whether the save was given up because a rank of it is lost.
 
         Args:
             number: Number of the save.
-            committed: Whether this rank has committed it.
-            failed: Whether this rank's part has failed. If a rank of the save is lost, the save then counts as given
-                up, because a failure that the lost rank reported as it left may be the reason.
+            committed: Whether this rank has committed the save.
+            failed: Whether this rank's part has failed. If a rank of the save is lost, the cause may be a failure that
+                the lost rank reported before it ended. The save then counts as given up, not as failed.
         """
         save = self._open.get(number)
         if save is None:
@@ -204,24 +225,31 @@ class LostParts:
         return save.given_up and not committed
 
     def concerned(self, lost: Collection[int]) -> bool:
-        """Note lost ranks; return whether this rank must settle a save in which they take part.
+        """Record that the ranks ``lost`` are lost; return whether this rank must decide the outcome of a save.
 
-        The lowest live rank of such a save must settle it.
+        The lowest live rank of a save with a lost rank decides, in `look`, whether the save is given up.
         """
         for save in self._open.values() if lost else ():
-            # Kept for good: a lost rank that comes back has no part of this save.
+            # Never removed: a lost rank that comes back has no part of this save.
             save.gone |= frozenset(lost).intersection(save.ranks)
         return any(self._is_mine(save) for save in self._open.values())
 
     def look(self) -> None:
-        """Settle the saves of lost ranks: report each part that no process will write as failed."""
+        """Report as failed each part of a lost rank that no process will write.
+
+        This concerns the saves for which this rank decides the outcome. If the outcome of a save stays open, the next
+        call examines the save again. Call this repeatedly while `concerned` returns True.
+        """
         for save in list(self._open.values()):
             if self._is_mine(save):
                 save.since = self._now() if save.since is None else save.since
                 save.known = self._settle(save, sorted(save.gone))
 
     def given_up(self) -> list[int]:
-        """Return the numbers, each once, of saves that were given up and in which this rank's own part has ended."""
+        """Return the numbers of the saves that were given up, once this rank's own part of each has ended.
+
+        Each number is returned by one call only: that call forgets the save.
+        """
         numbers = [save.number for save in self._open.values() if save.given_up and not save.mine]
         for number in numbers:
             del self._open[number]
@@ -232,7 +260,10 @@ class LostParts:
         return not save.known and len(left) < len(save.ranks) and self._rank == min(left)
 
     def _settle(self, save: _Open, gone: list[int]) -> bool:
-        """Report the parts that ranks ``gone`` will not write as failed; return whether the save is settled."""
+        """Report as failed the parts that the lost ranks ``gone`` will not write.
+
+        Return whether the outcome of the save is decided. If not, this must be called again later.
+        """
         store = self._store
         temporary = save.temporary
         # The first rank's writer has committed it in spite of the loss.
@@ -257,9 +288,10 @@ class LostParts:
         return (begun or soon) and bool(has_writer(self._store, rank))
 
     def _without_the_first(self, save: _Open, first: int, failed: bool) -> bool:
-        """Settle a save whose first rank is lost; return whether it is settled.
+        """Give up a save whose first rank is lost, unless that rank's writer process may still commit the save.
 
-        Only the writer process of the first rank, which outlives that rank, could still commit the save.
+        ``failed`` says whether the first rank's part is reported as failed. Return whether the outcome of the save is
+        decided.
         """
         if not failed and has_writer(self._store, first):
             return False
@@ -281,7 +313,7 @@ class _Open:
     final: str
     ranks: Collection[int]
     gone: frozenset[int] = frozenset()
-    """Ranks that were lost since; a rank that comes back has no part of this save."""
+    """Ranks of the save that were lost since it began. A rank that comes back has no part of this save."""
     mine: bool = True
     since: float | None = None
     known: bool = False
@@ -289,12 +321,14 @@ class _Open:
 
 
 def abandon_saves_of(store: CheckpointStore, rank: int, timeout_s: float) -> None:
-    """Wait for the writer of a returning rank's earlier life; report the parts that it has not written as failed.
+    """Report as failed the parts that a returning rank began to write before its restart and will not complete.
+
+    Wait first for the writer process of the rank's earlier process, which may still complete a part.
 
     Args:
         store: The checkpoints.
-        rank: The rank that comes back.
-        timeout_s: Longest wait for that writer, in seconds.
+        rank: The rank that has returned.
+        timeout_s: Longest wait for that writer process, in seconds.
     """
     until = time.monotonic() + timeout_s
     # A part that is still being written may complete a checkpoint.

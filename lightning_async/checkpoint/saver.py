@@ -1,4 +1,4 @@
-"""The saves of one rank: hand them to the writer, count failures, delete old checkpoints, and measure costs."""
+"""The saves of one rank: passing them to the writer, counting failures, deleting old checkpoints, measuring costs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ _BEAT_S = 0.2
 
 
 class Saver:
-    """The saves of one rank.
+    """A manager of all saves of one rank.
 
     Args:
         store: The checkpoints.
         rank: This rank.
-        run: Name of this run in unfinished checkpoints; the same on all ranks.
-        keep: Policy that says which checkpoints to keep; applied after each commit, by the rank that committed.
-        resumed_from: Number of the checkpoint that training was resumed from, which stays. Default: None.
-        good_after: Number of steps without harm after which a checkpoint is marked as good. Default: None, no
-            checkpoint is.
-        buffers: Number of buffers, see `Writer`. Default: 2.
-        max_failures: Number of failed saves in a row after which `poll` raises, which ends training. Default: 3.
+        run: Name of this run, which is a part of the names of unfinished checkpoints; the same on all ranks.
+        keep: Retention policy: it says which checkpoints to keep. The rank that has committed a checkpoint applies it.
+        resumed_from: Number of the checkpoint from which training was resumed; this checkpoint is never deleted.
+            Default: None.
+        good_after: Number of steps without a divergence alarm after which a checkpoint is marked as good. Default:
+            None, no checkpoint is marked.
+        buffers: Number of buffers for copies of the state, see `Writer`. Default: 2.
+        max_failures: Number of failed saves in a row after which `poll` raises an error, which ends training. Default:
+            3.
         pickles: Whether objects are saved as pickles. Default: False.
-        lost: Returns the lost ranks, without which training continues. Default: no rank is lost.
+        lost: Function that returns the ranks that are lost while training continues without them. Default: no rank is
+            lost.
         now: Clock, in seconds. Default: `time.monotonic`.
     """
 
@@ -70,11 +73,11 @@ class Saver:
         self._retention = RetentionThread(store, keep, resumed_from)
         self._steps = 0
         self._begun_at: dict[int, int] = {}
-        """Step of this rank at which each save was begun that may still become good, by number."""
+        """For each save that may still be marked as good, by its number: this rank's step when the save began."""
         self._shared: dict[int, int] = {}
-        """Step of each save in which other ranks take part, until its result is known, by number."""
+        """For each save with other ranks whose result is not known yet, by its number: the step of the save."""
         self.gave_up = False
-        """Whether a save was given up because ranks are lost, so that another is due. Its maker resets this."""
+        """Whether a save was given up because of lost ranks, so that a save is due again. The coordinator resets it."""
         self._losses = LostParts(store, rank, now)
         self._lost = lost
         self._looked_at = -math.inf
@@ -102,17 +105,23 @@ class Saver:
         manifest: Mapping[str, Any],
         queue: bool = False,
     ) -> None:
-        """Copy the state and hand the copy to the writer. A save that cannot begin counts as failed, see `poll`.
+        """Copy the state, and pass the copy to the writer process; the state may change once this returns.
+
+        A save that cannot begin counts as failed, and raises no error, except with ``queue``. See `poll` for the
+        consequences of failures.
 
         Args:
             number: Number of the save.
             step: Number of optimizer steps taken.
-            ranks: Ranks that take part.
+            ranks: Ranks that take part in the save.
             shared: State that is equal on all ranks.
             own: State of this rank.
             manifest: Further fields of the `Manifest`.
-            queue: Whether to queue this save behind one that is being written, and raise `SaveBusy` if no buffer is
-                free. Default: False, first wait until no save is being written.
+            queue: Whether the copy may begin while an earlier save is being written. Default: False, wait first until
+                no save is being written, for at most `PATIENCE_S` seconds.
+
+        Raises:
+            SaveBusy: ``queue`` is True, and no buffer is free.
         """
         started = self._now()
         # The writer does one save at a time: wait for the one that it is writing.
@@ -139,7 +148,7 @@ class Saver:
     def save_alone(
         self, number: int, step: int, shared: Any, own: Any, manifest: Mapping[str, Any], patience_s: float
     ) -> bool:
-        """Save a checkpoint with this rank's part only, unless another rank has begun the same save.
+        """Save a checkpoint that consists of this rank's part only, unless another rank has begun the same save.
 
         Args:
             number: Number of the save.
@@ -147,10 +156,13 @@ class Saver:
             shared: State that is equal on all ranks.
             own: State of this rank.
             manifest: Further fields of the `Manifest`.
-            patience_s: Longest wait for a save that is being written, in seconds.
+            patience_s: Longest wait for an earlier save that is being written, in seconds.
 
         Returns:
-            False if another rank has begun this save before.
+            False if another rank has begun this save before, else True.
+
+        Raises:
+            SaveBusy: No buffer is free after the wait.
         """
         # Only one copy is wanted: all live ranks that hold this state try to save it.
         if self._store.begun(number, self._run):
@@ -168,15 +180,22 @@ class Saver:
         return True
 
     def give_up(self, number: int, step: int, why: str, ranks: Sequence[int] = ()) -> None:
-        """Tell the other ranks not to wait for this rank's part of a save."""
+        """Report to the other ranks that this rank will not write its part of a save, so that they do not wait for it.
+
+        Args:
+            number: Number of the save.
+            step: Number of optimizer steps taken.
+            why: Reason, for the other ranks.
+            ranks: Ranks of the save; see `RetentionThread.give_up`. Default: none.
+        """
         self._retention.give_up(self._store.temporary(number, step, self._run), self._rank, why, ranks)
 
     def reserve(self, step: int, ranks: Sequence[int], shared: Any, own: Any) -> None:
-        """Allocate the memory for saves before the first one; raise TypeError if the state cannot be saved."""
+        """Allocate the memory for saves now, before the first one; raise TypeError if the state cannot be saved."""
         self._writer.reserve(SaveJob(1, step, self._run, tuple(ranks), shared, own))
 
     def expect(self, step: int, ranks: Sequence[int], shared: Any, own: Any, more: int = 0) -> None:
-        """Allocate memory in the background for a state that has grown, for example when optimizers have stepped.
+        """Allocate memory in the background for a state that has grown, for example after the optimizers' first step.
 
         Args:
             step: Number of optimizer steps taken.
@@ -188,10 +207,11 @@ class Saver:
         self._writer.expect(SaveJob(1, step, self._run, tuple(ranks), shared, own), more)
 
     def step(self, harmless: int | None = None) -> None:
-        """Count a training step, and add to `costs` by how much a save in progress has slowed it down.
+        """Count a training step. If a save is in progress, add to `costs` by how much longer than usual the step took.
 
         Args:
-            harmless: Number of steps in a row without harm, this one included. Default: None, nothing watches for harm.
+            harmless: Number of consecutive steps without a divergence alarm, up to and including this step. Default:
+                None, nothing watches for divergence.
         """
         self._steps += 1
         if harmless is not None:
@@ -199,10 +219,10 @@ class Saver:
         self.costs.slowed_s += self._usual.step(self._now(), self.busy)
 
     def poll(self) -> None:
-        """Take the results of saves, without waiting; warn if a save takes very long.
+        """Process the results of saves that have ended, without waiting; log a warning if a save takes very long.
 
         Raises:
-            CheckpointError: Too many saves in a row have failed.
+            CheckpointError: ``max_failures`` saves in a row have failed.
         """
         for result in self._writer.poll():
             self._take_result(result)
@@ -225,14 +245,15 @@ class Saver:
             )  # fmt: skip
 
     def wait(self, timeout_s: float, settled: bool = False) -> bool:
-        """Wait until no save is being written; warn if that takes long.
+        """Wait until this rank's writer process has written all saves; log a warning if that takes long.
 
         Args:
-            timeout_s: Longest wait, in seconds.
-            settled: Whether to wait, too, until the saves of lost ranks are settled, see `LostParts`. Default: False.
+            timeout_s: Longest wait, in seconds. After it, this returns without an error.
+            settled: Whether to wait, too, for saves of lost ranks for which this rank decides the outcome, until each
+                is committed or given up; see `LostParts`. Default: False.
 
         Returns:
-            Whether this rank's writer is idle.
+            Whether this rank's writer process has written all saves. ``settled`` does not change this result.
         """
         if not self._settled_within(min(timeout_s, _QUIET_S), settled) and timeout_s > _QUIET_S:
             log.warning(
@@ -243,16 +264,22 @@ class Saver:
         return not self._writer.busy
 
     def is_committed(self, number: int) -> bool:
-        """Return whether the save of this number is a checkpoint."""
+        """Return whether the save with this number is complete, so that it can be loaded as a checkpoint."""
         return any(entry.manifest is not None for entry in self._store.entries(number))
 
     def flush(self, timeout_s: float) -> None:
-        """Wait until saves are written, and old checkpoints are deleted."""
+        """Wait until saves are written, and then until old checkpoints are deleted.
+
+        Each of the two waits takes at most ``timeout_s`` seconds. A timeout raises no error.
+        """
         self.wait(timeout_s)
         self._retention.flush(timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Wait for the last save, then end the writer process and the retention thread."""
+        """Wait for the last save, then end the writer process and the retention thread.
+
+        Each of the two waits takes at most about ``timeout_s`` seconds.
+        """
         began = self._now()
         self.wait(timeout_s)
         for result in self._writer.close(max(0.0, timeout_s - (self._now() - began))):
@@ -260,7 +287,10 @@ class Saver:
         self._retention.close(timeout_s)
 
     def _settled_within(self, timeout_s: float, settled: bool) -> bool:
-        """Wait as `wait` does, without a warning; return whether the wait ended within the time."""
+        """Wait for at most ``timeout_s`` seconds, without a warning; return whether the wait has succeeded.
+
+        See `wait` for the condition and for ``settled``.
+        """
         until = self._now() + timeout_s
         while True:
             for result in self._writer.wait(max(0.0, min(_BEAT_S, until - self._now()))):
@@ -317,7 +347,11 @@ class Saver:
             self._begun_at.pop(result.number, None)
 
     def _promote(self, harmless: int) -> None:
-        """Mark as good each checkpoint that enough steps without harm have followed; harm rules a checkpoint out."""
+        """Mark as good each checkpoint that was followed by ``good_after`` steps without a divergence alarm.
+
+        A checkpoint that was followed by an alarm earlier is never marked. ``harmless`` is the number of consecutive
+        steps without an alarm.
+        """
         for number in sorted(self._retention.awaited):
             after = self._steps - self._begun_at[number]
             good = self._good_after is not None and after >= self._good_after
@@ -332,15 +366,15 @@ class Saver:
 
 @dataclass
 class Costs:
-    """The cost of saves so far.
+    """The cost of the saves of one rank so far.
 
     Args:
         saves: Number of saves.
         committed: Number of saves that have succeeded.
         failed: Number of saves that have failed.
-        stalled_s: Seconds for which training has waited.
-        slowed_s: Seconds by which steps have been longer than usual.
-        failed_in_a_row: Number of failures since the last success.
+        stalled_s: Seconds for which training has waited for saves.
+        slowed_s: Seconds by which steps during saves took longer than usual.
+        failed_in_a_row: Number of failed saves since the last one that succeeded.
     """
 
     saves: int = 0
@@ -352,20 +386,32 @@ class Costs:
 
     @property
     def of_one(self) -> float | None:
-        """Mean seconds of one save; None before the first result."""
+        """The mean number of seconds that one save has cost training; None before the first result."""
         done = self.committed + self.failed
         return (self.stalled_s + self.slowed_s) / self.saves if done else None
 
 
 class Usual:
-    """The usual time of a step, to find steps that a save has slowed down."""
+    """A measurement of the usual duration of a training step, to find the steps that a save has slowed down.
+
+    The attribute ``last`` is the time of the last step's end. ``now`` is the present time, in seconds.
+    """
 
     def __init__(self, now: float) -> None:
         self.last = now
         self._usual_s = 0.0
 
     def step(self, now: float, writing: bool) -> float:
-        """Count a step; return by how many seconds it was longer than usual. The result is 0.0 without a save."""
+        """Count a step that has just ended; return by how many seconds a save has slowed it down.
+
+        Args:
+            now: Present time, in seconds.
+            writing: Whether a save is being written.
+
+        Returns:
+            The seconds by which the step was longer than usual; 0.0 if ``writing`` is False, or if no usual duration is
+            known.
+        """
         took = now - self.last
         self.last = now
         # Steps during a save do not count for the usual time.

@@ -1,16 +1,17 @@
-"""The part of a state that each rank writes, and the way back from the parts to the state, for any number of ranks.
+"""The division of a state into parts, one for each rank to write, and the loading of the state from the parts.
 
-A checkpoint holds one *shared* tree, which is equal on all ranks, and one *own* tree of each rank. Each
-tensor of the shared tree is written by one rank, and all ranks get about equally many bytes. The first rank writes the
-shared tree's plain values.
+A state is a tree: nested dicts and lists of plain values and tensors. A checkpoint holds one *shared* tree, which is
+equal on all ranks, and one *own* tree of each rank. Each tensor of the shared tree is written by one rank, and all
+ranks write about equally many bytes. The first rank writes the shared tree's plain values. A checkpoint can be loaded
+on any number of ranks.
 
 | file | holds |
 | --- | --- |
 | ``rank-0.bin`` | tensors, raw, each at a multiple of 64 bytes |
-| ``rank-0.json`` | ``own`` and ``shared``: trees as `comm.serialization` makes them, and each tensor's place |
+| ``rank-0.json`` | ``own`` and ``shared``: trees of `comm.serialization`; dtype, shape and offset of each tensor |
 
 Reading these files executes no code. If the user has asked for pickles, objects are saved as pickles among the tensors,
-and the manifest says so. A reader then has to ask for pickles, too, and loads them only after every byte was verified.
+and the manifest says so. A reader must then ask for pickles, too. It loads them only after every byte was verified.
 """
 
 from __future__ import annotations
@@ -36,17 +37,17 @@ from lightning_async.errors import CheckpointError, DamagedCheckpoint
 _MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError, RecursionError)
 
 _Place = list[Any]
-"""Dtype, shape and offset of a tensor in a file."""
+"""Dtype, shape and offset in bytes of a tensor in a file, in this sequence."""
 
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """The part of a state that one rank writes.
+    """The part of a checkpoint that one rank writes.
 
     Args:
-        tensors: Tensors, in the order of the file.
-        text: Trees and places of tensors, as JSON.
-        pickles: Whether there are pickled objects among the tensors.
+        tensors: Tensors, in the order in which they are written to the file.
+        text: JSON with the nested structure of the state, and with dtype, shape and offset of each tensor.
+        pickles: Whether there are pickled objects among the tensors. Default: False.
     """
 
     tensors: list[Tensor]
@@ -55,17 +56,17 @@ class CheckpointShard:
 
     @property
     def size(self) -> int:
-        """Number of bytes of tensors and text."""
+        """The number of bytes of tensors and text together."""
         return layout(self.tensors)[1] + len(self.text)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The contents of a checkpoint.
+    """The contents of a checkpoint, as one rank loads them.
 
     Args:
         shared: State that is equal on all ranks.
-        own: State of the rank; None if the rank had no part in the checkpoint, so that it begins from the shared state.
+        own: State of the rank; None if the rank took no part in the save. Such a rank begins from the shared state.
         manifest: Manifest of the checkpoint.
     """
 
@@ -75,9 +76,14 @@ class Loaded:
 
 
 def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
-    """Return the rank that writes each tensor: the largest first, each to the rank with the fewest bytes so far.
+    """Return, for each tensor, the rank that writes it.
 
-    No rank has more bytes than the mean plus one tensor. All ranks compute the same plan.
+    The largest tensor is assigned first. Each tensor goes to the rank with the fewest bytes so far, so no rank has more
+    bytes than the mean plus one tensor. All ranks compute the same plan.
+
+    Args:
+        sizes: Number of bytes of each tensor.
+        ranks: Ranks among which the tensors are divided.
 
     >>> plan([5, 9, 4, 8], ranks=[0, 2])
     [2, 0, 0, 2]
@@ -93,17 +99,17 @@ def plan(sizes: Sequence[int], ranks: Sequence[int]) -> list[int]:
 
 
 def shard(shared: object, own: object, rank: int, ranks: Sequence[int], pickles: bool = False) -> CheckpointShard:
-    """Return the part of ``rank``, which is one of ``ranks``.
+    """Return the part of a checkpoint that ``rank`` writes: its own state, and its share of the shared state's tensors.
 
     Args:
         shared: State that is equal on all ranks.
         own: State of this rank.
         rank: This rank.
-        ranks: Ranks that take part.
-        pickles: Whether to pickle objects. Default: False, they are refused.
+        ranks: All ranks that take part in the save, in any order.
+        pickles: Whether to pickle objects. Default: False, objects raise an error.
 
     Raises:
-        TypeError: The state holds an object that cannot be saved; the message names it.
+        TypeError: The state holds an object that cannot be saved; the message names the object.
     """
     # All ranks must find the same plan, in whatever order they name the ranks.
     ranks = sorted(ranks)
@@ -129,20 +135,22 @@ def shard(shared: object, own: object, rank: int, ranks: Sequence[int], pickles:
 def load(
     store: CheckpointStore, entry: CheckpointEntry, rank: int, mapped: bool = False, pickles: bool = False
 ) -> Loaded:
-    """Read a checkpoint that `CheckpointStore.verify` has found whole. Tensors are on the CPU and belong to the caller.
+    """Read a checkpoint that `CheckpointStore.verify` has found undamaged; all tensors are on the CPU.
 
     Args:
         store: The checkpoints.
         entry: The checkpoint.
         rank: Rank whose ``own`` state to read.
-        mapped: Whether tensors are memory-mapped views of local files, read when they are used. On a network file
-            system the checkpoint must not be deleted while they are in use. Default: False, tensors are copies.
-        pickles: Whether to load pickled objects, which executes their code. Default: False, such a checkpoint is
-            refused.
+        mapped: Whether tensors are memory-mapped views of local files, whose bytes are read when the tensors are used.
+            On a network file system, the checkpoint must not be deleted while such tensors are in use. Default: False,
+            tensors are copies.
+        pickles: Whether to load pickled objects, which executes code in them. Default: False, a checkpoint with pickled
+            objects raises an error.
 
     Raises:
-        CheckpointError: The checkpoint has pickled objects that may not be loaded, or cannot be loaded.
-        DamagedCheckpoint: The parts do not fit together; the message names the file.
+        CheckpointError: The checkpoint has pickled objects, and ``pickles`` is False; or an object cannot be unpickled.
+        DamagedCheckpoint: A file's contents are malformed, or the parts do not fit together; the message names the
+            path.
     """
     manifest = entry.manifest or store.verify(entry)
     unpickle = _unpickler(entry, manifest, pickles)
@@ -164,15 +172,17 @@ def load(
 def load_own(
     store: CheckpointStore, entry: CheckpointEntry, rank: int, *keys: str, mapped: bool = False, pickles: bool = False
 ) -> Any | None:
-    """Return a rank's own state, or the value at ``keys`` in it; None if the checkpoint does not have it.
+    """Return a rank's own state, or the value at ``keys`` in that state; None if the checkpoint does not have it.
 
     Args:
         store: The checkpoints.
         entry: The checkpoint.
         rank: Rank whose state to read.
-        *keys: Keys of nested dictionaries.
+        *keys: Keys of nested dictionaries, from the outermost to the innermost.
         mapped: Whether tensors are views of local files, see `load`. Default: False.
         pickles: Whether to load pickled objects, see `load`. Default: False.
+
+    Raises the errors of `load`.
     """
     manifest = entry.manifest or store.verify(entry)
     unpickle = _unpickler(entry, manifest, pickles)
@@ -180,12 +190,21 @@ def load_own(
 
 
 def own_of(tensors: memoryview, text: bytes | bytearray, name: str) -> Any:
-    """Return a rank's own state from a `CheckpointShard` in memory; tensors stay in that memory if it is writable."""
+    """Return a rank's own state from a `CheckpointShard` in memory. Tensors are views of that memory if it is writable.
+
+    Args:
+        tensors: Bytes of the tensors.
+        text: The `CheckpointShard.text`.
+        name: Name of the shard, for error messages.
+
+    Raises:
+        DamagedCheckpoint: The contents are malformed.
+    """
     return _Part(0, name, tensors, text, mapped=True).own()
 
 
 class _Read(Sequence[Tensor]):
-    """Tensors that are read when they are first used."""
+    """A sequence of tensors, each of which is read from the file when it is first used."""
 
     def __init__(self, readers: Sequence[Callable[[], Tensor]]) -> None:
         self._readers = readers
@@ -201,7 +220,7 @@ class _Read(Sequence[Tensor]):
 
 
 class _Part:
-    """The files of one rank in a checkpoint."""
+    """The two files of one rank in a checkpoint."""
 
     def __init__(
         self,
@@ -262,7 +281,7 @@ class _Part:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """Raise `DamagedCheckpoint` with the path if the block finds malformed contents."""
+        """Turn the error of malformed contents in the block into a `DamagedCheckpoint` that names the path."""
         try:
             yield
         except CheckpointError:
@@ -272,9 +291,9 @@ class _Part:
 
 
 class _Dump:
-    """A function that pickles objects, and notes whether it was used.
+    """A function that pickles an object; its attribute ``used`` says whether any object was pickled.
 
-    Tensors in the objects can be loaded on hosts that lack their device.
+    Tensors in the object can be loaded on a host without their device.
     """
 
     used = False
@@ -287,10 +306,10 @@ class _Dump:
 
 
 def _unpickler(entry: CheckpointEntry, manifest: Manifest, pickles: bool) -> Callable[[bytes], Any] | None:
-    """Return the function that loads a checkpoint's pickled objects; None if it has no pickled objects.
+    """Return the function that loads a checkpoint's pickled objects; None if the checkpoint has none.
 
     Raises:
-        CheckpointError: It has pickled objects, and ``pickles`` is False.
+        CheckpointError: The checkpoint has pickled objects, and ``pickles`` is False.
     """
     if not manifest.pickles:
         return None

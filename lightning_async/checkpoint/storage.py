@@ -1,9 +1,9 @@
-"""Files that are durable when their writer returns, with sizes and checksums; on local disks or behind fsspec.
+"""Durable files, with sizes and checksums, on local disks or behind fsspec.
 
-`files_at` finds the file system of a path. The order of a few system calls decides what a power failure can destroy.
-These calls therefore go through one attribute, ``calls``, where tests record and replay them. `seal` and `unseal` put a
-checksum over a value. This module imports the standard library only, because the process that writes checkpoints starts
-without torch.
+`files_at` returns the file system of a path. `seal` and `unseal` add and verify a checksum of a value. A power failure
+can destroy more or fewer files, depending on the order of a few system calls. These calls therefore go through one
+attribute, ``calls``, where tests record and replay them. This module imports the standard library only, because the
+writer process starts without torch.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Any
 from lightning_async.errors import DamagedCheckpoint
 
 PIECE = 4 << 20
-"""Number of bytes that are written or read at a time; the processor's cache still holds them for the checksum."""
+"""Number of bytes that are written or read at a time: few enough to be in the processor's cache for the checksum."""
 
 STALE_S = 3600.0
-"""Seconds without a change after which a folder has no writer any more, on file systems without locks."""
+"""Seconds without a change after which a folder counts as unused, on file systems without locks."""
 
 Chunk = bytes | bytearray | memoryview | mmap.mmap
 _SEALED = re.compile(rb'\{"crc32": "([0-9a-f]{8})",\n"sealed": (.*)\}\n', re.DOTALL)
@@ -50,25 +50,27 @@ def files_at(dirpath: str | os.PathLike[str]) -> tuple[Files, str]:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """The size and checksum of a file, as they were written."""
+    """The size in bytes and the checksum of a file, as they were when it was written."""
 
     size: int
     crc32: int
 
 
 class Lock:
-    """A file that stays locked until its descriptor is closed, in this process and in all that have inherited it."""
+    """A locked file.
+
+    The lock lasts until the descriptor is closed in this process and in all processes that inherited it.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
 
     def write(self, data: bytes) -> None:
-        """Replace the contents of the file."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, data, 0)
 
     def close(self) -> None:
-        """Close the descriptor here; idempotent."""
+        """Close the descriptor in this process; a second call does nothing."""
         descriptor = self.descriptor
         self.descriptor = -1
         if descriptor >= 0:
@@ -87,7 +89,14 @@ def pieces(chunks: Iterable[Chunk]) -> Iterator[memoryview]:
 
 
 def compare(path: str, record: FileRecord, size: int, parts: Iterator[bytes]) -> None:
-    """Raise DamagedCheckpoint if size or checksum of a file differ from its record."""
+    """Raise DamagedCheckpoint if the size or the checksum of a file differs from its record.
+
+    Args:
+        path: Path of the file, for error messages.
+        record: Size and checksum of the file when it was written.
+        size: Present size of the file, in bytes.
+        parts: The present contents, piece by piece.
+    """
     if size != record.size:
         raise DamagedCheckpoint(f"{path} has {size} bytes, {record.size} were written.")
     crc = read = 0
@@ -101,7 +110,7 @@ def compare(path: str, record: FileRecord, size: int, parts: Iterator[bytes]) ->
 
 @contextlib.contextmanager
 def checking(path: str, record: FileRecord) -> Iterator[None]:
-    """Turn the error of a missing file into DamagedCheckpoint."""
+    """Turn the error of a missing file in the block into DamagedCheckpoint; ``record`` is the file's record."""
     try:
         yield
     except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -112,7 +121,7 @@ _locks: weakref.WeakSet[Lock] = weakref.WeakSet()
 
 
 def _let_go() -> None:
-    """Close all locks in a forked process, such as a data loader's worker, which may outlive its parent."""
+    """Close all locks in a forked process, such as a data loader's worker, because the fork may outlive its parent."""
     for lock in list(_locks):
         lock.close()
 
@@ -122,7 +131,9 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 class LocalFiles:
-    """Files that are on the disk when a method that writes them returns. All methods raise OSError with the path.
+    """Durable operations on local files: a method that writes returns only when the data is on the disk.
+
+    A method that fails raises an OSError that names the path.
 
     Args:
         calls: Module or object with the system calls. Default: ``os``.
@@ -135,7 +146,10 @@ class LocalFiles:
         self._calls = calls
 
     def write(self, path: str, chunks: Iterable[Chunk]) -> FileRecord:
-        """Write a new file, and make its folder if that is missing; durable once this returns."""
+        """Write a file, and make its folder if the folder is missing; the file is durable when this returns.
+
+        An existing file is overwritten.
+        """
         self._make(os.path.dirname(path))
         with _naming(path):
             descriptor = self._calls.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -157,7 +171,10 @@ class LocalFiles:
             return file.read()
 
     def view(self, path: str) -> memoryview:
-        """Return the contents of a file, mapped where possible; writes to the memory leave the file as it is."""
+        """Return the contents of a file, memory-mapped where possible.
+
+        Writes to the returned memory do not change the file.
+        """
         with _naming(path), open(path, "rb") as file:
             # `mmap` refuses empty files.
             if not os.fstat(file.fileno()).st_size:
@@ -165,12 +182,12 @@ class LocalFiles:
             return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
 
     def check(self, path: str, record: FileRecord) -> None:
-        """Read the whole file; raise `DamagedCheckpoint` if it differs from the record."""
+        """Read the whole file; raise `DamagedCheckpoint` if the file is missing or differs from the record."""
         with checking(path, record), _naming(path), open(path, "rb", buffering=0) as file:
             compare(path, record, os.fstat(file.fileno()).st_size, iter(lambda: file.read(PIECE), b""))
 
     def sync(self, folder: str) -> None:
-        """Make the names in a folder durable."""
+        """Make the entries of a folder durable: the creation, renaming and deletion of files in it."""
         with _naming(folder), self._opened(folder) as descriptor:
             try:
                 self._calls.fsync(descriptor)
@@ -179,19 +196,22 @@ class LocalFiles:
                     raise
 
     def rename(self, old: str, new: str) -> None:
-        """Rename a folder, or a file, in one step; durable once this returns."""
+        """Rename a folder or a file in one step; the new name is durable when this returns."""
         with _naming(new):
             self._calls.rename(old, new)
         self.sync(os.path.dirname(new))
 
     def commit(self, temporary: str, final: str) -> None:
-        """Give a written folder its final name; after a power failure, that name has all contents or does not exist."""
+        """Rename a complete folder to its final name, durably.
+
+        After a power failure, the final name either does not exist or has all contents.
+        """
         # In this order: the final name must never be durable before the contents are.
         self.sync(temporary)
         self.rename(temporary, final)
 
     def names(self, folder: str) -> list[str]:
-        """Return the names in a folder, sorted; empty if the folder is missing."""
+        """Return the sorted names in a folder; an empty list if the folder is missing."""
         try:
             return sorted(os.listdir(folder))
         except FileNotFoundError:
@@ -217,7 +237,7 @@ class LocalFiles:
 
     @contextlib.contextmanager
     def hold(self, folder: str) -> Iterator[None]:
-        """Make a folder, and mark it as used by a living process during the block."""
+        """Make a folder; during the block, mark the folder as used by a living process, see `idle`."""
         self._make(folder)
         with self._opened(folder) as descriptor:
             # Without waiting, and without an error: if there are no locks, others look at the folder's age.
@@ -226,7 +246,7 @@ class LocalFiles:
             yield
 
     def identity(self, folder: str) -> str:
-        """Return a text that is equal for two processes only if they see the same folder, not just the same path."""
+        """Return a text that is equal in two processes only if both see the same folder, not just the same path."""
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:  # two hosts may have the same name
                 host = file.read().strip()
@@ -236,7 +256,10 @@ class LocalFiles:
         return f"{host}:{found.st_dev}:{found.st_ino}"
 
     def idle(self, folder: str) -> bool:
-        """Return whether no living process uses the folder, see `hold`."""
+        """Return whether no living process uses the folder, see `hold`.
+
+        On a file system without locks, a folder is unused if it has not changed for `STALE_S` seconds.
+        """
         try:
             with self._opened(folder) as descriptor:
                 try:
@@ -251,7 +274,7 @@ class LocalFiles:
         return True
 
     def lock(self, path: str, shared: bool = False) -> Lock | None:
-        """Lock a file.
+        """Lock a file, without waiting.
 
         Args:
             path: Path of the file, which is made if it is missing.
@@ -277,7 +300,7 @@ class LocalFiles:
         return lock
 
     def _make(self, folder: str) -> None:
-        """Make a folder durably: make its parent first, then the folder, and sync the parent, which holds its name."""
+        """Make a folder and its missing parents, durably: each parent is synced after a folder was made in it."""
         if not folder or os.path.isdir(folder):
             return
         above = os.path.dirname(folder)
@@ -297,7 +320,7 @@ class LocalFiles:
 
 @contextlib.contextmanager
 def _naming(path: str) -> Iterator[None]:
-    """Add the path to an OSError that lacks it."""
+    """Add the path to an OSError of the block that names no file."""
     try:
         yield
     except OSError as error:
@@ -307,10 +330,10 @@ def _naming(path: str) -> Iterator[None]:
 
 
 class RemoteFiles:
-    """Files behind fsspec, such as object stores. The methods are those of `LocalFiles`.
+    """Files behind fsspec, such as object stores. The methods are documented in `LocalFiles`.
 
-    A file is durable when it is closed. Folders cannot be renamed in one step, so that the file that is written last
-    marks a folder as complete.
+    A file is durable when it is closed. A folder cannot be renamed in one step. Therefore the file that is written
+    last, the manifest, marks a folder as complete.
 
     Args:
         url: URL of any file in the file system.
@@ -411,16 +434,20 @@ Files = LocalFiles | RemoteFiles
 
 
 def seal(value: object) -> bytes:
-    """Return JSON that contains a value and a checksum over it.
+    """Return JSON that contains a value and the checksum of that value.
 
-    NaN and infinities are written as Python's ``json`` does.
+    NaN and infinities are written as Python's ``json`` writes them.
     """
     body = json.dumps(value, indent=1).encode()
     return b'{"crc32": "%08x",\n"sealed": %s}\n' % (zlib.crc32(body), body)
 
 
 def unseal(data: bytes, path: str) -> Any:
-    """Return the value of sealed JSON; raise DamagedCheckpoint if its checksum does not match."""
+    """Return the value in the JSON that `seal` has made; ``path`` is for error messages.
+
+    Raises:
+        DamagedCheckpoint: The checksum does not match, or the data is malformed.
+    """
     found = _SEALED.fullmatch(data)
     if found is None:
         raise DamagedCheckpoint(f"{path} has {len(data)} bytes that are no manifest.")

@@ -1,12 +1,12 @@
-"""The directory of a run's checkpoints, and every step from a folder to a checkpoint.
+"""The directory of a run's checkpoints, and the renamings by which a folder becomes a checkpoint or ceases to be one.
 
     000017-step-1200.tmp-<run> --- all files durable, the manifest last: commit ---> 000017-step-1200
     000017-step-1200 --- damaged: quarantine ---> 000017-step-1200.damaged-1
     000017-step-1200 --- remove ---> 000017-step-1200.removed ---> nothing
 
-A folder gets its final name only once its checkpoint is complete. Where folders cannot be renamed in one step (fsspec),
-files are written under the final name, and the last one, ``manifest.json``, makes them a checkpoint. This module
-imports the standard library only.
+A folder gets its final name only when its checkpoint is complete. Some file systems (fsspec) cannot rename a folder in
+one step. There, files are written under the final name, and the last file, ``manifest.json``, makes the folder a
+checkpoint. This module imports the standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lightning_async.checkpoint.storage import FileRecord, Files, files_at, seal
 from lightning_async.errors import CheckpointError, DamagedCheckpoint
 
 FORMAT = 2
-"""Number of the format; grows with changes that older versions cannot read. Without pickles, format 1 is written."""
+"""Newest format of manifests that this version reads. A checkpoint without pickles is written in format 1."""
 MANIFEST = "manifest.json"
 GOOD = "good.json"
 _LONGEST = 4000  # characters of an error that are kept
@@ -33,11 +33,11 @@ _RUN = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class CheckpointStore:
-    """The checkpoints in one directory, which need not exist yet.
+    """The checkpoints in one directory. The directory need not exist yet.
 
     Args:
         dirpath: Local path, or URL of fsspec.
-        files: File system. Default: None, that of the path.
+        files: File system. Default: None, the file system of the path.
     """
 
     def __init__(self, dirpath: str | os.PathLike[str], files: Files | None = None) -> None:
@@ -45,35 +45,48 @@ class CheckpointStore:
         self.files = files or found
 
     def final(self, number: int, step: int) -> str:
-        """Return the path of a checkpoint."""
+        """Return the path that a checkpoint has once it is committed."""
         return f"{self.dirpath}/{number:06d}-step-{step}"
 
     def temporary(self, number: int, step: int, run: str) -> str:
-        """Return the path of a checkpoint that is being written; equal to `final` without atomic renames."""
+        """Return the path of an unfinished checkpoint.
+
+        On a file system without atomic renames, this is the path that `final` returns. ``run`` is the name of the run.
+        """
         if not _RUN.fullmatch(run):
             raise ValueError(f"`CheckpointStore.temporary(run={run!r})` must be letters, digits, `-` and `_`.")
         final = self.final(number, step)
         return f"{final}.tmp-{run}" if self.files.atomic else final
 
     def next_number(self) -> int:
-        """Return one more than the largest number in the directory, damaged and unfinished checkpoints included."""
+        """Return one more than the largest number of a checkpoint in the directory.
+
+        Damaged and unfinished checkpoints count, too.
+        """
         return 1 + max((int(found["number"]) for found in self._matches()), default=0)
 
     def begun(self, number: int, run: str) -> bool:
-        """Return whether a save of this number exists: a finished one, or one that a rank of the run writes alone."""
+        """Return whether the directory has a save with this number that makes another one superfluous.
+
+        This is a save that was committed, or an unfinished save that a single rank of the run ``run`` writes without
+        the other ranks. Unfinished saves by several ranks do not count, except on a file system without atomic renames.
+        """
         rests = [match["rest"] or "" for match in self._matches() if int(match["number"]) == number]
         return any(not rest.startswith(".tmp-") or rest.startswith(f".tmp-{run}-") for rest in rests)
 
     def hold(self, temporary: str) -> contextlib.AbstractContextManager[None]:
-        """Make the folder; `clean` does not delete it during the block, unless this process dies."""
+        """Return a context manager that makes the folder, and protects it from `clean` during the block.
+
+        The protection ends, too, when this process ends.
+        """
         return self.files.hold(temporary)
 
     def add_rank(self, temporary: str, manifest: RankManifest) -> None:
-        """Write the manifest of a rank, which states that all its files are durable."""
+        """Write the manifest of one rank's part, after all files of that part are durable."""
         self.publish(f"{temporary}/{_rank_manifest(manifest.rank)}", manifest.to_bytes())
 
     def publish(self, path: str, data: bytes) -> None:
-        """Write a file that other processes see whole or not at all."""
+        """Write a file so that other processes see either the complete file or none."""
         if self.files.atomic:
             self.files.write(f"{path}.part", [data])
             self.files.rename(f"{path}.part", path)
@@ -81,26 +94,33 @@ class CheckpointStore:
             self.files.write(path, [data])
 
     def give_up(self, temporary: str, rank: int, why: str) -> None:
-        """Write that a rank's part will not come, so that no rank waits for it."""
+        """Report in the folder that a rank will not write its part, so that no other rank waits for the part.
+
+        Args:
+            temporary: Folder of the unfinished checkpoint.
+            rank: The rank that will not write its part.
+            why: Reason, for the other ranks.
+        """
         self.publish(f"{temporary}/{failure_of(rank)}", why[:_LONGEST].encode())
         self.discard_if_committed(temporary)
 
     def discard_if_committed(self, temporary: str) -> None:
-        """Delete a temporary folder that was made again after its save was committed.
+        """Delete an unfinished folder if its checkpoint is committed already.
 
-        A late rank makes the folder again if the committing rank has already renamed it. No other process deletes it.
+        The first rank renames the folder when it commits. A rank that is late then makes the folder again under the old
+        name. No other process deletes that folder.
         """
         final, _, run = temporary.rpartition(".tmp-")
         if self.files.atomic and run and self.files.exists(f"{final}/{MANIFEST}"):
             self.discard(temporary)
 
     def missing(self, temporary: str, ranks: Iterable[int]) -> list[int]:
-        """Return the ranks whose parts are not durable yet."""
+        """Return those of ``ranks`` whose parts are not durable yet."""
         names = set(self.files.names(temporary))
         return [rank for rank in ranks if _rank_manifest(rank) not in names]
 
     def silent_and_failed(self, temporary: str, ranks: Iterable[int]) -> tuple[list[int], list[int]]:
-        """Return the ranks that have written neither a part nor a failure, and those that have written a failure."""
+        """Return two lists of ranks: those that have written neither a part nor a failure, and those with a failure."""
         # Parts first, failures second: a rank that reports in between is seen at the next look.
         missing = self.missing(temporary, ranks)
         names = set(self.files.names(temporary)) if missing else ()
@@ -108,20 +128,22 @@ class CheckpointStore:
         return [rank for rank in missing if rank not in failed], failed
 
     def discard_if_hopeless(self, temporary: str, ranks: Collection[int]) -> None:
-        """Delete a folder if its first rank has failed, and all other ranks have written a part or a failure.
+        """Delete an unfinished folder if its checkpoint cannot be committed, and no rank will write into it any more.
 
-        Each rank calls this after it has written, so that the last one deletes the folder.
+        That is so if the first of ``ranks`` has reported a failure, and each other rank has written a part or reported
+        a failure. Each rank calls this after it has written, so the last rank deletes the folder.
         """
         silent, failed = self.silent_and_failed(temporary, ranks)
         if min(ranks) in failed and not silent:
             self.discard(temporary)
 
     def commit(self, temporary: str, manifest: Manifest) -> CheckpointEntry:
-        """Make a checkpoint of a folder in which all ``manifest.ranks`` have written their parts; durable at return.
+        """Turn a folder into a checkpoint, after all ``manifest.ranks`` have written their parts; durable on return.
 
         Raises:
             CheckpointError: A rank's part is missing.
-            DamagedCheckpoint: A rank's manifest is damaged, two ranks wrote one file, or a file is gone.
+            DamagedCheckpoint: A rank's manifest is damaged, two ranks wrote a file of the same name, or a file is
+                missing.
         """
         if missing := self.missing(temporary, manifest.ranks):
             raise CheckpointError(f"{temporary} cannot be committed: nothing is there of ranks {missing}.")
@@ -147,12 +169,18 @@ class CheckpointStore:
         return CheckpointEntry(final.rpartition("/")[2], final, manifest.number, manifest.step, manifest)
 
     def discard(self, temporary: str) -> None:
-        """Delete an unfinished folder; the manifest first, so that a partly deleted folder is no checkpoint."""
+        """Delete an unfinished folder.
+
+        The manifest is deleted first, so that a partly deleted folder is no checkpoint.
+        """
         self.files.unlink(f"{temporary}/{MANIFEST}")
         self.files.remove(temporary)
 
     def entries(self, number: int | None = None, name: str | None = None) -> list[CheckpointEntry]:
-        """Return the checkpoints, the newest first; if given, only those with this ``number`` or ``name``."""
+        """Return the committed checkpoints, the newest first; if given, only those with this ``number`` or ``name``.
+
+        Checkpoints whose manifest cannot be read are included, with their ``error``.
+        """
         wanted = [
             match
             for match in self._matches()
@@ -162,15 +190,15 @@ class CheckpointStore:
         return sorted(found, key=lambda entry: (entry.number, entry.step), reverse=True)
 
     def verify(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> Manifest:
-        """Read the files of a checkpoint; return its manifest, if they are whole.
+        """Read the files of a checkpoint, and return its manifest if the files are undamaged.
 
         Args:
             entry: The checkpoint.
             part: Index of the share of the files to read. Default: 0.
-            parts: Number of shares. Default: 1, all files are read.
+            parts: Number of shares into which the files are divided. Default: 1, all files are read.
 
         Raises:
-            DamagedCheckpoint: A file is damaged; the message names it, and says what is wrong.
+            DamagedCheckpoint: A file is damaged; the message names the file and the damage.
             CheckpointError: A newer version of this package wrote the checkpoint.
         """
         manifest = self._manifest(entry)
@@ -181,7 +209,7 @@ class CheckpointStore:
         return manifest
 
     def trouble(self, entry: CheckpointEntry, part: int = 0, parts: int = 1) -> CheckpointError | OSError | None:
-        """Return the error of `verify`, or None."""
+        """Return the error that `verify` raises for these arguments, or None."""
         try:
             self.verify(entry, part, parts)
         except (CheckpointError, OSError) as error:
@@ -189,7 +217,11 @@ class CheckpointStore:
         return None
 
     def promote(self, entry: CheckpointEntry) -> None:
-        """Mark a checkpoint as good, durably: training has continued from it without harm."""
+        """Mark a checkpoint as good, durably: training has continued from it without a divergence alarm.
+
+        Raises:
+            CheckpointError: The checkpoint does not exist any more.
+        """
         if not self.files.exists(f"{entry.path}/{MANIFEST}"):  # writing the mark would make the folder again
             raise CheckpointError(f"{entry.path} is gone: it cannot be marked as good.")
         if self._is_good(entry):  # to write the mark a second time could destroy it for a moment
@@ -198,7 +230,7 @@ class CheckpointStore:
         self.files.sync(entry.path)
 
     def quarantine(self, entry: CheckpointEntry) -> str:
-        """Rename a damaged checkpoint, so that `entries` does not return it any more; return its new path."""
+        """Rename a damaged checkpoint, so that `entries` does not return it any more; return the new path."""
         # Earlier damaged checkpoints of the same number stay, under other names.
         taken = set(self.files.names(self.dirpath))
         k = next(k for k in range(1, len(taken) + 2) if f"{entry.name}.damaged-{k}" not in taken)
@@ -208,7 +240,7 @@ class CheckpointStore:
         return path
 
     def remove(self, entry: CheckpointEntry) -> None:
-        """Delete a checkpoint, so that a partly deleted one is never taken for a checkpoint."""
+        """Delete a checkpoint. A folder that is deleted only in part is never taken for a checkpoint."""
         gone = f"{entry.path}.removed"
         if self.files.atomic:
             self.files.remove(gone)
@@ -219,10 +251,10 @@ class CheckpointStore:
             self.discard(entry.path)
 
     def clean(self, run: str = "", damaged: bool = False) -> list[str]:
-        """Delete unfinished checkpoints that no living process uses, and return their names.
+        """Delete unfinished checkpoints that no living process uses, and leftovers of `remove`; return their names.
 
         Args:
-            run: Name of this run, whose unfinished checkpoints stay. Default: none.
+            run: Name of this run, whose unfinished checkpoints are not deleted. Default: none.
             damaged: Whether to delete damaged checkpoints, too. Default: False.
         """
         left = []
@@ -244,7 +276,6 @@ class CheckpointStore:
         return [path.rpartition("/")[2] for path in self.unfinished() if not self.files.idle(path)]
 
     def unfinished(self) -> list[str]:
-        """Return the paths of unfinished checkpoints."""
         return [f"{self.dirpath}/{m.string}" for m in self._matches() if (m["rest"] or "").startswith(".tmp-")]
 
     def _matches(self) -> list[re.Match[str]]:
@@ -284,14 +315,14 @@ class CheckpointStore:
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """A checkpoint under its final name.
+    """A committed checkpoint in the directory.
 
     Args:
         name: Name of the folder.
         path: Path of the folder.
         number: Number of the save.
         step: Number of optimizer steps taken.
-        manifest: Manifest. Default: None, it cannot be read.
+        manifest: Manifest of the checkpoint. Default: None, the manifest cannot be read.
         good: Whether the checkpoint is marked as good. Default: False.
         error: Reason why the manifest cannot be read. Default: None.
     """
@@ -316,23 +347,25 @@ def _rank_manifest(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The contents of a checkpoint, and the state of training at that time.
+    """The table of contents of a checkpoint, and the progress of training at the time of the save.
 
     Args:
         number: Number of the save in the directory; checkpoints are ordered by it.
-        step: Optimizer steps taken, averaged over asynchronous replicas. May decrease after a rollback.
+        step: Number of optimizer steps taken, averaged over asynchronous replicas. It may decrease after a rollback.
         round: Number of committed rounds.
         epoch: Number of the epoch.
-        generation: Generation of the process groups.
+        generation: Number of the generation of the process groups.
         world_size: Number of ranks that trained.
-        ranks: Ranks whose files are here.
+        ranks: Ranks that have written a part of this checkpoint.
         reason: Reason for the save.
         created: Time of the save, in seconds since 1970.
-        metrics: Logged metrics, by which policies keep checkpoints and find the best one.
-        versions: Versions of packages.
-        notes: Anything else, in plain values.
-        files: Size and checksum of each file except the manifest itself; filled in by the commit.
-        pickles: Whether files hold pickled objects, which execute code when they are loaded; filled in by the commit.
+        metrics: Logged metrics by name, by which policies keep checkpoints and find the best one.
+        versions: Versions of packages, by package.
+        notes: Anything else, as plain values.
+        files: Size and checksum of each file by name, except the manifest itself; filled in when the checkpoint is
+            committed.
+        pickles: Whether files hold pickled objects, which execute code when they are loaded; filled in when the
+            checkpoint is committed.
     """
 
     number: int
@@ -361,7 +394,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class RankManifest:
-    """The files that one rank has written, all of them durable.
+    """The list of the files that one rank has written; all of them are durable.
 
     Args:
         rank: The rank.
@@ -389,7 +422,14 @@ def _sealed(manifest: Manifest | RankManifest) -> bytes:
 
 
 def _known(kind: type[Manifest | RankManifest], data: bytes, path: str) -> dict[str, Any]:
-    """Return the fields that this version knows; fields that a later version of the same format adds are ignored."""
+    """Return the manifest's fields that this version of the package knows.
+
+    Ignore further fields, which a later version of the same format may have added.
+
+    Raises:
+        DamagedCheckpoint: The data is malformed, or a field has a wrong type.
+        CheckpointError: The format is newer than this version of the package.
+    """
     value = unseal(data, path)
     names = {each.name for each in dataclasses.fields(kind)}
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The trainer's side of the process that writes checkpoints: hand saves over, take answers, replace a dead process.
+"""The trainer's side of the writer process: pass saves to the process, receive its answers, and replace it if it dies.
 
     save --- copied into a free buffer; a message ---> the writer --- poll: its answer ---> the buffer is free
 
@@ -50,14 +50,15 @@ _LOOK_S = 0.5
 
 
 class Writer:
-    """The writer of one rank's part of checkpoints, in a process of its own.
+    """A client of the process that writes one rank's parts of checkpoints.
 
     Args:
         dirpath: Directory of checkpoints, or URL of fsspec.
         rank: This rank. Default: 0.
-        buffers: Number of buffers, 1 or 2. With 2, one save can be copied while another is written. Default: 2.
-        deadline: Longest wait of the committing rank for the parts of the others. Default: 10 minutes.
-        pickles: Whether objects are saved as pickles. Default: False, a state with objects is refused.
+        buffers: Number of buffers for copies of the state, 1 or 2. With 2, one save can be copied while another one is
+            written. Default: 2.
+        deadline: Longest time for which the committing rank waits for the other ranks' parts. Default: 10 minutes.
+        pickles: Whether objects are saved as pickles. Default: False, a state with objects raises an error.
 
     Raises:
         ValueError: An argument is out of range.
@@ -84,33 +85,31 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is being written, as of the last `poll`, or memory is being allocated, see `expect`."""
+        """Whether a save was still being written at the last `poll`, or memory is being allocated, see `expect`."""
         return bool(self._flights) or self._growth.active
 
     @property
     def waited_s(self) -> float:
-        """Seconds since the save that is being written was handed over; 0 if there is none."""
+        """The seconds since the save that is being written was passed to the process; 0 if no save is being written."""
         return _since(self._flights[0]) if self._flights else 0.0
 
     @property
     def pid(self) -> int | None:
-        """Process id of the writer; None while there is none."""
         return self._process.pid if self._process else None
 
     def start(self) -> None:
-        """Start the process, if there is none."""
+        """Start the writer process, unless it is running."""
         if self._process is None:
             self._process = WriterChannel(self._rank, lock_of_writer(*files_at(self._dirpath), self._rank))
 
     def reserve(self, job: SaveJob) -> None:
-        """Allocate the memory for a save now."""
         size = self._shard(job).size
         for buffer in self._buffers:
             if buffer.owner is BufferOwner.FREE:
                 buffer.reserve(size)
 
     def expect(self, job: SaveJob, more: int = 0) -> None:
-        """Allocate the memory for later saves in the background; `busy` is True until then.
+        """Allocate the memory for later saves in the background; `busy` is True until the memory is allocated.
 
         Args:
             job: A save of the same state as the later ones.
@@ -119,19 +118,20 @@ class Writer:
         self._growth.begin(self._buffers, self._shard(job).size + more)
 
     def save(self, job: SaveJob, queue: bool = False) -> float:
-        """Copy the state, and hand the copy over to the process; the state may change once this returns.
+        """Copy the state, and pass the copy to the writer process; the state may change once this returns.
 
         Args:
             job: The save.
-            queue: Whether to write this save after the one that is being written, if a buffer is free. Default: False.
+            queue: Whether the copy may begin while an earlier save is being written, if a buffer is free. Default:
+                False.
 
         Returns:
             The seconds that this took.
 
         Raises:
-            SaveBusy: A save is being written; with ``queue``: no buffer is free.
-            TypeError: The state holds an object that cannot be saved; the message names it.
-            CheckpointError: There is no memory for a copy, or no writer can be started.
+            SaveBusy: An earlier save is being written; with ``queue``: no buffer is free.
+            TypeError: The state holds an object that cannot be saved; the message names the object.
+            CheckpointError: There is not enough memory for a copy, or the process cannot be started.
         """
         began = time.monotonic()
         self._growth.wait()
@@ -154,20 +154,23 @@ class Writer:
                 buffer.owner = BufferOwner.FREE
                 raise
         buffer.owner = BufferOwner.WRITER
-        # Noted before it is sent: if the writer has died, the next one gets it.
+        # Recorded before it is sent: if the writer process has died, the next one gets it.
         self._flights.append(flight)
         self._send(flight)
         return time.monotonic() - began
 
     def poll(self) -> list[Result]:
-        """Return the results since the last call, without waiting."""
+        """Return the results of all saves that have ended since the last call, without waiting.
+
+        If the writer process has died, start another one, which writes the unfinished saves.
+        """
         self._take_answers()
         results = self._done
         self._done = []
         return results
 
     def wait(self, timeout: float) -> list[Result]:
-        """Wait until nothing is being written, or the time is over; return the results."""
+        """Wait until no save is being written, for at most ``timeout`` seconds; return the results as `poll` does."""
         until = time.monotonic() + timeout
         self._growth.wait(timeout)
         self._take_answers()
@@ -177,10 +180,10 @@ class Writer:
         return self.poll()
 
     def close(self, timeout: float) -> list[Result]:
-        """Wait for the last save, end the process, and free the memory; return the results.
+        """Wait for the last save, then end the writer process and free the memory; return the results.
 
-        A save that is not written within ``timeout`` seconds has a `Result` with an error; its process finishes it, and
-        then ends.
+        A save that takes longer than ``timeout`` seconds has a `Result` with an error. The process then completes that
+        save before it ends by itself.
         """
         results = self.wait(timeout)
         self._growth.wait()
@@ -275,16 +278,16 @@ class Writer:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One rank's part of a save.
+    """A save, as one rank passes it to its writer process.
 
     Args:
         number: Number of the save.
         step: Number of optimizer steps taken.
-        run: Name of the run in unfinished checkpoints.
-        ranks: Ranks that take part; the first one commits.
+        run: Name of the run, which is a part of the name of the unfinished checkpoint.
+        ranks: Ranks that take part in the save; the lowest one commits the checkpoint.
         shared: State that is equal on all these ranks.
         own: State of this rank.
-        manifest: Further fields of the `Manifest`; only those of the rank that commits count. Default: none.
+        manifest: Further fields of the `Manifest`. Only those of the committing rank are used. Default: none.
     """
 
     number: int
@@ -298,13 +301,13 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one save.
+    """The result of one save on this rank.
 
     Args:
         number: Number of the save.
-        seconds: Seconds since the save was handed over.
+        seconds: Seconds since the save was passed to the writer process.
         bytes: Number of bytes of this rank's files.
-        committed: Whether this rank has committed it. Other ranks only know that their part is durable.
+        committed: Whether this rank has committed the checkpoint. Other ranks only know that their part is durable.
         error: Reason why the save has failed. Default: None, it has not failed.
         lost: Whether the other ranks still wait for this rank's part, because the writer process died before it could
             report the failure to them. Default: False.
@@ -319,12 +322,12 @@ class Result:
 
 
 class SaveBusy(CheckpointError):
-    """An error: an earlier save is still being written."""
+    """An error: a save cannot begin, because an earlier save is still being written."""
 
 
 @dataclass
 class _Flight:
-    """A save that the writer has not answered yet."""
+    """A save that was passed to the writer process, and for which no answer has arrived yet."""
 
     number: int
     buffer: Buffer
@@ -339,11 +342,11 @@ def _since(flight: _Flight) -> float:
 
 
 class WriterChannel:
-    """A process that writes one rank's part, and the channel to it.
+    """A running writer process of one rank, and the channel to it.
 
     Args:
         rank: The rank.
-        lock: Lock that the process holds as long as it lives. Default: None.
+        lock: Lock that the process inherits and holds until it ends; it is closed in this process. Default: None.
     """
 
     def __init__(self, rank: int, lock: Lock | None = None) -> None:
@@ -370,18 +373,18 @@ class WriterChannel:
         self.pid = self._process.popen.pid
 
     def send(self, descriptor: int, offset: int, length: int, again: bool) -> None:
-        """Send a job, which is JSON at ``offset`` in the memory of ``descriptor``.
+        """Send a job to the process. The job is JSON in the memory of a buffer.
 
         Args:
-            descriptor: Descriptor of the job's memory.
-            offset: First byte of the JSON.
+            descriptor: File descriptor of the buffer's memory.
+            offset: Offset of the JSON in that memory, in bytes.
             length: Number of bytes of the JSON.
             again: Whether an earlier process has died during this job.
         """
         socket.send_fds(self._channel, [MESSAGE.pack(offset, length, again)], [descriptor])
 
     def answers(self) -> list[dict[str, Any]]:
-        """Return the answers that have come, without waiting; note whether the process has died."""
+        """Return the answers that have arrived, without waiting. If the process has died, set ``died`` to True."""
         with contextlib.suppress(BlockingIOError):
             while not self.died:
                 try:
@@ -398,7 +401,7 @@ class WriterChannel:
         wait_for(self._channel, timeout)
 
     def stopped_s(self) -> float:
-        """Return for how many seconds the process has been stopped (SIGSTOP); 0 if the system does not say."""
+        """Return for how many seconds the process has been stopped (SIGSTOP); 0 if the system does not report that."""
         now = time.monotonic()
         if now >= self._looks_at:
             self._looks_at = now + _STANDSTILL_LOOK_S
@@ -406,12 +409,14 @@ class WriterChannel:
         return self._standstill.seconds
 
     def kill(self) -> None:
-        """Kill the process."""
         self._process.popen.kill()
         self._standstill = Standstill()
 
     def close(self) -> str:
-        """End the channel, after which the process ends; return how it has ended, in words."""
+        """Close the channel, which makes the process end; return in words how the process has ended.
+
+        Wait about a second. A process that is still writing then is left to end by itself.
+        """
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_WR)  # works even if a fork of this process has the socket open
         self._channel.close()
@@ -425,10 +430,10 @@ class WriterChannel:
 
 
 class Standstill:
-    """The seconds for which a process has been stopped (SIGSTOP), found by looking at it in intervals.
+    """A measurement of how long a process has been stopped (SIGSTOP), by looking at the process in intervals.
 
-    Between two looks at most `_LONGEST_LOOK_S` seconds count: if the whole job is suspended, the process that looks is
-    stopped as well, and that time must not count in full.
+    Between two looks, at most `_LONGEST_LOOK_S` seconds count. If the whole job is suspended, the process that looks is
+    stopped as well, and the time of the suspension must not count in full.
     """
 
     def __init__(self) -> None:
@@ -436,10 +441,13 @@ class Standstill:
         self._last: float | None = None
 
     def look(self, stopped: bool, now: float) -> float:
-        """Note whether the process is stopped now; return the seconds for which it has been stopped so far.
+        """Record whether the process is stopped now; return for how many seconds in a row it has been stopped.
+
+        Of the time between two calls, at most `_LONGEST_LOOK_S` (10) seconds are counted. In the example, 3600 seconds
+        between the second and the third call count as 10.
 
         Args:
-            stopped: Whether the process is stopped.
+            stopped: Whether the process is stopped now.
             now: Present time, in seconds.
 
         >>> still = Standstill()

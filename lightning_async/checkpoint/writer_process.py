@@ -1,14 +1,15 @@
-"""The process that writes one rank's part of checkpoints, and commits them if its rank is the first.
+"""The process that writes one rank's part of checkpoints; on the first rank, it also commits the checkpoints.
 
-The process runs beside the trainer, in a session of its own, so that it finishes its jobs when the trainer is killed.
+The process runs beside the trainer, in a session of its own, so that it completes its jobs when the trainer is killed.
 It starts without this package's ``__init__`` and imports the standard library only; it therefore starts in milliseconds
-and takes 15 MB. A job comes as two numbers, with the descriptor of the memory that holds it:
+and takes 15 MB. A job is one part of one save. The trainer sends two numbers and the descriptor of the memory that
+holds the job:
 
     [ tensors ][ JSON of the rank ][ the job, as JSON ]
                                    ^ offset            ^ offset + length
 
-A message is therefore always small, and sending one never waits. Jobs are done one after the other: `main` receives
-them, and `perform` does one. A `DirectoryLock` keeps other programs out of a directory of checkpoints.
+A message is therefore always small, and sending it never blocks. Jobs are processed one after the other: `main`
+receives them, and `perform` carries out one. A `DirectoryLock` keeps other programs out of a directory of checkpoints.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from lightning_async.errors import CheckpointError
 log = logging.getLogger(__name__)
 
 MESSAGE = struct.Struct("<QQ?")
-"""Offset and length of the job in the memory, and whether another process has died during this job."""
+"""Offset and length in bytes of the job in the memory, and whether an earlier process has died during this job."""
 _LONGEST_ERROR = 4000
 Job = dict[str, Any]
 """A job, as `Writer` composes it."""
 GRACE_S = 3.0
-"""Seconds within which another program may let go of the directory, because it ends or only deletes something."""
+"""Seconds to wait for another program to release the directory: it may be ending, or may only delete something."""
 QUIET_S = 5.0
 """Seconds after which a wait is logged."""
 _PAUSE_S = 0.02
@@ -48,10 +49,10 @@ Gather = Callable[[Any], Sequence[Any]]
 
 
 def main(descriptor: int, trainer: int) -> None:
-    """Do jobs until the trainer's process is gone, or the trainer closes the channel.
+    """Carry out jobs until the trainer's process has ended, or the trainer closes the channel.
 
     Args:
-        descriptor: Descriptor of the channel to the trainer.
+        descriptor: File descriptor of the channel to the trainer.
         trainer: Process id of the trainer.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
@@ -65,7 +66,10 @@ def main(descriptor: int, trainer: int) -> None:
 
 @contextlib.contextmanager
 def _death_of(trainer: int) -> Iterator[list[int]]:
-    """Yield a list with a descriptor that becomes readable when the trainer ends; empty if the system has none."""
+    """Yield a list with one descriptor, which becomes readable when the trainer ends.
+
+    The list is empty if the system has no such descriptors.
+    """
     try:
         descriptor = os.pidfd_open(trainer)
     except (AttributeError, OSError):
@@ -96,12 +100,12 @@ def _is_closed(channel: socket.socket) -> bool:
 
 
 def wait_for(channel: socket.socket, seconds: float, others: Sequence[int] = ()) -> bool:
-    """Wait until the channel is readable or closed; return whether it is one of these.
+    """Wait until the channel is readable or closed; return False if the wait ends for another reason.
 
     Args:
         channel: The channel.
-        seconds: Longest wait.
-        others: Descriptors that end the wait, too. Default: none.
+        seconds: Longest wait, in seconds.
+        others: Descriptors that end the wait, too, when they become readable. Default: none.
     """
     poll = select.poll()  # `select.select` cannot take descriptors above 1023
     for each in (channel, *others):
@@ -129,16 +133,22 @@ def _answer(descriptor: int, offset: int, length: int, again: bool, orphaned: Ca
 def perform(
     job: Job, memory: memoryview, again: bool = False, orphaned: Callable[[], bool] = lambda: False
 ) -> dict[str, Any]:
-    """Write the files of a job, and commit the checkpoint if this rank is the first; return the answer.
+    """Write the files of a job; on the first rank of the save, also commit the checkpoint once all parts are durable.
 
     Args:
         job: The job, as `Writer` composes it.
-        memory: Memory that holds the files' contents.
+        memory: Memory that holds the contents of the files.
         again: Whether an earlier process has died during this job, and may have written some files. Default: False.
-        orphaned: Returns whether the trainer's process has ended, or has closed its channel. Default: it never has.
+        orphaned: Function that returns whether the trainer's process has ended, or has closed its channel. Default: it
+            never has.
+
+    Returns:
+        Fields of the answer to the trainer: ``"bytes"``, the size of the job, and ``"committed"``, whether this rank
+        has committed the checkpoint.
 
     Raises:
-        CheckpointError: Another rank has failed, or did not answer before the deadline.
+        CheckpointError: On the first rank: another rank has failed, or has not written its part before the deadline.
+        OSError: A file could not be written.
     """
     store = CheckpointStore(job["dirpath"])
     number = job["number"]
@@ -225,22 +235,24 @@ def _fail(store: CheckpointStore, temporary: str, job: Job, error: BaseException
 
 
 class DirectoryLock:
-    """A lock that keeps other programs from writing into a directory of checkpoints.
+    """A lock that prevents other programs from writing into a directory of checkpoints.
 
-    Each rank of a program has a `DirectoryLock`. A program first waits until the writers of earlier ones have finished.
-    There are three kinds of lock files:
+    Each rank of a program has a `DirectoryLock`. A program first waits until the writer processes of earlier programs
+    have finished. There are three kinds of lock files:
 
-    - ``.claim`` is locked by one rank's process as long as it lives, and contains the names of program and process;
-    - ``.ranks`` has a shared lock of each rank of that program, because the rank that locks ``.claim`` may be lost;
-    - ``.writer-0`` is locked by the process that writes rank 0's part, which outlives its trainer.
+    - ``.claim`` is locked by one rank's process until the process ends. The file contains the program's name and the
+      process id.
+    - ``.ranks`` has a shared lock of each rank of that program, because the rank that locks ``.claim`` may be lost.
+    - ``.writer-0`` is locked by the process that writes rank 0's part. This process outlives its trainer.
 
-    The kernel releases a lock when its process ends, however it ends. On file systems without locks (fsspec), other
-    programs are not noticed. Readers need no lock.
+    The kernel releases a lock when its process ends, however the process ends. On file systems without locks (fsspec),
+    other programs are not noticed. Readers need no lock.
 
     Args:
         store: The checkpoints.
         program: Name of the program, the same on all its ranks.
-        does: What the program does in the directory, for messages. Default: it trains.
+        does: Description of what the program does in the directory, for error messages of other programs. Default: it
+            trains.
     """
 
     def __init__(self, store: CheckpointStore, program: str, does: str = "trains into it") -> None:
@@ -253,13 +265,16 @@ class DirectoryLock:
         self._shared: Lock | None = None
 
     def take(self, gather: Gather = lambda value: [value]) -> None:
-        """Lock the directory for this program; all of its ranks must call this together.
+        """Lock the directory for this program; all ranks of the program must call this together.
+
+        Wait a few seconds if another program has locked the directory.
 
         Args:
-            gather: Gathers a plain value of each rank. Default: for a single rank.
+            gather: Function that returns a plain value of each rank, in rank order. Default: for a single rank.
 
         Raises:
-            CheckpointError: Another program has locked the directory, or it cannot be written to; raised on all ranks.
+            CheckpointError: Another program has locked the directory, or the directory is not writable; raised on all
+                ranks.
         """
         told = gather(self._take())
         # All ranks raise together, and none keeps the directory.
@@ -270,7 +285,11 @@ class DirectoryLock:
             self._shared = self._store.files.lock(self._shared_path, shared=True)
 
     def join(self) -> None:
-        """Share the lock of this program's other ranks; raise CheckpointError if they have not locked the directory."""
+        """Add this rank to the ranks that share this program's lock, on a rank that joins a running program.
+
+        Raises:
+            CheckpointError: The other ranks of this program have not locked this directory.
+        """
         try:
             lock = self._store.files.lock(self._path)
         except BlockingIOError:
@@ -287,17 +306,19 @@ class DirectoryLock:
         self.take()
 
     def keep(self) -> None:
-        """Lock ``.claim`` if the rank that had locked it has ended; otherwise do nothing, without waiting."""
+        """Take over the lock on ``.claim`` if the rank that held it has ended; otherwise do nothing. Does not wait."""
         if self._lock is None and self._shared is not None:
             with contextlib.suppress(OSError):  # another rank was quicker, or a process tests the lock just now
                 self._lock = self._store.files.lock(self._path)
                 self._say()
 
     def wait(self, gather: Gather = lambda value: [value], timeout_s: float = 600.0) -> None:
-        """Wait until an earlier program's processes have stopped writing into the directory; all ranks must call this.
+        """Wait until the writer processes of earlier programs have stopped writing into the directory.
+
+        All ranks must call this together. After ``timeout_s`` this logs a warning and returns.
 
         Args:
-            gather: Gathers a plain value of each rank. Default: for a single rank.
+            gather: Function that returns a plain value of each rank, in rank order. Default: for a single rank.
             timeout_s: Longest wait, in seconds. Default: 600.
         """
         began = time.monotonic()
@@ -316,7 +337,6 @@ class DirectoryLock:
                 return
 
     def release(self) -> None:
-        """Release the locks of this rank."""
         for lock in (self._lock, self._shared):
             if lock is not None:
                 lock.close()
@@ -324,7 +344,10 @@ class DirectoryLock:
         self._shared = None
 
     def _take(self) -> str:
-        """Try to lock ``.claim``; return why that fails, or an empty text if a rank of this program has locked it."""
+        """Try to lock ``.claim``, for a few seconds; return the reason of a failure.
+
+        Return an empty text if this rank, or another rank of this program, has locked the file.
+        """
         until = time.monotonic() + GRACE_S
         while True:
             try:
@@ -345,7 +368,10 @@ class DirectoryLock:
                 return ""
 
     def _check_ranks(self) -> None:
-        """Raise BlockingIOError if another program's ranks still train here, though the one with ``.claim`` is lost."""
+        """Raise BlockingIOError if ranks of another program hold the lock on ``.ranks``, and release this rank's locks.
+
+        This happens if another program still trains into the directory, but has lost the rank that held ``.claim``.
+        """
         try:
             shared = self._store.files.lock(self._shared_path)
         except BlockingIOError:
@@ -381,7 +407,7 @@ class DirectoryLock:
 
 
 def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
-    """Return the lock that a rank's writer holds as long as it lives; None if it cannot be taken."""
+    """Take the lock that a rank's writer process is to hold until it ends; return None if the lock cannot be taken."""
     try:
         return files.lock(f"{dirpath}/{_WRITER}{rank}", shared=True)
     except OSError:  # the first save will report what is wrong with the directory
@@ -389,7 +415,7 @@ def lock_of_writer(files: Files, dirpath: str, rank: int) -> Lock | None:
 
 
 def has_writer(store: CheckpointStore, rank: int) -> bool | None:
-    """Return whether a process is alive that may still write a rank's part; None if that is unknown."""
+    """Return whether a process lives that may still write a rank's part; None if that is unknown."""
     free = _is_free(store.files, f"{store.dirpath}/{_WRITER}{rank}")
     return None if free is None else not free
 

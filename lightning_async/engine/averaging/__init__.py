@@ -1,13 +1,14 @@
 """Averaging as a component of the engine: replicas exchange messages every few steps, and merge their mean.
 
 The training thread packs a snapshot of its parameters and trains on. Meanwhile the engine's thread turns the snapshot
-into the rule's message, averages all messages, and lets the rule make a target of the mean. Then the training thread
-moves its parameters by the difference between target and snapshot, so that the steps in between are kept.
+into the averaging rule's message, and averages the messages of all replicas. The rule turns the mean message into the
+target, the parameters to which replicas move. Then the training thread moves its parameters by the difference between
+the target and the snapshot, so that the steps taken since the snapshot are kept.
 
-- `BackgroundAverager` is the training thread's side, and `Merger` its last step.
-- `AveragingComponent` plans the rounds, of the types `AveragingRound`, `ConsensusRound` and `AnchorRound`.
-- `WorkLedger` counts each replica's work; `RuleState` holds the rule's state, equal on all replicas.
-- `RunSummary` holds the totals of a run; `AveragedState` finds the optimizers' state that can be averaged.
+- `BackgroundAverager` is used by the training thread. Its `Merger` moves the parameters, the last step of a round.
+- `AveragingComponent` plans the rounds. Their types are `AveragingRound`, `ConsensusRound` and `AnchorRound`.
+- `WorkLedger` counts the work of one replica. `RuleState` holds the rule's state, which is equal on all replicas.
+- `RunSummary` holds the totals of a run. `AveragedState` finds the tensors of optimizer state that can be averaged.
 
-Read averager first, then rule_state and rounds, and last report and optimizer_state.
+Read the modules in this sequence: averager, rule_state, rounds, report, optimizer_state.
 """

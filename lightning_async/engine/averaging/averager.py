@@ -1,6 +1,7 @@
-"""The training thread's side of averaging: it counts work, packs messages, and merges results.
+"""The training thread's side of averaging: counting work, packing messages, and merging results.
 
-Strategies use `BackgroundAverager`. `Merger` moves the parameters by the result of a round, which is its last step.
+Strategies use `BackgroundAverager`. `Merger` carries out the last step of a round: it moves the parameters by the
+round's result.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundAverager(SyncPointParticipant):
-    """An averager of one replica with its peers in the background, while it trains.
+    """An averager of one replica with the other replicas, in the background of training.
 
-    The training thread calls `plan` before and `tick` after every optimizer step (or once per batch, where several
-    optimizers step). It calls `sync_points.rendezvous` wherever all ranks must hold one model, and `sync_points.resume`
-    when it trains on. The engine's thread serves the rounds meanwhile; `close` ends it. All ranks must start with equal
-    parameters. Raises ValueError for a rule that ``config`` cannot carry out.
+    The training thread calls `plan` before every optimizer step, and `tick` after it (or both once per batch, where
+    several optimizers step). It calls `sync_points.rendezvous` wherever all ranks must hold one model, and
+    `sync_points.resume` when training continues. The engine's thread carries out the rounds; `close` ends that thread.
+    All ranks must start with equal parameters. Raises ValueError if ``rule`` does not work with the options in
+    ``config``.
     """
 
     def __init__(
@@ -60,9 +62,9 @@ class BackgroundAverager(SyncPointParticipant):
         exact = self.config.compression == "none" or rule.keeps_residual
         self._merger = Merger(self._buckets, self.agreed, self.component, exact)
         self.meet: Callable[[SyncPointKind], Arrival] = self.sync_points.rendezvous
-        """Waits at a sync point that the next step needs."""
+        """A function that waits at a sync point; `plan` calls it before synchronous steps begin."""
         self.on_healed: Callable[[], None] = lambda: None
-        """Called after this replica was not finite and has taken over the others' model."""
+        """A function that is called after this replica, which was not finite, has taken over the others' model."""
         # Both are for checkpoints.
         self.gathered: Callable[[], Any] = lambda: None  # returns what is gathered for the next step
         self.alike: Callable[[], Any] = lambda: None  # returns further state that is equal on all replicas
@@ -73,7 +75,7 @@ class BackgroundAverager(SyncPointParticipant):
         self._step_s = self.started_at = self._last_tick = self._stood_at = 0.0
 
     def start(self) -> None:
-        """Start the clocks and the engine's thread; all replicas must hold equal parameters."""
+        """Start the engine's thread and the measurement of times; all replicas must hold equal parameters."""
         ledger = self.ledger
         self._last_tick = self._now()
         self.started_at = self._last_tick - self.summary.elapsed_s  # the time before a checkpoint counts
@@ -89,7 +91,12 @@ class BackgroundAverager(SyncPointParticipant):
             log.warning("The engine's thread of rank %d did not end within %s.", self.summary.rank, timeout)
 
     def plan(self) -> Action:
-        """Return the schedule's action for the coming step, after waiting at a sync point if that step needs one."""
+        """Return the action that the schedule chooses for the next step, and prepare the model for that step.
+
+        Before synchronous steps begin (``Action.GRADIENTS``), wait at a sync point, so that all replicas start these
+        steps with one model. If another rank asks for a validation or a stop during the wait, return ``Action.LOCAL``
+        instead. Before a local step, restore this replica's own model if the module shows that of a sync point.
+        """
         box = self._box
         ledger = self.ledger
         with box.changed:
@@ -138,9 +145,10 @@ class BackgroundAverager(SyncPointParticipant):
         return action
 
     def _leave_synchronous(self) -> None:
-        """Pack the parameters at the end of synchronous training as the last target.
+        """End synchronous training on this replica: pack its parameters into the bucket `received`, as the last target.
 
-        A replica that is absent from the next round moves by the difference from this target.
+        If this replica is absent from the next round, it moves by the difference between that round's target and this
+        last target. Its work and its losses are counted from zero.
         """
         with self._buckets.alone(self.control.see):
             self.replica.pack_(self.control.vacated())
@@ -149,9 +157,10 @@ class BackgroundAverager(SyncPointParticipant):
         self._buckets.at_target = True
 
     def synchronous_step(self, samples: float | None) -> None:
-        """Count a step on averaged gradients; ``samples`` is None where this replica had none.
+        """Count a step with averaged gradients; ``samples`` is this replica's number of samples in that step.
 
-        The caller holds the lock.
+        ``samples`` is None if this replica had no gradients in the step. An averaging message that a header has already
+        announced is dropped. The caller holds `SharedState.changed`.
         """
         self.ledger.synchronous_step(None if samples is None else Work(samples, 1.0))
         message = self._buckets.message
@@ -159,16 +168,28 @@ class BackgroundAverager(SyncPointParticipant):
             self.component.average.abandon()  # it was made with the old rule state; the work goes into another message
 
     def see_loss(self, loss: Tensor) -> None:
-        """Add the training loss of a backward pass to the mean in the next message, without waiting for a GPU."""
+        """Include the training loss of a backward pass in the mean loss that the next message reports.
+
+        This does not wait for a GPU. A loss of more than one number is ignored.
+        """
         if loss.numel() == 1:
             self._loss_sum = self._loss_sum + loss.detach().float().reshape(())
             self._num_losses += 1
 
     def tick(self, action: Action, samples: float, *, stepped: bool = True, lr: float = 0.0) -> RoundReport | None:
-        """Count a step, merge a result that has arrived, and start a round if planned; return the merged round.
+        """Count a step, merge a round's result if one has arrived, and start a round if ``action`` asks for one.
 
-        ``action`` is the result of `plan`. ``stepped`` is False if no parameter moved (infinite gradients). ``lr`` is
-        the inner learning rate, for rules that need it.
+        With `AveragerConfig.overlap`, the new round runs in the background. Without, this call waits until the round's
+        result is merged.
+
+        Args:
+            action: Result of `plan` for this step.
+            samples: Number of samples in the step on this replica.
+            stepped: False if no parameter moved, because gradients were not finite. Default: True.
+            lr: Learning rate of the inner optimizer, for rules that need it. Default: 0.0.
+
+        Returns:
+            The report of the round that was merged, or None if no result was merged.
         """
         box = self._box
         now = self._now()
@@ -215,8 +236,8 @@ class BackgroundAverager(SyncPointParticipant):
     def _pack(self, lr: float = 0.0, due: bool = True) -> bool:
         """Pack the parameters as this rank's message, if that is possible now; return whether they were packed.
 
-        ``due`` says whether the schedule asked for the message; if not, it is packed because of a sync point. ``lr`` is
-        the inner learning rate.
+        ``due`` is True if the schedule asked for the message, and False if this rank packs the message because it waits
+        at a sync point. ``lr`` is the learning rate of the inner optimizer.
         """
         box = self._box
         buckets = self._buckets
@@ -241,9 +262,9 @@ class BackgroundAverager(SyncPointParticipant):
         return True
 
     def _mean_loss(self, due: bool) -> Tensor | None:
-        """Return the mean loss since the last message that the schedule asked for; None without a loss.
+        """Return the mean training loss since the last message that the schedule asked for; None if there was no loss.
 
-        ``due`` says whether the schedule asked for this message; if so, the next mean begins here.
+        ``due`` is True if the schedule asked for this message, too; then the losses so far do not count in later means.
         """
         mean = torch.as_tensor(self._loss_sum / self._num_losses) if self._num_losses else None
         if due:
@@ -281,13 +302,20 @@ class BackgroundAverager(SyncPointParticipant):
         return self._reports.add(arrived, self.step, self._box.failed, self._box.samples_by_rank)
 
     def _count_unmerged(self) -> None:
-        """Count the committed rounds without a merge of their own, see `UnmergedRound`. The caller holds the lock."""
+        """Add the rounds that were not merged on their own (`UnmergedRound`) to the summary.
+
+        The caller holds `SharedState.changed`.
+        """
         unmerged = self.component.average.unmerged
         while unmerged:
             self.summary.add_unmerged(unmerged.pop(0))
 
     def global_step(self) -> int:
-        """Estimate the optimizer steps per replica: the mean at the last header, and this replica's progress since."""
+        """Return an estimate of the number of optimizer steps per replica.
+
+        The estimate is the mean over all replicas when headers were last exchanged, plus this replica's steps since
+        then. If this replica was ahead of the mean, its later steps count less, in proportion.
+        """
         box = self._box
         pace = min(1.0, box.mean_steps / box.steps_then) if box.steps_then else 1.0
         return int(box.mean_steps + pace * (self.step - box.steps_then))
@@ -299,7 +327,10 @@ class BackgroundAverager(SyncPointParticipant):
         self._in_flight = isinstance(self._buckets.message, LocalMessage)
 
     def at_sync_point(self) -> None:
-        """Merge results that arrive; pack the steps since the last round, so that rounds during the wait have them."""
+        """Merge a result that has arrived, and pack this replica's local steps since the last round as a message.
+
+        Rounds that take place while this rank waits then include these steps.
+        """
         if self._in_flight:
             self._reports.blocked_s = self._now() - self._stood_at
         if self._take() is not None:
@@ -316,7 +347,7 @@ class BackgroundAverager(SyncPointParticipant):
         self._merger.restore_local()
 
     def leave_sync_point(self) -> None:
-        """Begin the next step, and include parameters that were unfrozen at the sync point from now on."""
+        """Start the time of the next step; from now on, average parameters that were unfrozen at the sync point."""
         self._last_tick = self._now()  # the time at the sync point is no part of a step
         replica = self.replica
         buckets = self._buckets
@@ -338,7 +369,7 @@ class BackgroundAverager(SyncPointParticipant):
         log.info("Rank %d: %d parameters were unfrozen and are averaged from now on.", self.summary.rank, len(thawed))
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the rule's state and the round, which are equal on all replicas at a sync point."""
+        """Copy the rule's state and the counts of rounds, which are equal on all replicas at a sync point."""
         return self.agreed.state_dict()
 
     def clocks(self) -> dict[str, Any]:
@@ -352,7 +383,7 @@ class BackgroundAverager(SyncPointParticipant):
         }  # fmt: skip
 
     def _local_state(self) -> dict[str, Any] | None:
-        """Return this replica's own model and work while the module holds a sync point's model; else None."""
+        """Return this replica's own model and its work while the module shows the model of a sync point; else None."""
         if (model := self._merger.local) is None:
             return None
         return {"model": model, "work": self.ledger.work_dict()}
@@ -369,9 +400,10 @@ class BackgroundAverager(SyncPointParticipant):
         self.ledger.load_work(saved["work"])
 
     def load_state_dict(self, saved: dict[str, Any], clocks: dict[str, Any]) -> None:
-        """Load the results of `state_dict` and `clocks`, before `start`; raise ValueError for another rule's state.
+        """Load ``saved``, a result of `state_dict`, and ``clocks``, a result of the method `clocks`, before `start`.
 
-        Those fields of this replica's rule state that ``clocks`` lacks keep their initial values.
+        Fields of the rule's state that differ between replicas, and that ``clocks`` lacks, keep their initial values.
+        Raises ValueError if another rule has saved its state.
         """
         self.agreed.load_state_dict(saved, clocks["rule_state"])
         box = self._box
@@ -391,7 +423,8 @@ class BackgroundAverager(SyncPointParticipant):
 class Merger:
     """A merger of committed rounds into one replica's parameters, on the training thread.
 
-    ``exact`` is False where messages are compressed and the compression error stays in the parameters.
+    ``exact`` is False if messages are compressed and the rule keeps no residual. Then a message's compression error
+    remains in the parameters, so a replica does not copy a round's target over them, even if it has taken no step.
     """
 
     def __init__(self, buckets: Buckets, agreed: RuleState, component: AveragingComponent, exact: bool = True) -> None:
@@ -446,7 +479,10 @@ class Merger:
             self._component.showing = self._local is not None
 
     def _mix(self, arrived: Merge, base: Tensor) -> Tensor:
-        """Return the target plus the part of the progress since ``base`` that the rule keeps."""
+        """Return a bucket with the target, plus the part of this replica's progress since ``base`` that the rule keeps.
+
+        This may also change those fields of the rule's state that differ between replicas.
+        """
         replica = self._replica
         mixed = arrived.target.clone()
         replica.pack_parameters_(mixed, arrived.fragments)
@@ -456,7 +492,7 @@ class Merger:
         return mixed
 
     def restore_local(self) -> bool:
-        """Restore this replica's own parameters if the module shows a sync point's model; return whether it did."""
+        """Restore this replica's own parameters if the module shows a sync point's model; return whether it did so."""
         if self._local is None:
             return False
         self._replica.merge_(self._local, None, with_state=True)
@@ -466,10 +502,13 @@ class Merger:
 
     @property
     def local(self) -> Tensor | None:
-        """This replica's own model in a bucket, while the module holds the model of a sync point; else None."""
+        """This replica's own model in a bucket, while the module shows the model of a sync point; else None."""
         return self._local
 
     def go_on_from(self, local: Tensor | None) -> None:
-        """Set the replica's own model (a bucket) to be restored before the next batch; None: restore nothing."""
+        """Set ``local``, a bucket with this replica's own model, which `restore_local` copies into the module.
+
+        With None, `restore_local` does nothing, and training continues with the model that the module holds.
+        """
         self._local = local
         self._component.showing = local is not None

@@ -1,9 +1,10 @@
 """The optimizers' state as tensors that can be averaged or reset, and BatchNorm statistics recomputed.
 
-Optimizers create their state at the first step that has a gradient. To be averaged, the state must exist from the start
-on every replica, also on one without data, and must begin as the optimizer itself would begin it. To find out how an
-optimizer begins its state and averages it over time, a stand-in of the same class and options takes steps with a
-parameter of a few elements. Read `AveragedState` first.
+Optimizers create their state at the first step that has a gradient. To be averaged over replicas, the state must exist
+on every replica from the start, also on a replica without data. Its first values must be those that the optimizer
+itself would create. Trial steps find out these values, and which tensors of the state are running means over time: a
+stand-in of the optimizer, of the same class and options, takes the steps with a parameter of a few elements. Read
+`AveragedState` first.
 
 `recompute_batch_norm` computes BatchNorm statistics anew for an averaged model (precise BatchNorm, Wu and Johnson,
 2021), because the average of the replicas' statistics does not describe the averaged model.
@@ -69,9 +70,9 @@ Group = dict[str, Any]
 
 
 def materialise(optimizers: Iterable[Optimizer]) -> None:
-    """Create the optimizer state of every trained parameter that has none, as its optimizer would begin it.
+    """Create the optimizer state of every trained parameter that has none, with the optimizer's own first values.
 
-    Raises ValueError for an optimizer whose training differs with such a state from training without it.
+    Raises ValueError for an optimizer that would take other steps if its state existed before its first step.
     """
     for optimizer in optimizers:
         checked = set()
@@ -85,10 +86,11 @@ def materialise(optimizers: Iterable[Optimizer]) -> None:
 
 
 class AveragedState:
-    """The optimizers' state tensors of more than one number, such as moments; step counts are not among them.
+    """The optimizers' state that is averaged: all its tensors of more than one number, such as moments.
 
-    A call of the object returns these tensors of every trained parameter as they are now, complex ones as views of real
-    numbers. It raises as `materialise` does.
+    Step counts are not among these tensors. Calling the object creates missing state, and returns the present tensors
+    of all trained parameters; complex tensors are returned as real views. A call raises ValueError as `materialise`
+    does.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -103,7 +105,11 @@ class AveragedState:
         return [real(state[name]) for *_, state, name in self._each()]
 
     def running_means(self) -> list[RunningMean]:
-        """Return how each tensor averages over time, for the options that the optimizers have now."""
+        """Return, for each tensor that is averaged, its `RunningMean`: its decay, and the number of its updates so far.
+
+        The decays follow from the optimizers' present options, such as Adam's betas. If nothing counts an optimizer's
+        updates, a hook that counts them is registered; `close` removes it.
+        """
         laws: dict[Any, dict[str, _Law]] = {}
         found = []
         for optimizer, group, param, state, name in self._each():
@@ -122,7 +128,7 @@ class AveragedState:
         self._hooks.clear()
 
     def _count(self, optimizer: Optimizer, *_: Any) -> None:
-        """Count a step of an optimizer whose fused kernel leaves no count in the state."""
+        """Count a step of ``optimizer``; a hook of those optimizers whose fused kernels keep no count in the state."""
         self._steps.update(id(param) for _, param in _params(optimizer) if param.grad is not None)
 
     def _each(self) -> Iterator[tuple[Optimizer, Group, Tensor, dict[str, Any], str]]:
@@ -138,7 +144,11 @@ class AveragedState:
                         yield optimizer, group, param, state, name
 
     def _laws_of(self, kind: Any, optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, _Law]:
-        """Return a `_Law` for each state tensor of a kind of parameter; find them again if an option has changed."""
+        """Return, by name, the `_Law` of each state tensor that the optimizer keeps for parameters of this ``kind``.
+
+        Trial steps find the laws. The steps are repeated only if an option in ``group``, other than the learning rate,
+        has changed.
+        """
         options = {key: value for key, value in group.items() if key not in ("params", "lr")}
         before = self._laws.get(kind)
         shown = repr(options)
@@ -148,7 +158,7 @@ class AveragedState:
 
 
 class _Law(NamedTuple):
-    """How an optimizer's state tensor accumulates values over time, for example as a mean with a constant decay."""
+    """The law by which a tensor of optimizer state changes at each update, such as a running mean's constant decay."""
 
     decay: float = 1.0  # see `RunningMean`; 1 where it is unknown
     counter: str | None = None  # name of the state's entry that counts updates, if one does
@@ -156,7 +166,10 @@ class _Law(NamedTuple):
     positive: bool = False  # see `RunningMean`
 
     def of(self, state: Mapping[str, Any], name: str, steps: float) -> RunningMean:
-        """Return the `RunningMean` of the tensor ``name`` in this state, after ``steps`` steps with a gradient."""
+        """Return the `RunningMean` of the tensor ``name`` in ``state``: its decay and its number of updates so far.
+
+        ``steps``, the number of steps with a gradient, is used if neither the state nor torch counts updates.
+        """
         if self.counter is not None and self.counter in state:
             return RunningMean(self.decay, state[self.counter], positive=self.positive)
         if self.writes:
@@ -165,9 +178,9 @@ class _Law(NamedTuple):
 
     @property
     def is_counted(self) -> bool:
-        """Whether the tensor's updates are counted, or the decay is 1, so that they need not be counted.
+        """Whether the number of the tensor's updates is known, or does not matter because the decay is 1.
 
-        The kernels of fused SGD count no updates.
+        The number is unknown for fused SGD, whose kernels count no updates.
         """
         return self.decay == 1.0 or self.counter is not None or self.writes > 0
 
@@ -190,7 +203,7 @@ def _params(optimizer: Optimizer) -> Iterator[tuple[Group, nn.Parameter]]:
 
 
 def _begun(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
-    """Return the state with which this optimizer would begin this parameter; the parameter stays as it is."""
+    """Return the state that the optimizer would create for ``param`` at its first step; ``param`` does not change."""
     twin = nn.Parameter(param.detach().clone())
     twin.grad = torch.zeros_like(twin)
     stand_in = _stand_in(optimizer, group, twin)
@@ -212,7 +225,10 @@ def _begun(optimizer: Optimizer, group: Group, param: Tensor) -> dict[str, Any]:
 
 
 def _check(optimizer: Optimizer, group: Group, param: Tensor) -> None:
-    """Raise ValueError unless steps from the state of `_begun` and steps without it give the same bits."""
+    """Raise ValueError if the optimizer does not work with a state that `_begun` creates before the first step.
+
+    Trial steps must give the same bits with such a state as without any, and must update the state's tensors in place.
+    """
     why = ""
     try:
         alone, _ = _trained(optimizer, group, param, begun=False)
@@ -232,7 +248,11 @@ def _check(optimizer: Optimizer, group: Group, param: Tensor) -> None:
 
 
 def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> tuple[Tensor, list[str]]:
-    """Return a small parameter after three steps, and the names of state tensors that were replaced by new ones."""
+    """Take three trial steps; return the small parameter after them, and the names of replaced state tensors.
+
+    With ``begun``, the steps start from a state that `_begun` creates; otherwise, without any state. A state tensor is
+    replaced if the optimizer assigns a new tensor instead of changing the tensor in place.
+    """
     small = _small(param)
     stand_in = _stand_in(optimizer, group, small)
     if begun:
@@ -248,7 +268,10 @@ def _trained(optimizer: Optimizer, group: Group, param: Tensor, begun: bool) -> 
 
 
 def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
-    """Return the names of the state's tensors that hold more than one number, tried with a small parameter."""
+    """Return the names of those tensors in the optimizer's state that hold more than one number.
+
+    A small parameter of the same kind as ``param`` is used to find them.
+    """
     state = _begun(optimizer, group, _small(param))
     return sorted(
         name
@@ -258,10 +281,11 @@ def _names(optimizer: Optimizer, group: Group, param: Tensor) -> list[str]:
 
 
 def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -> dict[str, _Law]:
-    """Find out how each tensor of the state averages over time; return an empty dict where that fails.
+    """Find the law of each state tensor in ``names`` by trial steps; return an empty dict if these fail.
 
-    For each tensor, a step is taken from two states that differ by 1 in this tensor. The difference that remains after
-    the step is the decay, if it is the same for all elements, gradients, times and factors in the state. Tensors such
+    For each tensor, a step is taken from two states that differ by 1 in this tensor only. The difference that remains
+    after the step is the decay, if it is the same for all elements and in all trials. The trials have different
+    gradients, begin early or later in training, and have different factors in the state (see `_halved`). Tensors such
     as a running maximum, an adaptive step size, or ASGD's average have no constant decay. Steps are in fp64, so that
     the decay has more digits than the optimizer's options.
     """
@@ -285,7 +309,11 @@ def _laws(optimizer: Optimizer, group: Group, param: Tensor, names: list[str]) -
 
 
 def _halved(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state with each number in (0, 1] halved: a factor such as ASGD's ``mu`` may shrink in training."""
+    """Return a copy of the state in which each number in (0, 1] is halved.
+
+    The copy represents a state later in training, when a factor such as ASGD's ``mu`` has become smaller. Trial steps
+    from it show whether a tensor's decay depends on such a factor.
+    """
     halved = dict(state)
     for name, value in state.items():
         is_number = isinstance(value, float) or (isinstance(value, Tensor) and value.numel() == 1)
@@ -316,7 +344,7 @@ def _law(
 
 
 def _counts(before: Any, after: Any) -> bool:
-    """Return whether an entry of the state is a number that has grown by one in a step."""
+    """Return whether an entry of the state is a number that has grown by one, from ``before`` to ``after`` a step."""
     scalars = [value for value in (before, after) if isinstance(value, Tensor | int | float)]
     if len(scalars) < 2 or any(isinstance(value, Tensor) and value.numel() != 1 for value in scalars):
         return False
@@ -326,7 +354,10 @@ def _counts(before: Any, after: Any) -> bool:
 def _stepped(
     optimizer: Optimizer, group: Group, small: Tensor, state: Mapping[str, Any], gradient: Tensor
 ) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the state after one step, and the number of writes that torch has counted for each of its tensors."""
+    """Take one trial step from ``state``; return the new state, and how often the step wrote to each state tensor.
+
+    The step uses a copy of the parameter ``small``. The writes are counted by torch (a tensor's version counter).
+    """
     twin = nn.Parameter(small.detach().clone())
     twin.grad = gradient.clone()
     stand_in = _stand_in(optimizer, group, twin)
@@ -340,7 +371,10 @@ def _stepped(
 
 @contextmanager
 def _own_random_numbers(param: Tensor) -> Iterator[None]:
-    """Let an optimizer draw the same random numbers each time, without changing those that training draws."""
+    """Let random numbers come from a fixed seed in this context, on the CPU and on the device of ``param``.
+
+    Trial steps of an optimizer then always draw the same numbers. The random numbers of training do not change.
+    """
     with torch.random.fork_rng([param.device] if param.is_cuda else []):
         torch.default_generator.manual_seed(0)  # `torch.manual_seed` would seed all GPUs, too
         if param.is_cuda:
@@ -349,7 +383,7 @@ def _own_random_numbers(param: Tensor) -> Iterator[None]:
 
 
 def _kind(group: Group, param: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for parameters which their optimizer treats alike."""
+    """Return a key that is equal for all parameters that their optimizer treats alike."""
     return id(group), max(param.ndim, 1), param.dtype, param.device
 
 

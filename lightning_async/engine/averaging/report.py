@@ -34,7 +34,10 @@ class RoundReport:
 
 
 class Totals(Protocol):
-    """An interface for totals of exchanges other than averaging rounds: a dataclass, saved in checkpoints."""
+    """An interface for counters of exchanges other than averaging rounds, such as windows of gradients.
+
+    An implementation is a dataclass, whose numbers are saved in checkpoints.
+    """
 
     title: ClassVar[str]  # first line of the summary
     prefix: ClassVar[str]  # beginning of the metrics' names
@@ -59,7 +62,7 @@ class Totals(Protocol):
 
 @dataclass
 class RunSummary:
-    """The totals of one replica's run, to which every report is added."""
+    """The totals of one replica's training run, to which `Reports` adds the report of every round."""
 
     rank: int = 0
     world_size: int = 1
@@ -105,14 +108,17 @@ class RunSummary:
         self.payload_bytes += report.payload_bytes
 
     def add_unmerged(self, unmerged: UnmergedRound) -> None:
-        """Count a committed round that has no report, so that all ranks count the same number of rounds."""
+        """Count a committed round that was not merged on its own, and has no report.
+
+        So all ranks count the same number of rounds.
+        """
         self.rounds += 1
         self.absent_rounds += unmerged.share == 0.0
         self.exchange_s += unmerged.exchange_s
         self.payload_bytes += unmerged.message_bytes
 
     def drop(self) -> None:
-        """Count dropped gradients of this replica; the first time, log a warning."""
+        """Count a message of this replica whose gradients were dropped; log a warning at the first one."""
         self.dropped_gradients += 1
         if self.dropped_gradients == 1:
             log.warning(
@@ -125,7 +131,7 @@ class RunSummary:
 
     @property
     def hidden_share(self) -> float:
-        """The share of the rounds' communication during which the replica trained; 1.0 before the first round."""
+        """The part of the rounds' communication time in which the replica trained on; 1.0 before the first round."""
         if self.totals is not None:
             return self.totals.hidden_share
         if self.exchange_s <= 0.0:
@@ -162,7 +168,10 @@ class RunSummary:
         return {name: value for name, value in self.metrics().items() if name in wanted}
 
     def metrics(self) -> dict[str, float]:
-        """Return the totals so far by their names for loggers; those about rounds only after the first round."""
+        """Return the totals so far, by their names for loggers.
+
+        Before the first round, the number of rounds is the only total about rounds.
+        """
         own = self._of_rounds() if self.totals is None else self.totals.metrics()
         found = {
             **own,
@@ -198,9 +207,10 @@ class RunSummary:
         return ", ".join([every, *(f"{name} {value:.3g}" for name, value in chosen.items())])
 
     def advice(self, schedule: object) -> str:
-        """Return advice for a run that had no averaging round; "" where there is nothing to advise.
+        """Return advice to the user of a run in which ``schedule`` asked for no averaging round; "" for other runs.
 
-        An automatic schedule needs no advice: it asks for a round within 8 steps, so a run without one was just short.
+        There is no advice about an automatic schedule. It asks for a round within 8 steps, so a run without a round was
+        merely short.
         """
         if self.rounds or self.synchronous_steps or not self.steps or "schedule" in self.automatic:
             return ""
@@ -215,7 +225,10 @@ class RunSummary:
         return {name: value for name, value in counted.items() if isinstance(value, (int, float))}
 
     def load_state_dict(self, saved: Mapping[str, float]) -> None:
-        """Load saved totals, and continue counting from them; skip totals of another kind of exchange."""
+        """Load the totals that a checkpoint has saved, and continue counting from there.
+
+        Counters of exchanges that this run does not have (windows of gradients, or pushes to servers) are skipped.
+        """
         for name, value in saved.items():
             prefix, dot, own = name.rpartition(".")
             if dot:
@@ -260,7 +273,10 @@ class RunSummary:
 
 
 class Reports:
-    """A maker of reports of one replica's rounds, which adds them to the summary; used by the training thread."""
+    """A maker of reports, on the training thread.
+
+    It makes a `RoundReport` of each merged round, and adds the report to the summary.
+    """
 
     def __init__(self, summary: RunSummary) -> None:
         self.summary = summary
@@ -295,11 +311,14 @@ class Reports:
 
     @property
     def round_s(self) -> float:
-        """The shorter exchange time of the last two rounds, because one round may be slow by chance; 0.0 before two."""
+        """The time of a round's exchange in seconds; 0.0 before two rounds.
+
+        It is the shorter time of the last two rounds, because one round may be slow by chance.
+        """
         return min(self._exchanges_s) if len(self._exchanges_s) == 2 else 0.0
 
     def _warn_of_healing(self, step: int, round_id: int) -> None:
-        """Log that this replica takes over the others' model: a warning at first, an error if it happens again."""
+        """Log that this replica takes over the other replicas' model: the first time as a warning, then as an error."""
         again = self.summary.healed
         log.log(
             logging.ERROR if again else logging.WARNING,

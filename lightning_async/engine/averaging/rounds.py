@@ -1,9 +1,12 @@
-"""Averaging as a component of the engine: its part of headers, and the rounds that move parameters.
+"""Averaging as a component of the engine: its part of the ranks' headers, and the rounds that move parameters.
 
-`AveragingComponent` composes this rank's part of headers and plans rounds. Three round types move parameters:
-`AveragingRound` averages all messages, `ConsensusRound` makes one model of all replicas at a sync point, and
-`AnchorRound` begins the rule's state anew after synchronous steps. `CheckpointMarkers` copies the agreed state after a
-round that is marked for a checkpoint. The engine's thread runs all of this, but for `CheckpointMarkers`' methods.
+A header is the row of numbers that each rank sends to all others before an exchange. `AveragingComponent` writes the
+numbers about averaging into this rank's header, and plans rounds from the headers of all ranks. Three round types move
+parameters. `AveragingRound` averages all messages. `ConsensusRound` makes one model of all replicas at a sync point.
+`AnchorRound` initialises the rule's state anew after synchronous steps. These classes run on the engine's thread.
+
+`CheckpointMarkers` is for checkpoints that ranks save together without waiting for each other: its methods, for the
+training thread, ask for a round to be marked, and return this rank's copy of the state after that round.
 """
 
 from __future__ import annotations
@@ -38,16 +41,16 @@ UNLIKE = -2  # in place of a digest: this replica holds a model of its own, equa
 
 
 class AveragingPart(NamedTuple):
-    """The averaging component's part of one rank's header. In the comments, "it" is that rank."""
+    """The numbers about averaging that one rank sends in its header. In the comments, "it" is that rank."""
 
-    due: bool = False  # its schedule asked for the message; else it packed it when it came to a sync point
+    due: bool = False  # its schedule asked for the message; else it packed the message because of a sync point
     work: float = 0.0  # weight of its message: its work since replicas last agreed
     steps: float = 0.0  # optimizer steps in its message since its last round
     unreported: tuple[float, ...] = (0.0,)  # by fragment, its weight in a consensus: work since replicas last agreed
     lr: float = 0.0  # its inner learning rate
     healthy: bool = True  # its parameters and its optimizers' state are finite
-    sound: bool = True  # its buffers and frozen parameters are finite; counts only where another rank's are
-    fresh: bool = False  # it took synchronous steps since the rule's state began: that starts over
+    sound: bool = True  # its buffers and frozen parameters are finite; ignored if those of no rank are
+    fresh: bool = False  # it took synchronous steps since the rule's state was initialised, which must be done anew
     digest: int = NOT_COMPARED  # of the parameters to which the rule applies; compared at sync points
     digest_rest: int = NOT_COMPARED  # of all other tensors that replicas share
     fragment: int = 0  # number of the fragment of the parameters in its message
@@ -58,7 +61,7 @@ class AveragingPart(NamedTuple):
 
 @dataclass
 class LocalMessage(Message):
-    """A message with a snapshot of one replica."""
+    """A message for an averaging round, with a snapshot of one replica's parameters."""
 
     work: Work  # work since replicas last agreed
     steps: float  # steps since the last round; more than in ``work`` where a sync point came between
@@ -71,12 +74,12 @@ class LocalMessage(Message):
     scalars: tuple[float, ...] = ()  # the rule's scalars
     announced: bool = False  # a header has carried it: the bucket holds the rule's message, not the snapshot
     healthy: bool = True  # the snapshot and the optimizers' state are finite; else its weight is zero
-    sound: bool = True  # its buffers are finite; counts only where another replica's are
+    sound: bool = True  # its buffers are finite; ignored if those of no replica are
 
 
 @dataclass(frozen=True)
 class AveragingPlan(ComponentPlan):
-    """The plan of an averaging round, or of a consensus."""
+    """The plan of an averaging round, or of a consensus (one model of all replicas, at a sync point)."""
 
     able: tuple[bool, ...] = ()  # by rank, whether others may take over what it holds
     source: int | None = None  # the rank whose buffers are broadcast: the first one present, if any
@@ -88,7 +91,7 @@ class AveragingPlan(ComponentPlan):
 
 @dataclass(kw_only=True)
 class Merge(InFlightRound):
-    """The record of an averaging round or a consensus, with what the merge on the training thread needs."""
+    """The record of an averaging round or a consensus, with all values that the training thread needs to merge it."""
 
     plan: AveragingPlan  # the plan that follows from all headers
     round: Round  # the facts that the rule sees
@@ -106,7 +109,11 @@ class Merge(InFlightRound):
 
 
 class UnmergedRound(NamedTuple):
-    """A committed round without a merge of its own: this replica was absent, or merged it together with a later one."""
+    """A committed round that this replica did not merge on its own.
+
+    Either this replica was absent and the rule lets it keep its parameters, or it merged the round's result together
+    with that of a later round.
+    """
 
     share: float  # this rank's weight in the mean
     message_bytes: int
@@ -114,7 +121,10 @@ class UnmergedRound(NamedTuple):
 
 
 class AveragingComponent(EngineComponent):
-    """A component that averages parameters, on the engine's thread."""
+    """A component of the engine that averages parameters.
+
+    Its methods run on the engine's thread. The training thread may call `drop_left_over` and `keeps_own_model`, too.
+    """
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         self._control = control
@@ -171,7 +181,7 @@ class AveragingComponent(EngineComponent):
             message.scalars = self._agreed.message_(sent, message.fragment)
 
     def _compared(self, part: AveragingPart) -> AveragingPart:
-        """Return the part with fingerprints of this replica's tensors, for the sync point at which all ranks wait."""
+        """Return ``part`` with fingerprints of this replica's tensors, by which ranks compare their models."""
         whole, rest = self._replica.digests()
         if self.keeps_own_model() and not self.showing:
             whole = UNLIKE  # this is the replica's own model, in place of the one that the sync point shows
@@ -179,18 +189,25 @@ class AveragingComponent(EngineComponent):
         return part._replace(digest=whole, digest_rest=rest, healthy=healthy, sound=sound)
 
     def keeps_own_model(self) -> bool:
-        """Return whether replicas keep their own models at sync points; never during synchronous steps."""
+        """Return whether each replica keeps a model of its own through sync points; False during synchronous steps."""
         return self.rule.restores_local and not self._ledger.synchronous
 
     def weigh_step(self, samples: float) -> float:
-        """Return the weight of gradients in a synchronous step: the weight of a local step on ``samples`` samples."""
+        """Return the weight of this replica's gradients in the mean of a synchronous step.
+
+        It is the weight that the work of a local step on ``samples`` samples has in a round; 0 without samples.
+        """
         return Work(samples, 1.0).weight(self._config.weighting) if samples > 0.0 else 0.0
 
     def is_due(self, parts: Sequence[AveragingPart]) -> bool:
         return any(p.due for p in parts)
 
     def plan(self, priority: int, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> AveragingPlan | None:
-        """Plan a round of the ranks that have work to average; after synchronous steps, first an `AnchorRound`."""
+        """Plan the round of this ``priority``; return None if it is not the priority of averaging rounds.
+
+        The round averages the messages that are finite. If some rank took synchronous steps since the rule's state was
+        initialised, an `AnchorRound` comes first. If no message holds work or steps, the plan has no round type.
+        """
         if priority != ROUND:
             return None
         able = able_to_share(headers, parts)
@@ -212,7 +229,11 @@ class AveragingComponent(EngineComponent):
         return AveragingPlan(kind, weights, tuple(able), source, fresh, fragment=_fragment(parts, present))
 
     def settle(self, headers: Sequence[Header], parts: Sequence[AveragingPart]) -> tuple[bool, AveragingPlan | None]:
-        """Open the sync point where all ranks hold the same bits; else plan a consensus that makes one model."""
+        """Return whether the sync point may open, and the plan of a consensus that must come first.
+
+        The sync point may open if all ranks hold the same bits; otherwise the consensus makes one model of all
+        replicas. The plan is None if none is needed, or if a rank's header has no fingerprints of its tensors yet.
+        """
         held = {(p.digest, p.digest_rest) for p in parts}
         if any(p.digest == NOT_COMPARED for p in parts):
             return False, None
@@ -238,9 +259,9 @@ class AveragingComponent(EngineComponent):
             self.drop_left_over()
 
     def drop_left_over(self) -> None:
-        """Drop a message that was packed for a sync point only; a later message includes its work.
+        """Drop this rank's message if it was packed because of a sync point only; a later message includes its work.
 
-        The caller holds the lock.
+        The caller holds `SharedState.changed`.
         """
         message = self._buckets.message
         if isinstance(message, LocalMessage) and not message.due:
@@ -259,7 +280,7 @@ class AveragingComponent(EngineComponent):
 
 
 def _finite(loss: Tensor | None) -> float:
-    """Return the loss as a number; infinite where it is unknown or not finite."""
+    """Return the loss as a number; infinity if the loss is unknown (None) or not finite."""
     value = math.inf if loss is None else float(loss)
     return value if math.isfinite(value) else math.inf
 
@@ -267,11 +288,14 @@ def _finite(loss: Tensor | None) -> float:
 def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tuple[float, float]:
     r"""Return the factor that turns a round's tally into the replicas' disagreement per step, and the losses' variance.
 
+    The tally is the weighted mean squared distance of the messages from their mean. The factor is
+
     .. math:: \Big(\big(1 - \sum_i w_i^2\big)\, \bar h\Big)^{-1}
 
-    :math:`\bar h` is the mean number of steps since replicas agreed. Division by :math:`1 - \sum_i w_i^2` turns the
-    mean squared distance of replicas from their mean into half of the mean squared distance between two replicas,
-    whatever their number. Both results are infinite where fewer than two replicas can be compared.
+    :math:`w_i` are the messages' ``weights``, and :math:`\bar h` is the mean number of steps since replicas agreed.
+    Division by :math:`1 - \sum_i w_i^2` turns the mean squared distance of replicas from their mean into half of the
+    mean squared distance between two replicas, whatever the number of replicas. Each result is infinite if fewer than
+    two replicas can be compared.
 
     >>> disagreement((0.5, 0.5), [AveragingPart(steps_apart=4.0, loss=1.0), AveragingPart(steps_apart=4.0, loss=3.0)])
     (0.5, 2.0)
@@ -288,7 +312,10 @@ def disagreement(weights: Sequence[float], parts: Sequence[AveragingPart]) -> tu
 
 
 def _shares(work: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
-    """Return each rank's share in a consensus: by its work, or equal shares where no rank has done any."""
+    """Return each rank's share in a consensus, in proportion to its ``work``; 0 for a rank that is not ``able``.
+
+    If no able rank has done any work, all able ranks get equal shares.
+    """
     counted = [w if ok else 0.0 for w, ok in zip(work, able, strict=True)]
     if (total := sum(counted)) <= 0.0:
         counted = [float(ok) for ok in able]
@@ -297,7 +324,7 @@ def _shares(work: Sequence[float], able: Sequence[bool]) -> tuple[float, ...]:
 
 
 def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
-    """Return the fragment that all messages carry; raise CollectiveError where they differ."""
+    """Return the number of the fragment that all messages hold; raise CollectiveError if messages differ in it."""
     fragments = {parts[rank].fragment for rank in present}
     if len(fragments) != 1:
         raise CollectiveError(f"The ranks' messages carry different fragments: {[p.fragment for p in parts]}.")
@@ -305,10 +332,10 @@ def _fragment(parts: Sequence[AveragingPart], present: Sequence[int]) -> int:
 
 
 def able_to_share(headers: Sequence[Header], parts: Sequence[AveragingPart]) -> list[bool]:
-    """Return for each rank whether others may take over its tensors: a rank's tensors must be finite.
+    """Return for each rank whether other ranks may take over its tensors.
 
-    Buffers and frozen parameters count only if some rank's tensors are all finite. If no rank qualifies and all ranks
-    are at sync points, the result is True for all of them.
+    A rank qualifies if all its tensors are finite. If no rank does, buffers and frozen parameters are ignored. If still
+    no rank qualifies, and all ranks wait at sync points, then all ranks qualify.
     """
     some_sound = any(p.sound and p.healthy for p in parts)
     able = [p.healthy and (p.sound or not some_sound) for p in parts]
@@ -327,7 +354,7 @@ class _Round(RoundType):
 
 
 class AveragingRound(_Round):
-    """A round type that averages all messages; the rule turns the mean message into the target."""
+    """A round type that averages all messages; the rule turns the mean into the parameters to which replicas move."""
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, config: AveragerConfig) -> None:
         super().__init__(control, agreed, ledger)
@@ -335,7 +362,7 @@ class AveragingRound(_Round):
         self._compressed: list[CompressedMean] = []
         """The compressed mean of each fragment; empty without compression."""
         self.unmerged: list[UnmergedRound] = []
-        """Committed rounds without a merge of their own, for the training thread. The caller holds the lock."""
+        """The rounds still to be counted by the training thread; the lock `SharedState.changed` protects the list."""
         self.follow_layout()
 
     def follow_layout(self) -> None:
@@ -431,9 +458,12 @@ class AveragingRound(_Round):
         self.deliver(exchange)
 
     def _moved_from(self, exchange: Merge) -> Tensor | None:
-        """Return the base from which this replica, absent from the round, moves; None: it copies the target.
+        """Return the bucket from which this replica moves to the target of a round in which it had no message.
 
-        The base is the last target, or the base of an earlier result that this replica has not merged yet.
+        Normally it holds the last target. If an earlier result is not merged yet, the replica moves for both results
+        at once: then it is the bucket from which the replica was to move to the earlier result, and the fragments of
+        that result are added to ``exchange.fragments``. Return None if this replica is to copy the target.
+        ``exchange.target`` becomes the last target.
         """
         buckets = self._buckets
         last = buckets.turn(exchange.target)
@@ -452,9 +482,9 @@ class AveragingRound(_Round):
         return pending.base
 
     def deliver(self, exchange: Merge) -> None:
-        """Give the result to the training thread, combined with one that it has not taken yet.
+        """Pass the result to the training thread, combined with an earlier result that is not merged yet.
 
-        The caller holds the lock.
+        The caller holds `SharedState.changed`.
         """
         pending = self._buckets.arrived
         self._buckets.hand_over(exchange)
@@ -468,16 +498,20 @@ class AveragingRound(_Round):
         self.unmerged.append(UnmergedRound(exchange.share, exchange.message_bytes, exchange.exchange_s))
 
     def abandon(self) -> None:
-        """Drop the message; its work goes into a later one. The caller holds the lock."""
+        """Drop this rank's message; a later message includes its work. The caller holds `SharedState.changed`."""
         self._buckets.message = None
 
     def residuals(self) -> dict[str, Any]:
-        """Return the residuals of this rank's part of the means, by fragment, with its rank and the world size."""
+        """Return the compression errors that this rank keeps for the part of each mean that it encodes.
+
+        The result has one tensor per fragment (``parts``), and this rank's number and the world size (``place``), which
+        determine this rank's part. The tensors are no copies.
+        """
         place = [self._transfer.large.rank, self._transfer.large.world_size]
         return {"place": place, "parts": [compressed.carried_residual for compressed in self._compressed]}
 
     def load_residuals(self, saved: Mapping[str, Any]) -> None:
-        """Load the result of `residuals`; ignore it if the rank, the world size or the sizes of the parts differ."""
+        """Load ``saved``, a result of `residuals`; ignore ``saved`` if its rank, world size or sizes differ."""
         mine, theirs = (
             (list(each["place"]), [part.shape for part in each["parts"]]) for each in (self.residuals(), saved)
         )
@@ -491,14 +525,18 @@ class AveragingRound(_Round):
 
 
 class ConsensusRound(_Round):
-    """A round type that makes one model of all replicas' parameters at a sync point; it is no step of the rule."""
+    """A round type that makes one model of all replicas at a sync point.
+
+    It is no step of the averaging rule: the rule's state does not change, except that it is initialised anew after
+    synchronous steps.
+    """
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         super().__init__(control, agreed, ledger)
         self._average = average
 
     def begin(self, plan: AveragingPlan, id: int, parts: Sequence[AveragingPart]) -> Merge:
-        """Drop this rank's message, and pack the parameters into its bucket, which no longer holds the message."""
+        """Drop this rank's message, pack all tensors into the bucket `sent`, and return the record of the consensus."""
         with self._shared_state.changed:
             self._average.abandon()
         self._replica.pack_(self._buckets.sent)
@@ -546,7 +584,11 @@ class ConsensusRound(_Round):
                 exchange.apart[name] = tensor.detach().clone()
 
     def _one_of(self, name: str, tensor: Tensor, share: float) -> Tensor:
-        """Return one value of the tensor for all ranks: the maximum of integers and bools, the mean of others."""
+        """Return the tensor ``name`` with the same values on all ranks. All ranks call this together.
+
+        Integers and bools become the maximum over all ranks. Other numbers become the mean, in which ``share`` is this
+        rank's weight. Raises AsyncTrainingError for 8-bit floating numbers.
+        """
         if not tensor.is_floating_point():
             flat = tensor.to("cpu", torch.int64, copy=True).reshape(-1)
             self._transfer.largest_(flat)
@@ -570,7 +612,11 @@ class ConsensusRound(_Round):
         self._average.forget_debts()
 
     def hand_over(self, exchange: Merge) -> None:
-        """Deliver the model, and set all work to zero, unless replicas keep their own models."""
+        """Pass the model to the training thread, and update the counts of this replica's work.
+
+        The work becomes zero, because the model includes the work of all replicas. Only if the rule lets replicas keep
+        their own models, the work stays as it is.
+        """
         self._ledger.begin()
         if not self._agreed.rule.restores_local:
             self._ledger.agree()
@@ -578,7 +624,11 @@ class ConsensusRound(_Round):
 
 
 class AnchorRound(_Round):
-    """A round type that begins the rule's state anew, with the parameters that one rank had after synchronous steps."""
+    """A round type that initialises the rule's state anew, between synchronous steps and the next averaging round.
+
+    The rank with the most work broadcasts the parameters that it had at the end of its synchronous steps. All ranks
+    initialise the rule's state from these parameters.
+    """
 
     takes_marks = False
 
@@ -599,19 +649,28 @@ class AnchorRound(_Round):
         self._average.forget_debts()
 
     def hand_over(self, exchange: InFlightRound) -> None:
-        """Give no result to the training thread, because the averaging round of the messages follows."""
+        """Record that the rule's state is initialised.
+
+        The training thread gets no result. The ranks' messages remain, and an averaging round of them follows.
+        """
         self._ledger.fresh = False
 
 
 class MarkedRound(NamedTuple):
-    """This rank's copy of a round to which a checkpoint belongs."""
+    """A marked round, with this rank's copy of the state after it; the ranks save a checkpoint of that state."""
 
     mark: Mark  # the checkpoint and its members
-    share: dict[str, Any] | None  # `RuleState.share` after it; None after synchronous steps
+    share: dict[str, Any] | None  # the result of `RuleState.share` after the round; None after a synchronous step
 
 
 class CheckpointMarkers:
-    """The rounds that are marked for checkpoints while replicas are asynchronous, for the training thread."""
+    """The marks by which asynchronous replicas save one checkpoint together, without waiting for each other.
+
+    A rank whose checkpoint is due calls `ask`; then all ranks mark the next round. When that round commits, the
+    engine's thread copies this rank's share of the model and of the rule's state. The training thread gets this copy
+    from `take`, and saves it. If another exchange commits first, the copy is lost, and `lost` returns the mark. All
+    public methods are for the training thread.
+    """
 
     def __init__(self, control: ControlPlane, agreed: RuleState, ledger: WorkLedger, average: AveragingRound) -> None:
         self._box = control.shared_state
@@ -621,21 +680,27 @@ class CheckpointMarkers:
         self._ledger = ledger
         self._name = control.membership.generation.name
         self.settle: Callable[[], None] = lambda: None
-        """Called before a sync point: takes the marked round that is due, while this replica is still as it was."""
+        """A function that saves this rank's part of a marked round; called before this replica changes again."""
         control.on_mark(self._copy)
 
     def ask(self) -> None:
-        """Ask for the next round to be marked; the request waits for the next header, and does not cause one."""
+        """Ask all ranks to mark the next round; the request travels with the next header, and does not cause one."""
         with self._box.changed:
             self._box.asked |= Vote.SAVE
 
     def begin(self, saved: int) -> None:
-        """Set the number of the newest save, before the control plane starts or at a sync point."""
+        """Set the number of the newest checkpoint that this rank knows of, unless it knows of a newer one.
+
+        Call this before the control plane starts, or at a sync point.
+        """
         with self._box.changed:
             self._box.saved = max(self._box.saved, saved)
 
     def replica(self) -> dict[str, Any]:
-        """Return this replica's own state besides the agreed state and the module's tensors, for a checkpoint."""
+        """Return this replica's own state of averaging for a checkpoint: its work, its residuals, and similar values.
+
+        The result does not include the rule's state and the module's tensors.
+        """
         with self._box.changed:
             buckets = self._control.buckets
             return {
@@ -648,7 +713,13 @@ class CheckpointMarkers:
             }
 
     def part(self, replica: Mapping[str, Any], tensors: Mapping[str, Tensor], module: nn.Module) -> None:
-        """Load this replica's own state from a checkpoint, after all replicas have loaded the agreed state."""
+        """Load this replica's own part of a checkpoint, after all replicas have loaded the rule's state.
+
+        Args:
+            replica: Result of the method `replica`.
+            tensors: This replica's own tensors, by their names in the module's ``state_dict``.
+            module: Module into which the tensors are copied.
+        """
         buckets = self._control.buckets
         with buckets.alone(self._control.see), torch.no_grad():
             for name, value in module.state_dict().items():
@@ -678,9 +749,10 @@ class CheckpointMarkers:
         return marked is not None and self._name in marked.mark.members
 
     def take(self) -> MarkedRound | None:
-        """Return a marked round once, after it is merged and before another exchange; None if there is none.
+        """Return the marked round whose checkpoint this rank must save now; each marked round is returned once.
 
-        Also return None where this rank is not among the round's members.
+        Return None if there is none, if this rank has yet to merge a result, or if this rank is not among the
+        checkpoint's members.
         """
         with self._box.changed:
             if self._control.buckets.arrived is not None:
@@ -690,7 +762,11 @@ class CheckpointMarkers:
         return marked if marked is not None and self._name in marked.mark.members else None
 
     def lost(self, all: bool = False) -> list[Mark]:
-        """Return the marks whose copy `take` did not return before the next exchange; with ``all``, the newest, too."""
+        """Return the marks of checkpoints for which this rank's part is lost; each mark is returned once.
+
+        A part is lost if the next exchange has committed before `take` returned the marked round. With ``all``, the
+        marked round that `take` could still return is dropped, and its mark is returned, too.
+        """
         with self._box.changed:
             lost = self._box.lost
             self._box.lost = []

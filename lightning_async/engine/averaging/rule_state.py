@@ -1,7 +1,7 @@
-"""The options, the work and the shared state of averaging on one replica.
+"""Averaging on one replica: its options, the counts of its work, and the averaging rule with the rule's state.
 
-`AveragerConfig` holds the options. `WorkLedger` counts the work that no round holds yet. `RuleState` holds the rule and
-its state, which are equal on all replicas between rounds.
+`AveragerConfig` holds the options. `WorkLedger` counts the work (samples and steps) that no committed round includes
+yet. `RuleState` holds the rule and its state, which are equal on all replicas between rounds.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lightning_async.engine.timeouts import Timeouts
 from lightning_async.flat import FlatLayout
 
 _LEFT_BY_CODES = 1e-6
-"""The weight at a sync point of a step that a message of codes has reported, beside 1 for a new step. The message has
-left a small error in the replica's parameters. This weight is negligible beside new work, but counts where there is
-none."""
+"""The weight at a sync point of a step that a replica has already sent in a message of codes; a new step has weight 1.
+Such a message leaves a small compression error in the replica's parameters. The weight is negligible beside new work,
+but decides if no replica has new work."""
 EXAMPLE = "Timeouts(dead_after=timedelta(seconds=12))"
 _BY_FRAGMENT = "fragments"
 _FIRST_ROUNDS = 4  # of each fragment: later measurements are relative to those of these rounds
@@ -38,14 +38,14 @@ Weighting = Literal["samples", "steps", "equal"]
 
 @dataclass(frozen=True, kw_only=True)
 class AveragerConfig:
-    """The options of averaging on one replica, besides its rule and schedule; raises TypeError or ValueError."""
+    """The options of averaging, besides the rule and the schedule; raises TypeError or ValueError for invalid ones."""
 
     overlap: bool = True  # rounds run while training goes on; False: training waits for each
     weighting: Weighting = "samples"  # a message's weight: its number of samples or steps, or 1
     compression: Compression | TopK = "none"  # compression of messages, see `CompressedMean`
     fragments: int = 1  # number of fragments of the parameters; each round moves one, in turn
     part_bytes: int = 16 << 20  # largest size of one part of a payload
-    min_replicas: int | None = None  # fewer do not go on; None: half of the started ones, see `fewest`
+    min_replicas: int | None = None  # fewer do not continue training; None: half of the started ones, see `fewest`
     max_replicas: int | None = None  # ranks may join up to this number; None: as many as were started
     timeouts: Timeouts = field(default_factory=Timeouts)  # timeouts of the engine
 
@@ -79,10 +79,10 @@ class AveragerConfig:
         return {**own, "part_mb": self.part_bytes / 2**20, "timeouts.replicas": self.timeouts.replicas}
 
     def fewest(self, started: int, can_lose: bool = True) -> int:
-        """Return the smallest number of live replicas that continue training after the others were lost.
+        """Return the smallest number of live replicas with which training continues after others were lost.
 
-        ``started`` is the number of replicas at the start of training. ``can_lose`` says whether the transport can form
-        new groups.
+        It is `min_replicas`, or by default half of the replicas with which training ``started``, rounded up.
+        ``can_lose`` is False if the transport cannot form new groups; then the default is all of them.
 
         >>> [AveragerConfig().fewest(started) for started in (1, 2, 3, 8)]
         [1, 1, 2, 4]
@@ -92,23 +92,25 @@ class AveragerConfig:
         return (started + 1) // 2 if can_lose else started
 
     def survives(self, started: int, can_lose: bool = True) -> int:
-        """Return the smallest number of live replicas that form new groups after a loss.
+        """Return the smallest number of live replicas that form new groups after others were lost.
 
-        It is `fewest`; but 1 with `timeouts.replicas`, because fewer replicas then wait for others to join.
+        With `timeouts.replicas` it is 1: then even a single live replica forms a group, in which it waits for others to
+        join. Otherwise it is the result of `fewest`, which also describes the arguments.
         """
         return 1 if self.timeouts.replicas else self.fewest(started, can_lose)
 
     def weight_of_reported(self, rule: AveragingRule) -> float:
-        """Return the weight in a consensus of each step of the last committed message; a later step has weight 1.
+        """Return the factor with which work in this replica's last committed message counts again in a consensus.
 
-        It is positive where compression has left a part of that message in this replica's parameters only.
+        Later work has the factor 1. The result is 0, unless compression leaves a part of the message in this replica's
+        parameters only.
         """
         if self.compression == "none" or rule.keeps_residual:
             return 0.0
         return 1.0 if isinstance(self.compression, TopK) else _LEFT_BY_CODES  # most of a sparse message is left
 
     def check_rule(self, owner: str, rule: AveragingRule) -> None:
-        """Raise ValueError for a rule that these options cannot carry out; the message names ``owner``."""
+        """Raise ValueError if ``rule`` does not work with these options; the error message names ``owner``."""
         if self.overlap and not rule.overlappable:
             raise ValueError(
                 f"`{owner}(rule={rule!r}, overlap=True)`: this rule overwrites the parameters, so the steps taken "
@@ -149,25 +151,29 @@ class Work:
 
 @dataclass
 class WorkLedger:
-    """A ledger of one replica's work: a step adds to it, and a committed round subtracts the work in its message.
+    """The counts of one replica's work: a step adds to them, a committed round subtracts the work in its message.
 
-    Each fragment of the parameters has two counts. ``work`` is the weight in the next mean, and is zero again when
-    replicas agree. ``since_round`` counts steps since the fragment's last round, whether or not replicas have agreed
-    meanwhile. Every field is read and written under `SharedState.changed`.
+    Each fragment of the parameters has two counts. ``work`` determines this replica's weight in the next mean, and is
+    set to zero when replicas agree, which means that all of them hold one model. ``since_round`` counts the steps since
+    the fragment's last round, whether or not replicas have agreed since then. The lock `SharedState.changed` protects
+    all fields.
     """
 
     now: Callable[[], float] = time.monotonic
     num_fragments: int = 1
-    work: list[Work] = field(init=False)  # by fragment, work that no round holds, since replicas last agreed
+    work: list[Work] = field(init=False)  # by fragment, work since replicas last agreed that no round includes
     since_round: list[float] = field(init=False)  # by fragment, steps since its last round
     reported: list[Work] = field(init=False)  # by fragment, work in the last committed message; none after a consensus
     last_round: float = 0.0  # when a round was last committed
     fresh: bool = False
-    """Whether synchronous steps were taken since the rule's state began; then it starts over with the next round."""
+    """Whether synchronous steps were taken since the rule's state was initialised.
+
+    If so, the next round initialises the rule's state anew.
+    """
     synchronous: bool = False
-    """Whether the replica takes synchronous steps; then all others wait for it, however slow it is."""
+    """Whether this replica takes synchronous steps; then all other replicas wait for it, however slow it is."""
     missed: int = 0
-    """The number of synchronous steps that the others took without this replica, and its optimizers have not taken."""
+    """The number of synchronous steps that the other replicas took, but this replica's optimizers did not."""
 
     before_s: float = 0.0  # seconds between the last round and the checkpoint that was loaded
     spread: Trend = field(default_factory=Trend)
@@ -186,12 +192,15 @@ class WorkLedger:
         self.since_round = [steps + 1 for steps in self.since_round]
 
     def agree(self) -> None:
-        """Set all work to zero, because one model now holds the work of all replicas; keep ``since_round``."""
+        """Set this replica's work to zero, as one model includes the work of all replicas; keep ``since_round``."""
         self.work = [Work()] * self.num_fragments
         self.reported = [Work()] * self.num_fragments
 
     def round(self, work: Work | None, steps: float = 0.0, fragment: int = 0) -> None:
-        """Subtract this replica's ``work`` and ``steps`` in a committed round; ``work`` is None if it was absent."""
+        """Count a committed round of ``fragment``: subtract the ``work`` and ``steps`` of this replica's message.
+
+        ``work`` is None if this replica had no message in the round.
+        """
         self.last_round = self.now()
         if work is not None:
             self.work[fragment] -= work
@@ -199,13 +208,20 @@ class WorkLedger:
             self.since_round[fragment] -= steps
 
     def compare(self, spread: float, loss_variance: float) -> None:
-        """Add the measurements of a committed round of one fragment to the trends; infinite ones are unknown."""
+        """Add the measurements of a committed round to the trends `spread` and `loss_variance`.
+
+        ``spread`` is that of the round's fragment. An infinite measurement is unknown, and is left out.
+        """
         window = _FIRST_ROUNDS * self.num_fragments
         self.spread = self.spread.add(self.num_fragments * spread, window)  # scaled from one fragment to all
         self.loss_variance = self.loss_variance.add(loss_variance, window)
 
     def synchronous_step(self, work: Work | None) -> None:
-        """Count a step on averaged gradients; ``work`` is None for a replica that has gone on to local steps."""
+        """Count a step with averaged gradients; ``work`` is None if this replica had no gradients in that step.
+
+        If this replica takes synchronous steps, a step without its gradients also counts as missed. If it takes local
+        steps already, the step does not change its work.
+        """
         self.fresh = True
         self.last_round = self.now()
         self.missed += work is None and self.synchronous
@@ -264,26 +280,34 @@ class WorkLedger:
         return [Work(*pair) for pair in self._of_cut([tuple(pair) for pair in pairs])]
 
     def _trend_of(self, saved: Sequence[Any], num_fragments: int) -> Trend:
-        """Return a saved trend; convert its number of rounds from ``num_fragments`` fragments to the present number."""
+        """Return the trend that a checkpoint has ``saved``.
+
+        A trend counts the rounds of all fragments. The checkpoint has counted rounds of ``num_fragments`` fragments, so
+        its count is converted to the present number of fragments.
+        """
         trend = Trend(*saved)
         return trend._replace(number=trend.number * self.num_fragments // num_fragments)
 
     def _of_cut(self, counts: list[T]) -> list[T]:
-        """Return saved ``counts`` by fragment; if the number of fragments has changed, use the largest for each."""
+        """Return saved ``counts`` by fragment, for the present number of fragments.
+
+        If the number of fragments has changed, every fragment gets the largest saved count.
+        """
         return list(counts) if len(counts) == self.num_fragments else [max(counts)] * self.num_fragments
 
 
 class RuleState:
-    """The averaging rule, and its state for each fragment, equal on all replicas between rounds.
+    """The averaging rule, and the rule's state for each fragment of the parameters.
 
-    Only this object changes them. Rounds do so under the lock `SharedState.committing`, which the engine's thread
-    holds during a commit, and the training thread in `mix_` and while it copies them for a checkpoint.
+    The state is equal on all replicas between rounds, except for the fields in `AveragingRule.per_replica`. Only the
+    methods of this object change the state. The lock `SharedState.committing` protects it: the engine's thread holds
+    the lock when it commits a round; on the training thread, `mix_` and the methods that copy the state take the lock.
     """
 
     def __init__(self, rule: AveragingRule, buckets: Buckets, shared_state: SharedState) -> None:
         self.rule = rule
         self.num_rounds = 0
-        """The number of committed averaging rounds, equal on all replicas; it tells which fragment is next."""
+        """The number of committed averaging rounds, equal on all replicas; it determines the next round's fragment."""
         self._states: list[Any] = []
         self._sizes: list[int] = []
         self._replica = buckets.replica
@@ -293,7 +317,7 @@ class RuleState:
 
     @property
     def name(self) -> str:
-        """The name of the rule under which checkpoints hold its state."""
+        """The rule's name, which a checkpoint stores beside the rule's state."""
         return _name_of(self.rule)
 
     @property
@@ -308,11 +332,22 @@ class RuleState:
         self._sizes = [layout.numel for layout in layouts]
 
     def message_(self, sent: Tensor, fragment: int) -> tuple[float, ...]:
-        """Turn the snapshot in a bucket into the rule's message; return its scalars."""
+        """Turn the snapshot of ``fragment`` in the bucket ``sent`` into the rule's message, in place.
+
+        Return the numbers that the rule adds to this rank's header.
+        """
         return self.rule.message_(self._replica.of_rule(sent, fragment), self._states[fragment])
 
     def merge_(self, sent: Tensor | None, target: Tensor, round: Round) -> None:
-        """Turn the mean message of a committed round, in the bucket ``target``, into the rule's target in place."""
+        """Let the rule turn the mean message of a committed round into the parameters to which replicas move.
+
+        The caller holds `SharedState.committing`.
+
+        Args:
+            sent: Bucket with this replica's message, which becomes the snapshot again; None without a finite message.
+            target: Bucket with the mean message, which is overwritten by the result.
+            round: Facts of the round.
+        """
         f = round.fragment
         of_rule = self._replica.of_rule
         mine = None if sent is None else of_rule(sent, f)
@@ -322,7 +357,7 @@ class RuleState:
     def agree_(self, target: Tensor) -> None:
         """Overwrite ``target``, the mean of all replicas' parameters, with the model that replicas get at a sync point.
 
-        The rule chooses that model (`agree`); for most rules it is the mean itself.
+        The rule chooses that model (`AveragingRule.agree`); for most rules the model is the mean itself.
         """
         for fragment, state in enumerate(self._states):
             mean = self._replica.of_rule(target, fragment)
@@ -336,11 +371,11 @@ class RuleState:
             self._states[f] = self.rule.mix_(live, base, target, self._states[f], round)
 
     def share(self, target: Tensor, mine: int, num_shares: int) -> dict[str, Any]:
-        """Copy this rank's share of a checkpoint after a round that has made ``target``.
+        """Copy this rank's share of the model and of the rule's state, for a checkpoint after a round.
 
-        Each flat tensor is divided into ``num_shares`` equal parts, of which part ``mine`` is copied; other values are
-        copied whole. The share has only values that are equal on all replicas. The caller holds
-        `SharedState.committing`.
+        ``target`` is the bucket with the round's result. Each flat tensor is divided into ``num_shares`` parts of about
+        equal size, of which part ``mine`` is copied. Other values are copied completely. The share has only values that
+        are equal on all replicas. The caller holds `SharedState.committing`.
         """
         state = self._by_name(own=False)
         of_rule = self._replica.of_rule
@@ -369,7 +404,10 @@ class RuleState:
         }
 
     def rule_state_dict(self, own: bool) -> dict[str, Any]:
-        """Copy the rule's state: with ``own`` the fields that differ between replicas, else those equal on all."""
+        """Copy fields of the rule's state for a checkpoint.
+
+        With ``own``, these are the fields that differ between replicas; otherwise, the fields that are equal on all.
+        """
         with self._shared_state.committing:
             return self._whole(own)
 
@@ -380,13 +418,19 @@ class RuleState:
         return sum(value.nbytes for state in states for value in state.values() if isinstance(value, Tensor))
 
     def _by_name(self, own: bool) -> dict[str, list[Any]]:
-        """Return the values of each field by fragment; ``own`` selects the fields, see `rule_state_dict`."""
+        """Return fields of the rule's state by name, each as a list of the field's values by fragment.
+
+        ``own`` selects the fields as in `rule_state_dict`.
+        """
         states = [self.rule.state_dict(state) for state in self._states]
         names = [name for name in states[0] if (name in self.rule.per_replica) == own]
         return {name: [state[name] for state in states] for name in names}
 
     def _whole(self, own: bool) -> dict[str, Any]:
-        """Copy the state; join the fragments of each flat field, as their number may differ when it is loaded."""
+        """Copy the fields that ``own`` selects (see `rule_state_dict`), and join the fragments of each flat field.
+
+        So the copy can be loaded with another number of fragments.
+        """
         state = self._by_name(own)
         return {k: torch.cat(parts) if self._is_flat(parts) else _copied(parts) for k, parts in state.items()}
 
@@ -398,9 +442,10 @@ class RuleState:
         return self._is_flat(parts) or (len(parts) == 1 and isinstance(parts[0], Tensor))
 
     def load_state_dict(self, saved: dict[str, Any], own: dict[str, Any]) -> None:
-        """Load the results of `state_dict` and `rule_state_dict`; raise ValueError for another rule's state.
+        """Load ``saved``, a result of `state_dict`, and ``own``, a result of ``rule_state_dict(own=True)``.
 
-        Fields of a replica's own that ``own`` lacks keep their initial values.
+        Fields that differ between replicas, and that ``own`` lacks, keep their initial values. Raises ValueError if
+        another rule has saved its state.
         """
         self._shared_state.next_exchange = int(saved["round"])
         self.num_rounds = int(saved.get("num_rounds", 0))
@@ -417,7 +462,10 @@ class RuleState:
             self._states[fragment] = self.rule.load_state_dict(state, part)
 
     def _part(self, name: str, value: Any, fragment: int) -> Any:
-        """Return one fragment's part of ``value``, the field ``name`` of a saved state."""
+        """Return the part of ``value``, the field ``name`` of a saved state, that belongs to ``fragment``.
+
+        Raises ValueError for a field without a number per element if the number of fragments has changed.
+        """
         count = len(self._sizes)
         if isinstance(value, Tensor) and value.shape == (sum(self._sizes),):
             return value.split(self._sizes)[fragment]
@@ -430,9 +478,10 @@ class RuleState:
         return parts[fragment]
 
     def _fitted(self, state: dict[str, Any], places: Sequence[Any] | None) -> dict[str, Any]:
-        """Return a saved state rearranged for the present layout; parameters that it lacks keep their present values.
+        """Return a saved state, rearranged for the present layout of the parameters.
 
-        ``places`` are the names and sizes of the saved parameters; None where the layout is the present one.
+        Parameters that the saved state lacks keep their present values. ``places`` holds the name and the size of each
+        saved parameter, in the sequence of the saved layout; None if the saved layout is the present one.
         """
         layout = self._replica.layout
         if places is None or [name for name, _ in places] == list(layout.names):
@@ -448,7 +497,10 @@ class RuleState:
         return fitted
 
     def follow_layout(self, before: FlatLayout) -> None:
-        """Initialise the rule's state for a new layout; keep its values for parameters of the layout ``before``."""
+        """Initialise the rule's state for a new layout of the parameters; ``before`` is the old layout.
+
+        Parameters that are in both layouts keep their values in the state.
+        """
         old = self._flat_fields()
         self.begin(self._buckets.received)
         for name, parts in self._flat_fields().items():
@@ -458,13 +510,19 @@ class RuleState:
                     _carry_over(whole, before.names, before.sizes, part, self._replica.layout_of(fragment))
 
     def _flat_fields(self) -> dict[str, list[Tensor]]:
-        """Return the fields of the rule's state that hold one number per element of the parameters, by fragment."""
+        """Return, by name, the fields of the rule's state that hold one number per element of the parameters.
+
+        Each field is a list with one tensor per fragment.
+        """
         fields = {**self._by_name(own=False), **self._by_name(own=True)}
         return {name: parts for name, parts in fields.items() if self._is_flat(parts)}
 
 
 def _name_of(rule: AveragingRule) -> str:
-    """Return a rule's name, with that of the rule that it wraps, as fields of the same name may differ in meaning."""
+    """Return a rule's name; for a rule that wraps another one, also the name of the wrapped rule, in brackets.
+
+    Both names are needed, because states of different rules may have fields of the same name but different meaning.
+    """
     name = getattr(rule, "saved_as", "") or type(rule).__qualname__
     inner = getattr(rule, "rule", None)
     return f"{name}({_name_of(inner)})" if isinstance(inner, AveragingRule) else name
@@ -475,7 +533,7 @@ def _copied(parts: Sequence[Any]) -> Any:
 
 
 def _share(parts: Sequence[Tensor], mine: int, num_shares: int) -> Tensor:
-    """Copy one of ``num_shares`` equal parts of these tensors, taken as one flat tensor."""
+    """Copy part number ``mine`` of ``num_shares`` about equal parts of the tensors, joined as one flat tensor."""
     size, rest = divmod(sum(part.numel() for part in parts), num_shares)
     start = mine * size + min(mine, rest)
     end = start + size + (mine < rest)
@@ -488,7 +546,10 @@ def _share(parts: Sequence[Tensor], mine: int, num_shares: int) -> Tensor:
 
 
 def _carry_over(old: Tensor, names: Sequence[str], sizes: Sequence[int], new: Tensor, layout: FlatLayout) -> None:
-    """Copy into ``new`` the values of ``old``, of another layout, for each parameter of the same name and size."""
+    """Copy values from ``old`` into ``new`` for each parameter that has the same name and size in both.
+
+    ``old`` is laid out by ``names`` and ``sizes``, and ``new`` by ``layout``.
+    """
     was = dict(zip(names, old.split(list(sizes)), strict=True))
     for name, part in zip(layout.names, new.split(layout.sizes), strict=True):
         if name in was and was[name].shape == part.shape:

@@ -1,7 +1,8 @@
-"""Gradients that travel compressed, with error feedback: each message includes the error of the one before.
+"""Compressed gradients with error feedback: each message includes the compression error of the message before.
 
-`GradientResiduals` keeps the errors, and adds all ranks' messages up by a `CompressedSum`: `PowerSum` (products of two
-thin matrices, by power iteration) or `_MeanSum` (codes of 8 or 16 bits, or the elements of largest magnitude).
+`GradientResiduals` keeps the errors of this replica, and adds up the messages of all ranks by a `CompressedSum`. There
+are two of these. `PowerSum` sends each matrix as two thin matrices, which it finds by power iteration. `_MeanSum` sends
+codes of 8 or 16 bits, or the elements of largest magnitude.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ GradientCompression = Literal["none", "bf16", "fp8", "int8"] | TopK | PowerSGD  
 
 
 class GradientResiduals:
-    r"""The residual of this replica's gradients: what compression did not send, and later messages will.
+    r"""The residual of this replica's gradients: the part that compression has not sent, and later messages send.
 
     .. math:: v_i = w_i g_i + r_i, \qquad \bar g = \sum_i \mathrm{C}(v_i), \qquad r_i \leftarrow v_i - \mathrm{C}(v_i)
 
-    :math:`w_i` is the replica's share in the mean, which multiplies the gradient before the compression :math:`C`.
+    :math:`w_i` is the replica's share in the mean. The gradient is multiplied by it before the compression :math:`C`.
     Therefore the delivered means and the residuals always add up to the exact means, whatever the shares are and
     whichever replicas are absent.
 
-    A residual changes only when a reduction commits: neither a failed reduction nor one whose mean is not finite has an
-    effect. Each replica has its own, which its checkpoints hold. It takes the memory of two fp32 copies of the
-    parameters.
+    A residual changes only when a reduction commits. A reduction that fails, or whose mean is not finite, does not
+    change it. Each replica has its own residual, and saves it in its checkpoints. The residual takes the memory of two
+    fp32 copies of the parameters.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """
@@ -56,9 +57,17 @@ class GradientResiduals:
         return _MeanSum(compression, layout.numel, self._transfer, self._replica.device)
 
     def move_(self, out: Tensor, present: bool, used: Tensor) -> Tensor | None:
-        """Sum as `CompressedSum.move_` does; return the residual for `commit`, or None where the sum is not finite.
+        """Sum the compressed gradients and residuals of all ranks into ``out``; return this rank's new residual.
 
-        ``used`` is 1.0 for every parameter of which any rank has a gradient; the residuals of all others do not change.
+        All ranks call this together. The caller passes the new residual to `commit`.
+
+        Args:
+            out: Flat gradients of this rank, times its share; overwritten by the sum, see `CompressedSum.move_`.
+            present: Whether this rank has gradients.
+            used: 1.0 for every parameter of which any rank has a gradient, else 0.0. Residuals change only where 1.0.
+
+        Returns:
+            The new residual, or None if the sum is not finite.
         """
         self._follow()
         residual = self._spare.copy_(self.residual)
@@ -80,7 +89,7 @@ class GradientResiduals:
         self._sum.commit()
 
     def _follow(self) -> None:
-        """Adapt residual and sum to parameters that were frozen or unfrozen, and to another number of ranks."""
+        """Adapt the residual and the `CompressedSum` to frozen or unfrozen parameters, and to the number of ranks."""
         before = self._layout
         size = self._transfer.large.world_size
         if before is not self._replica.layout:
@@ -107,18 +116,22 @@ class GradientResiduals:
 
 
 class CompressedSum(ABC):
-    """A way to add up compressed messages of all ranks. All methods are called on the engine's thread."""
+    """An interface for adding up the compressed messages of all ranks; its methods run on the engine's thread."""
 
     @abstractmethod
     def move_(self, out: Tensor, present: bool, residual: Tensor) -> None:
-        """Sum the compressed ``out + residual`` of all ranks into ``out``, with the same bits on every rank.
+        """Compress ``out + residual`` of each rank, and write the sum over all ranks into ``out``.
 
-        The sum is not finite where a rank's term is not. ``residual`` becomes this rank's compression error. A rank
-        that is not ``present`` adds nothing, and its ``residual`` stays.
+        All ranks call this together, and get the same bits. ``residual`` is overwritten by this rank's compression
+        error. A rank that is not ``present`` adds nothing to the sum, and its ``residual`` does not change. If a rank's
+        values are not finite, the sum is not finite either.
         """
 
     def commit(self) -> None:  # noqa: B027
-        """Keep what the last sum has found for the next sum; called once all ranks have it. Default: keep nothing."""
+        """Keep values that the last sum computed, for use in the next sum. Default: keep nothing.
+
+        This is called once all ranks have the last sum.
+        """
 
     @property
     @abstractmethod
@@ -130,8 +143,9 @@ class CompressedSum(ABC):
 class PowerSum(CompressedSum):
     r"""A sum of matrices, each sent as two thin matrices of ``rank`` columns; see `PowerSGD` for the equations.
 
-    The residual of a rank is the part of its matrix outside the common columns, :math:`M_i - P (M_i^\top P)^\top`.
-    These parts add up to the error of the sum. Every sum finds a new basis, the same on all ranks.
+    The residual of process :math:`i` is :math:`M_i - P (M_i^\top P)^\top`: the part of its matrix :math:`M_i` that the
+    columns of :math:`P`, which all processes share, cannot express. The residuals of all processes add up to the error
+    of the sum. Every sum computes a new basis :math:`Q` for the next sum, the same on all processes.
     """
 
     def __init__(self, rank: int, layout: FlatLayout, transfer: Transfer, device: torch.device) -> None:
@@ -153,7 +167,7 @@ class PowerSum(CompressedSum):
             start += numel
         self._first = torch.zeros(left, device=device)
         self.basis = torch.randn(right, generator=torch.Generator().manual_seed(0)).to(device)
-        """The columns of all matrices, one after the other; equal on all ranks except one that has just joined."""
+        """The basis of each matrix, one after the other; equal on all processes except one that has just joined."""
         self._next = torch.zeros(right, device=device)
 
     @torch.no_grad()
@@ -191,7 +205,7 @@ class PowerSum(CompressedSum):
         return 4 * (self._first.numel() + self.basis.numel())
 
     def commit(self) -> None:
-        """Begin the next power iteration with the columns that this one has found."""
+        """Use the basis that the last sum has computed as the start of the next power iteration."""
         self.basis, self._next = self._next, self.basis
 
     def load(self, basis: Tensor) -> None:
@@ -200,7 +214,11 @@ class PowerSum(CompressedSum):
 
 
 class _Matrix(NamedTuple):
-    """The place of one tensor's matrix in the bucket, and of its thin matrices in theirs."""
+    """The place of one gradient, viewed as a matrix, in the flat gradients; and the places of its two thin matrices.
+
+    ``start`` is the first element in the flat gradients. ``left`` is the first element of the thin matrix :math:`P` in
+    the flat tensor of all :math:`P`, and ``right`` that of :math:`Q` in the flat tensor of all :math:`Q`.
+    """
 
     start: int
     rows: int
@@ -220,7 +238,7 @@ class _Matrix(NamedTuple):
 
 
 class _MeanSum(CompressedSum):
-    """A sum of codes, or of the largest elements, of all ranks: a `CompressedMean` in which every weight is 1."""
+    """A sum of all ranks' codes, or of their largest elements: a `CompressedMean` in which every weight is 1."""
 
     def __init__(self, compression: Compression | TopK, numel: int, transfer: Transfer, device: torch.device) -> None:
         large = transfer.large

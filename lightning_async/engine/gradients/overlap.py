@@ -1,14 +1,19 @@
 """Gradients that are sent while the backward pass still computes others.
 
-the training thread                               the engine's thread, see `InParts`
-begin: a message without gradients  ----------->  headers meet and decide
-a hook: the gradients of span 0 exist  -------->  packs this rank's share into `received`, and begins their sum
-a hook: those of span 1 exist  ---------------->  ...
-finish: all others exist; which parameters were
-used, and which changed after being sent  ----->  if any rank has changes, all tell them, and sum those once more
+A span is a run of parameters whose gradients are sent together; span 0 has the last layers.
 
-`Overlap` runs on the training thread, `InParts` on the engine's thread; both share an `Outgoing`. Gradients stay where
-the backward pass has put them until all ranks have committed, so that the live ranks can repeat a failed reduction.
+    the training thread                             the engine's thread, see `InParts`
+    begin: a message without gradients  --------->  exchanges headers with all ranks, which decide on a reduction
+    hook: the gradients of span 0 exist  -------->  packs these gradients into `received`, and starts their sum
+    hook: the gradients of span 1 exist  -------->  packs these gradients into `received`, and starts their sum
+    ...
+    finish: all gradients exist; it is known
+    which were used, and which changed after
+    they were sent  ----------------------------->  sums those again that have changed on any rank
+
+`Overlap` runs on the training thread, and `InParts` on the engine's thread. They share an `Outgoing`. Gradients stay
+where the backward pass has put them until all ranks have committed, so that the live ranks can repeat a failed
+reduction.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ class Overlap:
 
     @property
     def possible(self) -> bool:
-        """Whether gradients and buckets are on the CPU; on GPUs, gradients are sent after the backward pass."""
+        """Whether gradients can be sent during a backward pass: only if parameters and buckets are on the CPU."""
         on = {p.device.type for p in self._replica.tensors.trained.values()} | {self._replica.device.type}
         return on == {"cpu"}
 
@@ -104,11 +109,15 @@ class Overlap:
 
 
 class Outgoing:
-    """The gradients of one backward pass, as far as computed; the lock ``changed`` protects what both threads share.
+    """The gradients of one backward pass, as far as they are computed, for the training and the engine's thread.
 
-    If the engine's thread waits for a span longer than ``patience_s``, headers announce the message again only once all
-    gradients exist, because sums on other ranks have timeouts. The engine's thread multiplies gradients by ``scale``
-    when it packs them; ``plans`` caches the plans for these copies.
+    Args:
+        changed: Lock that protects the fields which both threads use.
+        patience_s: Longest time in seconds for which the engine's thread waits for a span, because sums on other ranks
+            have timeouts. After a longer wait, headers announce the gradients again only once all of them exist.
+        count: Number of parameters.
+        plans: Cache of the plans by which the engine's thread packs gradients.
+        scale: Factor of the gradients, applied when they are packed. Default: 1.0.
     """
 
     def __init__(
@@ -123,7 +132,11 @@ class Outgoing:
         self.base: Tensor | None = None  # flat gradients of earlier backward passes, which are added
         self.used: Tensor | None = None  # 1.0 for every parameter with a gradient in ``base``
         self.flags: Tensor | None = None
-        """Set once all spans are filled: 1.0 for every used parameter, then 1.0 for every one that changed late."""
+        """None until all spans are filled; then two rows of numbers, one after the other, with a number per parameter.
+
+        The first row has 1.0 for each used parameter. The second row has 1.0 for each parameter whose gradient changed
+        after it was sent.
+        """
         # `withdrawn`: the backward pass has failed. `late`: a span has taken longer than `patience_s`.
         self.withdrawn = self.late = False
 
@@ -136,14 +149,17 @@ class Outgoing:
         return out
 
     def put_(self, part: Tensor, first: int, last: int, start: int, share: float) -> None:
-        """Write a share of the gradients of parameters ``first`` to ``last`` into ``part``, a slice of a bucket."""
+        """Write the gradients of parameters ``first`` to ``last - 1``, times ``share``, into ``part``.
+
+        ``part`` is the slice of a bucket that begins at element ``start``.
+        """
         with self._plans.of(self.gradients[first:last], (first, last)) as plan:
             plan.pack_(part, weight=self._scale * share)
         if self.base is not None:
             part.add_(self.base[start : start + part.numel()], alpha=share)
 
     def all(self) -> Tensor:
-        """Return all gradients as one flat tensor, once all are filled; on the training thread."""
+        """Return all gradients as one flat tensor; call this on the training thread, once `flags` is set."""
         flat = torch.empty(sum(gradient.numel() for gradient in self.gradients))
         pack_(self.gradients, flat, self._scale)
         return flat if self.base is None else flat.add_(self.base)
@@ -153,15 +169,15 @@ class Outgoing:
         return all(ops.all_finite(gradient) for gradient in held)
 
     def has(self) -> Tensor:
-        """Return 1.0 for every parameter that has a gradient, once all are filled."""
+        """Return one number per parameter, 1.0 if it has a gradient, else 0.0; call this once `flags` is set."""
         assert self.flags is not None
         return self.flags[: len(self.gradients)]
 
     @property
     def ready(self) -> bool:
-        """Whether headers may announce these gradients; False while they are late and not all exist.
+        """Whether this rank's headers may announce these gradients. The caller holds `SharedState.changed`.
 
-        The caller holds the lock of the shared state.
+        False only if the engine's thread has waited too long for a span, and the backward pass is not complete yet.
         """
         return self.flags is not None or self.withdrawn or not self.late
 
@@ -177,7 +193,10 @@ class Outgoing:
             self._changed.notify_all()
 
     def wait(self, there: Callable[[], bool], check: Callable[[], None]) -> bool:
-        """Wait until ``there()`` is true; return False if that takes too long, or the backward pass has failed."""
+        """Wait until ``there()`` returns True; return False if that takes too long, or the backward pass has failed.
+
+        ``check`` is called again and again during the wait, and may raise an error. This runs on the engine's thread.
+        """
         waited_s = 0.0
         with self._changed:
             while not self.withdrawn and not there():
@@ -192,7 +211,7 @@ class Outgoing:
 class InParts:
     """A sum of all replicas' gradients into ``target``, span by span, on the engine's thread.
 
-    This replica's gradients are multiplied by ``share``; ``out`` is None where it has none.
+    ``out`` holds this replica's gradients, which are multiplied by ``share``; None if this replica has no gradients.
     """
 
     def __init__(
@@ -204,14 +223,15 @@ class InParts:
         self._share = share
         self._out = out
         self._flags = torch.zeros(2 * len(layout) + 1)
-        """The flags of `Outgoing`, then 1.0 if this replica's gradients are withdrawn or late."""
+        """The numbers in `Outgoing.flags`, then 1.0 if this replica's gradients are withdrawn or late."""
 
     def sum_(self, expected: Tensor, tagged: bool = False) -> bool:
-        """Sum each span as soon as its gradients exist; return whether `settle_` must follow for this replica.
+        """Sum each span as soon as its gradients exist; return whether `settle_` must follow.
 
-        `settle_` must follow where a gradient changed after it was sent, or where the parameters used are not those
-        that all replicas ``expected`` (1.0 for each of them). With ``tagged``, the last sum carries this answer to all
-        ranks, and the return value says whether `settle_` must follow for any replica.
+        All ranks call this together. `settle_` must follow if this replica's gradients changed after they were sent,
+        were withdrawn or came too late, or if the parameters that it used are not the ``expected`` ones (1.0 for each
+        of these). With ``tagged``, the last sum also adds up the ranks' answers, and the return value is whether
+        `settle_` must follow for any replica.
         """
         transfer = self._transfer
         out = self._out
@@ -243,7 +263,10 @@ class InParts:
         return bool(with_tag(self._target)[0]) if tagged else self._doubts(expected)
 
     def _hear(self, there: bool, check: Callable[[], None]) -> bool:
-        """Wait until all gradients exist, and copy the flags of `Outgoing`; return whether all gradients exist."""
+        """Wait until all gradients of this replica exist, and copy `Outgoing.flags`; return whether all of them exist.
+
+        If ``there`` is False, gradients were missing before, and this does not wait.
+        """
         out = self._out
         there = there and out is not None and out.wait(lambda: out.flags is not None, check)
         if there and out is not None and out.flags is not None:
@@ -259,8 +282,8 @@ class InParts:
     def settle_(self) -> Tensor | None:
         """Sum again the gradients that changed after they were sent. All ranks call this together.
 
-        Return 1.0 for every parameter that any replica used. Return None where a replica's backward pass has failed or
-        took too long; then the bucket holds no valid sum.
+        Return one number per parameter: 1.0 if any replica used the parameter, else 0.0. Return None if a replica's
+        backward pass has failed or took too long; then the bucket holds no valid sum.
         """
         flags = self._flags
         count = len(self._layout)
@@ -289,25 +312,31 @@ def used_by(params: Sequence[Any]) -> Tensor:
 
 
 def mask_of(used: Tensor) -> int:
-    """Return a hash of the set of used parameters that a float64 holds exactly."""
+    """Return a hash of the set of used parameters, as an integer small enough to be exact in a float64."""
     return int.from_bytes(hashlib.sha256(bytes(used.to(torch.uint8).tolist())).digest()[:6], "big")
 
 
 @torch.no_grad()
 def gradients_of(params: Sequence[Any]) -> list[Tensor]:
-    """Return the gradients of parameters as dense real tensors; zeros where there is none."""
+    """Return the parameters' gradients as dense real tensors; a parameter without a gradient gets zeros."""
     return [real(torch.zeros_like(p) if p.grad is None else strided(p.grad)) for p in params]
 
 
 class Plans:
-    """A cache of plans for copies between a bucket and gradients, which are new tensors at each step."""
+    """A cache of plans (`ops.Plan`) for copies between a bucket and gradients.
+
+    Gradients are new tensors at each step. To adapt a known plan to new tensors costs less than to make a new plan.
+    """
 
     def __init__(self) -> None:
         self._known: dict[object, ops.Plan] = {}
 
     @contextmanager
     def of(self, gradients: Sequence[Tensor], key: object = None) -> Iterator[ops.Plan]:
-        """Yield the plan for these gradients; lists of the same parameters share a ``key``, and thus a plan."""
+        """Yield the plan for copies between a bucket and ``gradients``, as a context manager.
+
+        Gradients of the same parameters are given with the same ``key`` at every step, and so use the same plan.
+        """
         plan = self._known.get(key)
         if plan is None or not plan.follow(gradients):
             plan = self._known[key] = ops.Plan(FlatLayout(gradients), gradients)
@@ -323,9 +352,10 @@ def pack_(gradients: Sequence[Tensor], part: Tensor, scale: float) -> None:
 
 @torch.no_grad()
 def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: Plans) -> None:
-    """Multiply the parameters' ``part`` of a bucket by ``scale``, and copy it into their gradients.
+    """Multiply ``part``, the parameters' part of a bucket, by ``scale`` in place, and copy it into their gradients.
 
-    Parameters that no replica used get the gradient None; sparse gradients become dense.
+    ``used`` is 1.0 for every parameter that any replica used; the gradients of all others become None. Sparse gradients
+    become dense.
     """
     trained = replica.tensors.trained.values()
     if scale != 1.0:
@@ -339,10 +369,11 @@ def unpack_(replica: Replica, part: Tensor, used: Tensor, scale: float, plans: P
 
 
 def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: float, transfer: Transfer) -> None:
-    """Turn a mean over all samples into one over those samples from which each parameter's gradient was computed.
+    """Divide each parameter's part of ``mean`` by the fraction of all samples that its gradient was computed from.
 
-    All ranks call this together. ``share`` is this rank's share of all samples. ``behind`` is, for each parameter, the
-    fraction of this rank's samples from which the gradient was computed; None where this rank has no gradients.
+    So a mean over all samples becomes, for each parameter, a mean over the samples of its own gradient. All ranks call
+    this together. ``share`` is this rank's share of all samples. ``behind`` is, for each parameter, the fraction of
+    this rank's samples from which the gradient was computed; None if this rank has no gradients.
     """
     total = mean.new_zeros(len(layout))
     if behind is not None:
@@ -354,7 +385,10 @@ def divide_(layout: FlatLayout, mean: Tensor, behind: Tensor | None, share: floa
 
 
 def _places(trained: Iterable[Any]) -> list[Tensor]:
-    """Return a tensor for the gradient of each parameter: its present one if dense and not shared, else a new one."""
+    """Return a tensor for each parameter's gradient.
+
+    It is the present gradient if that is dense and shares no memory with another one, else a new tensor.
+    """
     places: list[Tensor] = []
     taken: set[int] = set()
     for p in trained:

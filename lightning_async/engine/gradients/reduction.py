@@ -1,7 +1,9 @@
-"""Gradients averaged by the engine, in synchronous steps or in the background, also without some replicas' gradients.
+"""Gradients averaged by the engine, in synchronous steps or in the background of training.
 
-`SynchronousGradients` is the component: its methods for the training thread post gradients and take their mean, and the
-engine's thread asks it for its part of headers. `GradientRounds` is its one round type, on the engine's thread.
+`SynchronousGradients` is the component. On the training thread, its methods post gradients and take the mean. On the
+engine's thread, its methods write the numbers about gradients into this rank's header, the row of numbers that each
+rank sends to all others before an exchange. `GradientRounds` is its only round type, on the engine's thread. A mean may
+be without the gradients of some replicas, such as a replica without data.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from lightning_async.engine.shared_state import Header
 from lightning_async.engine.sync_points import SyncPoints
 
 GRADIENTS = 2
-"""The priority of gradient rounds: the highest, as ranks with messages for averaging take part in them, too."""
+"""The priority of gradient rounds. It is the highest, as ranks with a message for averaging take part in them, too."""
 
 
 class GradientPart(NamedTuple):
-    """The gradient component's part of one rank's header."""
+    """The numbers about its gradients that one rank sends in its header, before a reduction."""
 
     weight: float = 0.0  # weight of this rank's gradients in the mean
     mask: int = 0  # hash of the set of parameters that have a gradient
@@ -42,7 +44,7 @@ class GradientPart(NamedTuple):
 
 
 class GradientsMean(NamedTuple):
-    """The numbers that describe a mean of gradients, equal on all ranks that take a step with it."""
+    """The facts about a mean of gradients, without the mean; equal on all ranks that take a step with that mean."""
 
     weight: float = 0.0  # weight of all replicas' gradients
     samples: float = 0.0  # number of samples from which they were computed
@@ -60,7 +62,7 @@ class GradientsMean(NamedTuple):
 
 @dataclass
 class GradientMessage(Message):
-    """A message with gradients in the `sent` bucket, or with `out` where they are still being computed."""
+    """A message of gradients, which are in the `sent` bucket; or in `out`, if they are sent during a backward pass."""
 
     samples: float  # number of samples from which they were computed
     used: Tensor  # 1.0 for every parameter that has a gradient, or is expected to have one
@@ -77,7 +79,7 @@ class GradientMessage(Message):
 
 
 class EarlierPasses(NamedTuple):
-    """The backward passes before the last one of a message."""
+    """The gradients of a message's backward passes before the last one."""
 
     pack: Callable[[Tensor], None] | None  # packs their gradients into the parameters' part of a bucket, if any
     used: Tensor  # 1.0 for every parameter that has a gradient from them
@@ -86,7 +88,7 @@ class EarlierPasses(NamedTuple):
 
 @dataclass(kw_only=True)
 class Reduction(InFlightRound):
-    """The record of one reduction of gradients."""
+    """The record of one exchange that averages gradients, from the ranks' decision to the optimizer's step."""
 
     share: float  # this rank's share in the mean
     used: Tensor  # 1.0 for every parameter that any replica used
@@ -98,11 +100,11 @@ class Reduction(InFlightRound):
 
 
 class SynchronousGradients(EngineComponent):
-    """A component that averages gradients and registers itself with the control plane.
+    """A component of the engine that averages gradients; it registers itself with the control plane.
 
-    When a reduction is handed over, every rank calls ``on_step`` with its own number of samples, or with None if it had
-    no gradients; it holds the lock of the shared state meanwhile. ``weigh`` returns the weight of gradients for their
-    number of samples. Default: that number.
+    After every committed mean, the engine's thread of each rank calls ``on_step`` with this rank's number of samples in
+    the mean, or with None if this rank had no gradients. The thread holds `SharedState.changed` during the call.
+    ``weigh`` returns the weight of gradients for a given number of samples. Default: that number.
     """
 
     blank = GradientPart()
@@ -134,7 +136,7 @@ class SynchronousGradients(EngineComponent):
         self._overlap.close()
 
     def compress(self, compression: GradientCompression) -> None:
-        """Set the compression of gradients, the same on all ranks, before the engine starts."""
+        """Set the compression of gradients; all ranks set the same one, before the engine starts."""
         if compression != "none":
             self.rounds.feedback = GradientResiduals(compression, self.replica, self._transfer)
 
@@ -144,17 +146,26 @@ class SynchronousGradients(EngineComponent):
             return None if self.rounds.feedback is None else self.rounds.feedback.state_dict()
 
     def begin_backward(self, samples: float, scale: float = 1.0) -> None:
-        """Begin a backward pass, sending gradients while it computes others if that is possible; `reduce_` follows."""
+        """Start to send gradients during the backward pass that begins now, if that is possible.
+
+        The caller calls `reduce_` after the pass, or `withdraw` if the pass fails. ``samples`` and ``scale`` are as in
+        `reduce_`. This waits until the buckets are free.
+        """
         if not self._overlap.under_way and self._can_overlap:
             self._buckets.take_when(self._buckets.can_pack, self._control.see)
             message = GradientMessage(GRADIENTS, self._step, samples, self._expected, self._step, keeps=True)
             self._begin(message, 1.0 / scale)
 
     def begin_last(self, before: EarlierPasses, samples: float, weight: float) -> bool:
-        """Begin the last of several passes; return whether its gradients are sent while it computes others.
+        """Start to send gradients during the last of several backward passes; return whether this was possible.
 
-        Its gradients are multiplied by ``weight``, and those of the passes ``before`` are added. All passes together
-        have ``samples``. The caller calls `finish_last` or `withdraw` next.
+        If it was, the caller calls `finish_last` after the pass, or `withdraw` if the pass fails. It is not possible on
+        GPUs, with compression, or while the buckets are in use.
+
+        Args:
+            before: Gradients of the earlier passes, which are added to those of the last pass.
+            samples: Number of samples in all passes together.
+            weight: Factor of the last pass's gradients.
         """
         if not self._can_overlap or not self._take_free():
             return False
@@ -162,7 +173,7 @@ class SynchronousGradients(EngineComponent):
         return True
 
     def finish_last(self) -> None:
-        """End the last pass; the parameters keep their gradients until the mean replaces them."""
+        """Send the last pass's remaining gradients; parameters keep their gradients until the mean replaces these."""
         self._overlap.finish()
 
     @property
@@ -175,7 +186,10 @@ class SynchronousGradients(EngineComponent):
         return self.rounds.used if len(self.rounds.used) == count else torch.zeros(count)
 
     def _begin(self, message: GradientMessage, weight: float, before: EarlierPasses | None = None) -> None:
-        """Make the message of a backward pass that begins; the training thread must own the buckets."""
+        """Create the message of a backward pass that begins now; its gradients are sent during the pass.
+
+        The training thread must own the buckets.
+        """
         patience_s = self._control.timeouts.payload.total_seconds() / 2
         base = None if before is None or before.pack is None else self.replica.of_rule(self._buckets.sent)
         count = len(self.replica.layout)
@@ -190,7 +204,7 @@ class SynchronousGradients(EngineComponent):
             self._overlap.begin(out)
 
     def withdraw(self) -> None:
-        """End a backward pass that has failed, so that no rank waits for its gradients."""
+        """Withdraw the gradients of a backward pass that has failed, so that no rank waits for them."""
         self._overlap.give_up()
         with self._box.changed:
             message = self._buckets.message
@@ -201,12 +215,12 @@ class SynchronousGradients(EngineComponent):
                     self._buckets.message = None
 
     def reduce_(self, samples: float, scale: float = 1.0) -> None:
-        r"""Replace the gradients by their weighted mean over all replicas, after waiting for it.
+        r"""Replace the gradients by their weighted mean over all replicas, after waiting until the mean has arrived.
 
         .. math:: g \leftarrow s \sum_i \frac{n_i}{\sum_j n_j} \frac{g_i}{s_i}
 
-        :math:`n_i` is the weight of replica :math:`i`: its ``samples``, unless ``weigh`` says otherwise; :math:`s_i`
-        its loss ``scale`` (mixed precision).
+        :math:`n_i` is the weight of replica :math:`i`: its number of ``samples``, unless ``weigh`` gives another
+        weight. :math:`s_i` is the loss ``scale`` of replica :math:`i` (mixed precision), and :math:`s` this replica's.
         """
         out = self._overlap.finish() if self._overlap.under_way else None
         if out is None:
@@ -223,9 +237,10 @@ class SynchronousGradients(EngineComponent):
     def post(
         self, pack: Callable[[Tensor], None], samples: float, used: Tensor, since: int, behind: Tensor | None = None
     ) -> bool:
-        """Post gradients to be averaged, if the buckets are free; return whether they were posted.
+        """Post gradients to be averaged, if the buckets are free; return whether the gradients were posted.
 
-        ``pack`` writes them into the parameters' part of a bucket. For the other arguments see `GradientMessage`.
+        ``pack`` is called with the parameters' part of a bucket, and writes the gradients into it. For the other
+        arguments see `GradientMessage`.
         """
         if not self._take_free():
             return False
@@ -264,11 +279,14 @@ class SynchronousGradients(EngineComponent):
 
     @property
     def arrived(self) -> Reduction | None:
-        """The mean that has arrived and that `take_` has not taken yet, if any."""
+        """The record of a mean that has arrived and that `take_` has not copied yet; None if there is none."""
         return arrived if isinstance(arrived := self._buckets.arrived, Reduction) and not self._taken else None
 
     def unstepped(self) -> tuple[GradientMessage, Tensor] | None:
-        """Return the message and the gradients that were sent but not used in a step yet; None if there are none."""
+        """Return the message that was sent but not used in a step yet, and its gradients as one flat tensor.
+
+        Return None if there is no such message, or if its backward pass is not complete.
+        """
         with self._box.changed:
             message = self._buckets.arrived.message if self.arrived else self._buckets.message
         if not isinstance(message, GradientMessage):
@@ -278,7 +296,10 @@ class SynchronousGradients(EngineComponent):
         return None if out.flags is None else (replace(message, used=out.has(), out=None), out.all())
 
     def wait(self) -> None:
-        """Wait until a mean arrives: with this rank's message, or of a step that the others took without it."""
+        """Wait until this rank's message is averaged or dropped, or until a mean without this message arrives.
+
+        Return at once if this rank has no message.
+        """
         buckets = self._buckets
         self._sync_points.wait(lambda: buckets.message is None or buckets.arrived is not None)
         message = buckets.message
@@ -290,10 +311,11 @@ class SynchronousGradients(EngineComponent):
             message.out = None
 
     def take_(self, scale: float = 1.0, change: Callable[[Tensor, Reduction], None] | None = None) -> None:
-        """Copy the mean that has arrived, times ``scale``, into the gradients, or set them to None without a mean.
+        """Copy the mean that has arrived, times ``scale``, into the parameters' gradients.
 
-        ``change`` is called first, with the flat mean and its reduction, and may change the mean in place. The caller
-        calls `stepped` after the optimizer's step.
+        If there is no mean, because no replica had gradients, set the gradients to None. ``change`` is called before
+        the copy, with the flat mean and the record of its reduction, and may change the mean in place. The caller calls
+        `stepped` after the optimizer's step.
         """
         buckets = self._buckets
         self.told = GradientsMean()
@@ -312,7 +334,10 @@ class SynchronousGradients(EngineComponent):
         self._taken = True
 
     def stepped(self) -> None:
-        """Note that the step with the mean was taken, so that a sync point may open for this replica."""
+        """Record that the optimizer's step with the mean of gradients was taken.
+
+        From now on, new messages may be packed, and a sync point may open for this replica.
+        """
         with self._box.changed:
             self._buckets.arrived = None
             self._taken = False
@@ -347,9 +372,9 @@ class SynchronousGradients(EngineComponent):
 class GradientRounds(RoundType):
     """A round type that averages gradients.
 
-    A mean that is not finite is never handed over. It has the same bits on all ranks, so no rank commits it. Then each
-    rank looks at the gradients that it has sent. Those that are not finite get the weight zero, and the round is
-    repeated without them.
+    A mean that is not finite is never passed to the training thread, unless `drops` is False. The mean has the same
+    bits on all ranks, so no rank commits it. Each rank then checks the gradients that it has sent. Gradients that are
+    not finite get the weight zero, and the round is repeated without them.
     """
 
     def __init__(self, control: ControlPlane, on_step: Callable[[float | None], None]) -> None:
@@ -359,9 +384,12 @@ class GradientRounds(RoundType):
         self._replica = control.buckets.replica
         self._on_step = on_step
         self.apart = False
-        """Whether, on any rank, parameters' gradients are means over different samples, as optimizers step apart."""
+        """Whether optimizers step apart, so that parameters' gradients are means over different samples on some rank.
+
+        All ranks set the same value.
+        """
         self.follows = False
-        """Whether a replica without gradients takes the steps, too, while it stands at a sync point."""
+        """Whether a replica without gradients also takes each step with the mean, while it waits at a sync point."""
         self.feedback: GradientResiduals | None = None  # of compressed gradients; None without compression
         self.used = torch.empty(0)  # 1.0 for every parameter that any replica used in the last step
         self.drops = True
@@ -441,13 +469,14 @@ class GradientRounds(RoundType):
                 self._buckets.message = None
 
     def _is_polluted(self, exchange: Reduction) -> bool:
-        """Return whether the mean is not finite and must be dropped; the same on all ranks."""
+        """Return whether the mean is not finite and must be dropped; the result is the same on all ranks."""
         return self.drops and not ops.all_finite(self._replica.of_rule(exchange.target))
 
     def _drop(self, exchange: Reduction) -> None:
-        """Give this rank's gradients the weight zero if they are not finite. All ranks call this together.
+        """Cancel an exchange whose mean is not finite, and give the gradients that caused this the weight zero.
 
-        If the gradients of all ranks are finite, their sum has overflowed; then all get the weight zero.
+        All ranks call this together. A rank's gradients get the weight zero if they are not finite. If the gradients of
+        all ranks are finite, their sum has overflowed; then the gradients of all ranks get the weight zero.
         """
         exchange.void = True
         message = exchange.message

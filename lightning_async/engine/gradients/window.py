@@ -1,8 +1,8 @@
 """Windows: the gradients of several batches of one replica, summed in one flat buffer and sent together.
 
-    the open window --- full: the mean of what it holds ---> the `sent` bucket, which is reduced in the background
+    the open window --- full: the mean of its gradients ---> the `sent` bucket, which is reduced in the background
           ^                                                            |
-          +--- zeroed: it gathers the next one meanwhile               +---> `received`, then the optimizer's step
+          +--- zeroed: the next window fills the buffer                +---> `received`, then the optimizer's step
 
 A window is sent as a whole: no gradient is in two windows, and none is lost when a reduction is repeated.
 """
@@ -24,14 +24,14 @@ from lightning_async.engine.sync_points import SyncPoints
 
 
 class Window:
-    r"""A window of gradients of several batches of one replica; its training thread uses it.
+    r"""A window: the sum of one replica's gradients over several batches; used by the training thread.
 
     .. math:: g_i = \frac{1}{n_i} \sum_b n_{i,b}\, g_{i,b}, \qquad n_i = \sum_b n_{i,b}
 
     The window of replica :math:`i` holds batches :math:`b` of :math:`n_{i,b}` samples each. The replicas' means are
     weighted by :math:`n_i`, so that each sample counts the same, however many batches the window of each replica holds.
-    Where optimizers step `apart`, each with gradients of other batches, :math:`n_{i,b}` and :math:`n_i` are counted for
-    the parameters of each optimizer.
+    If several optimizers step apart, each with gradients of other batches, :math:`n_{i,b}` and :math:`n_i` are counted
+    separately for the parameters of each optimizer.
     """
 
     def __init__(self, gradients: SynchronousGradients) -> None:
@@ -43,17 +43,20 @@ class Window:
         self.since = 0
         self._used = torch.zeros(len(self._layout))
         self._behind = torch.zeros(len(self._layout), dtype=torch.float64)
-        """By parameter, the number of samples of its batches, whether they gave it a gradient or not."""
+        """For each parameter, the number of samples in its batches, whether these gave it a gradient or not."""
         self._sum = self._layout.empty(self._replica.device)
 
     @torch.no_grad()
     def add_(self, samples: float, scale: float = 1.0, step: int = 0, params: Collection[Tensor] | None = None) -> None:
-        """Add the parameters' gradients, a mean over ``samples``, to the window, and set them to None.
+        """Add the gradients of one batch to the window, and set the parameters' gradients to None.
 
-        Gradients are divided by ``scale`` (the loss scale of mixed precision, or the divisor of a divided loss); with
-        no ``samples`` they are dropped. ``step`` is the number of optimizer steps taken so far. ``params`` are the
-        parameters of one optimizer, where each steps on its own; the caller then counts the batch with `count`.
-        Default: all parameters.
+        Args:
+            samples: Number of samples of the batch, over which its gradients are a mean; if 0, they are dropped.
+            scale: Divisor of the gradients: the loss scale of mixed precision, or the divisor of a divided loss.
+                Default: 1.0.
+            step: Number of optimizer steps taken so far. Default: 0.
+            params: Parameters of one optimizer, if each optimizer steps on its own; the caller then counts the batch
+                with `count`. Default: all parameters.
         """
         self._follow_layout()
         if not self.batches:
@@ -87,7 +90,7 @@ class Window:
         return gradient if gradient.device == self._sum.device else gradient.to(self._sum.device)
 
     def leave(self) -> bool:
-        """Send the window and empty it, if the buckets are free; return whether it was sent."""
+        """Send the window and empty it, if the buckets are free; return whether the window was sent."""
         self._follow_layout()
         weight = 1.0 / self.samples if self.samples > 0.0 else 0.0
         if not self._gradients.post(
@@ -102,10 +105,10 @@ class Window:
         return True
 
     def leave_with(self, samples: float, scale: float = 1.0, step: int = 0) -> bool:
-        """Begin the window's last backward pass, and send the window's gradients while the pass computes them.
+        """Start to send the window before its last backward pass, so that gradients are sent during the pass.
 
-        Return whether they are sent so; if not, nothing has begun. The caller calls `clear` after the pass; if the pass
-        fails, the window is as before. The arguments are those of `add_`.
+        Return whether this was possible; if not, nothing was started. The caller calls `clear` after the pass. If the
+        pass fails, the window stays as it was before. The arguments are those of `add_`, for the batch of the pass.
         """
         self._follow_layout()
         total = self.samples + samples
@@ -138,7 +141,10 @@ class Window:
         self._behind = self._behind.new_tensor([behind.get(name, 0.0) for name in now.names])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copy the window for a checkpoint, plus a window that was sent but not used in a step yet."""
+        """Copy the window for a checkpoint.
+
+        The copy also includes the gradients of the window before, if it was sent but not used in a step yet.
+        """
         sum = self._sum.clone()
         samples = self.samples
         since = self.since
@@ -177,7 +183,7 @@ class Window:
 
 @dataclass
 class WindowTotals:
-    """The totals of one replica's windows; times are in seconds."""
+    """The counts, times (in seconds) and bytes of one replica's windows of gradients, over a whole run."""
 
     number: int = 0  # number of reduced windows
     own: int = 0  # number of those with gradients of this replica
@@ -195,7 +201,7 @@ class WindowTotals:
         self.left = batches, sync_points.waited_s
 
     def arrive(self, arrived: Reduction, sync_points: SyncPoints, message_bytes: int) -> None:
-        """Count a reduced window, before the step that is taken with it."""
+        """Count a window that was reduced, before the optimizer's step with its mean."""
         self.number += 1
         self.exchange_s += arrived.exchange_s
         batches, before_s = self.left

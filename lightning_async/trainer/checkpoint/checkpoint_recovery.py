@@ -1,7 +1,7 @@
-"""Choice of the checkpoint from which a fit resumes, and the readers that load it.
+"""Choice of the checkpoint from which a fit resumes, and the readers that load this checkpoint.
 
-All ranks find, verify and agree on one checkpoint (`CheckpointRecovery`). `DirectoryIO` and `MemoryIO` let Lightning
-read it, and `CheckpointReader` lets ``torch.distributed.checkpoint`` read it.
+With `CheckpointRecovery`, all ranks find and verify one checkpoint, and agree on it. `DirectoryIO` and `MemoryIO` let
+Lightning read the checkpoint. `CheckpointReader` lets ``torch.distributed.checkpoint`` read it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointRecovery:
-    """The choice and the loading of the checkpoint from which one fit resumes."""
+    """A service that chooses and loads the checkpoint from which one fit resumes."""
 
     def __init__(self, trainer: Any, settings: Settings, store: CheckpointStore, resume: Resume) -> None:
         self._trainer = trainer
@@ -54,7 +54,10 @@ class CheckpointRecovery:
         self._verified: str | None = None
 
     def choose(self) -> str | None:
-        """Return the path of the checkpoint to resume from, equal on all ranks; None to begin from scratch."""
+        """Return the path of the checkpoint to resume from, equal on all ranks; None to begin from scratch.
+
+        All ranks call this together. Raises the errors of `recover`.
+        """
         if self._settings.recover is None:
             return None
         entry = self.find(self._settings.recover)
@@ -62,7 +65,10 @@ class CheckpointRecovery:
         return self._verified
 
     def find(self, strategy: str) -> CheckpointEntry | None:
-        """Return the checkpoint that all ranks agree on for the given value of ``recover``; warn of damaged ones."""
+        """Return the checkpoint that all ranks agree on for a recovery ``strategy``, or None; warn of damaged ones.
+
+        All ranks call this together. Raises the errors of `recover`.
+        """
         found = recover(self._store, strategy, self._settings.best, self.gather)
         for path, what in (found.damaged | found.unreadable).items():
             log.warning("Rank %d: the checkpoint %s is skipped: %s", self._trainer.global_rank, path, what)
@@ -80,7 +86,7 @@ class CheckpointRecovery:
     def load(self, store: CheckpointStore, entry: CheckpointEntry) -> dict[str, Any]:
         """Return this rank's Lightning checkpoint, read from a checkpoint of this package.
 
-        In a fit, also prepare to resume from that point.
+        In a fit, also pass this rank's position in the data to `Resume`. In a fit, all ranks call this together.
         """
         if entry.path != self._verified:
             store.verify(entry)
@@ -95,10 +101,10 @@ class CheckpointRecovery:
         return checkpoint
 
     def _reopens(self, checkpoint: dict[str, Any], resume: Any, entry: CheckpointEntry) -> bool:
-        """Return whether a resume continues an epoch in which training stopped at limits that have changed since.
+        """Return whether a resume continues the epoch in which training stopped, instead of beginning the next epoch.
 
-        It does if all ranks have steps left under the present limits, and a rank's epoch ended before its data did. All
-        ranks call this together.
+        This is so if training stopped at limits that have changed since, all ranks have steps left under the present
+        limits, and at least one rank's epoch ended before its data did. All ranks call this together.
         """
         if entry.manifest is None or entry.manifest.reason != "the end":
             return False
@@ -109,10 +115,15 @@ class CheckpointRecovery:
         return all(goes for goes, _ in told) and any(rest for _, rest in told)
 
     def _go_on(self, resume: Any, store: CheckpointStore, entry: CheckpointEntry, opened: Callable[[Any], Any]) -> None:
-        """Pass a resume state to `Resume`: this rank's own, or one made from other ranks' states.
+        """Pass a resume state to `Resume.restore`: this rank's own, or one made from other ranks' states.
 
-        This rank's own state is used as it is if the saved epoch was divided among as many ranks as there are now.
-        ``opened`` is applied to each state that is read.
+        This rank's own state is used unchanged if the saved epoch was divided among as many ranks as there are now.
+
+        Args:
+            resume: This rank's own resume state; None if the checkpoint has none.
+            store: The checkpoints.
+            entry: The checkpoint.
+            opened: Function that is applied to each resume state before its use.
         """
         assert entry.manifest is not None
         resume = opened(resume)
@@ -136,7 +147,11 @@ class CheckpointRecovery:
             self._resume.restore(resized(completed(states, trained), rank, ranks, resume))
 
     def end(self, original: Any) -> None:
-        """Stop training again if it had stopped at the present limits; warn if nothing is left to train."""
+        """Stop training again if the saved training had stopped early under the present limits; warn if it is complete.
+
+        This runs when Lightning has restored the checkpoint. ``original`` is Lightning's method ``resume_end``, which
+        is called first. The limits are ``max_epochs``, ``max_steps`` and those of `Timer` callbacks.
+        """
         original()
         entry = self.entry
         limits = self._resume.points.limits
@@ -151,9 +166,9 @@ class CheckpointRecovery:
             )  # fmt: skip
 
     def explain(self, exception: BaseException) -> None:
-        """Log advice if the fit fails before the end of its first batch after a resume.
+        """Log advice if ``exception`` has ended a resumed fit before the end of its first batch.
 
-        The program's model, optimizers or data may differ from those of the checkpoint.
+        The cause may be that the program's model, optimizers or data differ from those of the checkpoint.
         """
         if self.entry is not None and not self.got_on and isinstance(exception, Exception):
             log.error(
@@ -164,7 +179,7 @@ class CheckpointRecovery:
 
 
 def _reopen(checkpoint: dict[str, Any]) -> None:
-    """Mark the last epoch of a checkpoint as unfinished, in place."""
+    """Mark the last epoch of a Lightning checkpoint as unfinished, in place."""
     for count in checkpoint["loops"]["fit_loop"]["epoch_progress"].values():
         count["processed"] -= 1
         count["completed"] -= 1
@@ -173,14 +188,18 @@ def _reopen(checkpoint: dict[str, Any]) -> None:
 
 
 def _reopened(state: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a copy of a resume state that continues the interrupted epoch instead of starting the next one."""
+    """Return a copy of a resume state that continues the interrupted epoch instead of beginning the next one."""
     if state is None:
         return None
     return {**state, "where": "batch", "loaders": state.get("rest") or state["loaders"]}
 
 
 def _all_of(store: CheckpointStore, entry: CheckpointEntry, pickles: bool) -> dict[int, dict[str, Any]]:
-    """Return the `Resume` state, by stable id, of every rank that saved one and had a part of the epoch."""
+    """Return the `Resume` states in a checkpoint, by stable id.
+
+    Leave out ranks that saved no such state, and ranks that joined during the epoch and had no part of its data.
+    ``pickles`` says whether pickled objects may be loaded.
+    """
     assert entry.manifest is not None
     ranks = entry.manifest.ranks
     states: dict[int, Any] = {rank: load_own(store, entry, rank, "resume", pickles=pickles) for rank in ranks}
@@ -191,7 +210,7 @@ _CheckpointIO: Any = fabric("plugins.io.checkpoint_io").CheckpointIO
 
 
 def entry_at(path: Any) -> tuple[CheckpointStore, CheckpointEntry] | None:
-    """Return the store and the entry of the checkpoint at ``path``; None if there is no checkpoint of this package."""
+    """Return the store and the entry of the checkpoint at ``path``; None if it is no checkpoint of this package."""
     try:
         dirpath, _, name = os.fspath(path).rstrip("/").rpartition("/")
     except TypeError:
@@ -219,9 +238,9 @@ class _Wrapping(_CheckpointIO):
 
 
 class DirectoryIO(_Wrapping):
-    """A Lightning checkpoint plugin that reads directories of this package by the function ``load``.
+    """A Lightning checkpoint plugin that reads checkpoints of this package with the function ``load``.
 
-    Saves, and checkpoints of other formats, are passed to the wrapped plugin.
+    Saves, and checkpoints of other formats, are passed to the wrapped plugin ``inner``.
     """
 
     def __init__(self, inner: Any, load: Callable[[CheckpointStore, CheckpointEntry], dict[str, Any]]) -> None:
@@ -237,7 +256,10 @@ class DirectoryIO(_Wrapping):
 
 
 class MemoryIO(_Wrapping):
-    """A Lightning checkpoint plugin that returns a checkpoint held in memory when Lightning loads ``path``."""
+    """A Lightning checkpoint plugin that returns the given ``checkpoint`` from memory when Lightning loads ``path``.
+
+    Everything else is passed to the wrapped plugin ``inner``.
+    """
 
     def __init__(self, inner: Any, path: str, checkpoint: dict[str, Any]) -> None:
         super().__init__(inner)
@@ -252,11 +274,11 @@ class MemoryIO(_Wrapping):
 class CheckpointReader(StorageReader):
     """A reader of this package's checkpoints for ``torch.distributed.checkpoint.load``.
 
-    Use it as ``load(state, storage_reader=CheckpointReader(path))``. The keys are those of Lightning's checkpoint:
-    ``{"state_dict": model.state_dict()}`` and ``{"optimizer_states": [optimizer.state_dict()]}``. A checkpoint of
-    asynchronous replicas yields the model on which all had agreed, and the first rank's optimizer. Targets may be whole
-    tensors or `DTensor`, on any number of ranks: each rank reads the parts that it needs from files that are mapped
-    into memory. The coordinating rank verifies every byte first.
+    Use it as ``load(state, storage_reader=CheckpointReader(path))``. The keys of ``state`` are those of Lightning's
+    checkpoint: ``{"state_dict": model.state_dict()}`` and ``{"optimizer_states": [optimizer.state_dict()]}``. A
+    checkpoint of asynchronous replicas yields the model on which all replicas had agreed, and the first rank's
+    optimizer state. Targets may be whole tensors or `DTensor`, on any number of ranks. Each rank reads the parts that
+    it needs from memory-mapped files. The coordinating rank verifies every byte first.
 
     Loading executes no code from the checkpoint, unless ``objects="pickle"``.
 
@@ -304,7 +326,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the planned values into their targets; the returned future is already done."""
+        """Copy the planned values into their targets; return a future that is already completed."""
         for item in plan.items:
             value = self._values[item.storage_index.fqn]
             if item.type is LoadItemType.BYTE_IO:

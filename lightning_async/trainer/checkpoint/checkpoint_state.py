@@ -1,7 +1,7 @@
-"""The state that Lightning saves, as two trees: one equal on all ranks, and one of each rank.
+"""The state that Lightning saves, divided into two trees: one equal on all ranks, and one of each rank.
 
-A Lightning checkpoint is one dict, which rank 0 writes. `TrainerState` splits that dict into the two trees and restores
-from it. `joined` and `whole` merge the trees again.
+A Lightning checkpoint is one dict, which rank 0 writes. `TrainerState` divides this dict into the two trees, and
+restores the Trainer from such a dict. `joined` and `whole` merge the two trees into a Lightning checkpoint again.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from lightning_async.trainer.loops.loop_state import has_none, without_own
 from lightning_async.trainer.namespace import callbacks_of
 
 REPLICAS = frozenset({"parameters"})
-"""The part of the state that is equal on all ranks at a sync point, when each rank has its own optimizer state."""
+"""The parts of the state that are equal on all ranks at a sync point, if each rank has its own optimizer state."""
 ALIKE = frozenset({"parameters", "optimizer_states"})
-"""The part of the state that is equal on all ranks when they take every step together."""
+"""The parts of the state that are equal on all ranks if the ranks take every step together."""
 _HPARAMS = {"hyper_parameters": "hparams_type", "datamodule_hyper_parameters": "datamodule_hparams_type"}
 
 
 class TrainerState:
-    """The state of one rank's Trainer: Lightning's checkpoint, and what only this replica has.
+    """The state of one rank's Trainer: the contents of Lightning's checkpoint, and the state of this replica alone.
 
-    Without ``pickles``, hyper-parameters that can be saved only by pickling are not captured.
+    Without ``pickles``, hyper-parameters that can be saved only by pickling are left out.
     """
 
     def __init__(self, trainer: Any, pickles: bool = False) -> None:
@@ -45,8 +45,11 @@ class TrainerState:
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return ``(shared, own)``, the two parts of Lightning's checkpoint; tensors by reference.
 
-        ``alike`` names what is equal on all ranks and goes into ``shared``: ``"parameters"``, ``"optimizer_states"`` or
-        both. Buffers always go into ``own``, because BatchNorm's statistics differ between ranks.
+        Args:
+            alike: Names of the parts that are equal on all ranks and go into ``shared``: ``"parameters"``,
+                ``"optimizer_states"`` or both. Buffers always go into ``own``, because BatchNorm's statistics differ
+                between ranks.
+            callbacks: States of the callbacks to save instead of the present ones. Default: None, the present ones.
         """
         own = self._trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
         if callbacks is not None:
@@ -70,8 +73,10 @@ class TrainerState:
     def restore(self, checkpoint: dict[str, Any], resume: dict[str, Any] | None) -> None:
         """Restore model, optimizers, schedulers and scaler from a checkpoint; loops and data keep their position.
 
-        ``checkpoint`` and ``resume`` are this rank's, as `whole` returns them. ``resume`` holds the weights of the
-        models' running averages.
+        Args:
+            checkpoint: This rank's Lightning checkpoint, as `whole` returns it.
+            resume: This rank's state for `Resume`, as `whole` returns it. Of this state, only the numbers of updates of
+                averaged models (such as EMA) since the last sync point are used. None: they are not known.
         """
         trainer = self._trainer
         connector = trainer._checkpoint_connector
@@ -92,12 +97,13 @@ class TrainerState:
             connector._loaded_checkpoint = {}
 
     def capture_own(self) -> dict[str, Any]:
-        """Return the state that belongs to this replica and not to the run, after a step; tensors by reference.
+        """Return the state that differs between this replica and the others, after a step; tensors by reference.
 
-        This is the state of random generators. For asynchronous replicas it is also the gradient scale in fp16, and the
-        optimizer state and the buffers, where the policies ``optimizer_state="keep"`` and ``buffers="keep"`` let
-        replicas differ in them. The run owns weights, averaging rule, optimizer options, schedulers, callbacks and
-        loops. Workers of parameter servers own the optimizer state only if the servers do not run the optimizer.
+        This always includes the states of random generators. For asynchronous replicas it also includes the gradient
+        scale in fp16, the optimizer state with ``optimizer_state="keep"``, and the buffers with ``buffers="keep"``:
+        with these policies replicas differ in them. It never includes weights, the averaging rule's state, optimizer
+        options, schedulers, callbacks and loops. With parameter servers that run the optimizer, it includes only the
+        states of random generators.
         """
         trainer = self._trainer
         strategy = trainer.strategy
@@ -118,9 +124,12 @@ class TrainerState:
         return own
 
     def restore_own(self, own: dict[str, Any]) -> list[str]:
-        """Replace state taken over from another rank by this rank's ``own``; return descriptions of the restored parts.
+        """Replace state that was received from another rank by this rank's ``own``, a result of `capture_own`.
 
         Optimizer states and buffers whose shape or dtype has changed are not restored.
+
+        Returns:
+            Descriptions of the restored parts, for a log line.
         """
         trainer = self._trainer
         strategy = trainer.strategy
@@ -150,7 +159,7 @@ class TrainerState:
 
 
 def joined(shared: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Return one Lightning checkpoint that is merged from the two trees of `TrainerState.capture`."""
+    """Merge the two trees of `TrainerState.capture`, and return them as one Lightning checkpoint."""
     checkpoint = dict(own)
     if "optimizer_states" in shared:
         checkpoint["optimizer_states"] = shared["optimizer_states"]
@@ -171,12 +180,18 @@ def _model_in(checkpoint: dict[str, Any]) -> str:
 def whole(
     store: CheckpointStore, entry: CheckpointEntry, names: StableIds, mapped: bool = False, pickles: bool = False
 ) -> tuple[dict[str, Any], Any]:
-    """Return ``(checkpoint, resume)``: Lightning's checkpoint for one rank, and the state for `Resume`.
+    """Return ``(checkpoint, resume)``: Lightning's checkpoint for this rank, and this rank's state for `Resume`.
 
-    A rank that took no part in the save, or had no samples in the epoch, begins from the agreed state, with the loop
-    progress of the first saved rank that had samples. If the job was started with a different number of ranks, all
-    ranks begin from the agreed state. With ``mapped``, tensors are read when they are used. With ``pickles``, pickled
-    objects are loaded, and the caller has verified the checkpoint; see `shards.load`.
+    A rank that took no part in the save, or had no part of the epoch's data, gets the model on which all ranks had
+    agreed, and the loop progress of the first saved rank that had a part of the data. If the job was started with
+    another number of ranks, every rank gets the agreed model. In both cases ``resume`` is None.
+
+    Args:
+        store: The checkpoints.
+        entry: The checkpoint. If ``pickles`` is True, the caller must have verified it.
+        names: Stable ids of the ranks, among them this rank's.
+        mapped: Whether tensors are views of local files, see `shards.load`. Default: False.
+        pickles: Whether to load pickled objects, see `shards.load`. Default: False.
     """
     loaded = load(store, entry, names.mine, mapped, pickles)
     ranks = loaded.manifest.ranks
@@ -217,7 +232,7 @@ def whole(
 
 
 def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the averaging state and the agreed parameters, joined from the `RuleState.share` of every rank."""
+    """Return the averaging state and the agreed parameters, joined from every rank's result of `RuleState.share`."""
     first = shares[0]
     flat = {
         name: torch.cat([share["flat"][name] for share in shares]).view(shape)
@@ -230,7 +245,10 @@ def _assembled(shares: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], dict[s
 
 
 def left_out(module: nn.Module, datamodule: Any) -> list[str]:
-    """Return the names of hyper-parameters that a checkpoint leaves out, because reading them would execute code."""
+    """Return the names of hyper-parameters that a checkpoint without pickles leaves out.
+
+    They can be saved only by pickling, and reading a pickle executes code.
+    """
     return [
         name
         for each in (module, datamodule)
@@ -240,7 +258,10 @@ def left_out(module: nn.Module, datamodule: Any) -> list[str]:
 
 
 def _like(state: Any, values: dict[str, Any]) -> Any:
-    """Return ``values`` in a dict of ``state``'s type, with its ``_metadata``: the versions for `load_state_dict`."""
+    """Return ``values`` as a dict of ``state``'s type and with its ``_metadata``.
+
+    The metadata holds the modules' versions, which ``load_state_dict`` reads.
+    """
     new = type(state)(values)
     if hasattr(state, "_metadata"):
         new._metadata = state._metadata
@@ -266,7 +287,13 @@ def _buffers(module: Any) -> dict[str, Tensor]:
 
 
 def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]) -> dict[Any, str]:
-    """Return the parameter name for each number by which an optimizer's state refers to a parameter."""
+    """Return the parameter name for each number by which the optimizer's ``state`` refers to a parameter.
+
+    Args:
+        optimizer: The optimizer.
+        state: Result of ``optimizer.state_dict()``.
+        names: Name of each parameter, by the ``id`` of the parameter.
+    """
     found = {}
     for group, saved in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, number in zip(group["params"], saved["params"], strict=True):
@@ -276,16 +303,27 @@ def _numbered(optimizer: Optimizer, state: dict[str, Any], names: dict[int, str]
 
 
 def _by_name(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    """Return an optimizer's state by parameter name, because parameter groups may have changed on another rank."""
+    """Return an optimizer's state by parameter name.
+
+    Names, unlike the optimizer's numbers, stay valid if the parameter groups change before the state is restored.
+    """
     state = optimizer.state_dict()
     called = _numbered(optimizer, state, names)
     return {called[number]: each for number, each in state["state"].items() if number in called}
 
 
 def _put_optimizers(optimizers: list[Optimizer], own: list[dict[str, Any]], names: dict[int, str]) -> int:
-    """Load this rank's ``own`` states into the optimizers where they fit; return for how many parameters they did.
+    """Load this rank's ``own`` states into the optimizers, for parameters whose state has the same shapes and dtypes.
 
-    On an error, all optimizers get their previous states back.
+    After an error, all optimizers have their previous states.
+
+    Args:
+        optimizers: The optimizers.
+        own: For each optimizer, its state by parameter name.
+        names: Name of each parameter, by the ``id`` of the parameter.
+
+    Returns:
+        The number of parameters whose state was loaded.
     """
     count = 0
     before = [copy.copy(optimizer.state_dict()) for optimizer in optimizers]

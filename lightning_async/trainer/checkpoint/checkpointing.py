@@ -1,4 +1,4 @@
-"""The checkpoints of one fit: recovery before it, saves during it, and the directory that it holds."""
+"""The checkpoints of one fit: recovery before the fit, saves during the fit, and the lock on the directory."""
 
 from __future__ import annotations
 
@@ -45,12 +45,18 @@ log = logging.getLogger(__name__)
 
 
 class Checkpointing:
-    """The checkpoints of one fit, until `close`. All ranks make the same calls in the same order.
+    """A driver of the checkpoints of one fit, until `close`. All ranks make the same calls in the same sequence.
 
     It patches a Trainer and drives five parts. `CheckpointDirectory` reserves the directory for this training.
     `CheckpointRecovery` finds the checkpoint to resume from. A `SaveCoordinator` decides when to save. `Resume`
-    captures and restores the fit's position. `Saver` writes files. The function ``call`` makes all ranks come to a sync
-    point, where `save_together` is called.
+    captures and restores the fit's position. `Saver` writes files.
+
+    Args:
+        trainer: The Trainer.
+        settings: The user's settings.
+        call: Function that asks all ranks to come to a sync point at their next batch boundary. It is called when a
+            save with parameter servers is due. At that sync point the owner of this object calls `save_together`.
+            Default: does nothing.
     """
 
     def __init__(self, trainer: Any, settings: Settings, call: Callable[[], None] = lambda: None) -> None:
@@ -66,7 +72,7 @@ class Checkpointing:
         self._preempted = Preemption(trainer)
         self.resume.told = self._preempted.is_told
         self._left_alone = False
-        """Whether this rank was told to stop, and could not reach the sync point of the stop with the other ranks."""
+        """Whether this rank was told to stop, and could not wait for the other ranks at the sync point `STOP`."""
         self._undo: list[Undo] = []
         self._number = 0
         self._first_step = 0
@@ -109,7 +115,10 @@ class Checkpointing:
         original(checkpoint)
 
     def start(self) -> None:
-        """Agree on the number of the next save, and start the saver. All ranks call this together."""
+        """Agree with all ranks on the number of the next save, and start the saver. All ranks call this together.
+
+        A joining rank returns at once: it calls `come` instead.
+        """
         trainer = self._trainer
         # A joining rank calls `come` instead, with values that the live ranks send.
         if trainer.fast_dev_run or searches_lr(trainer) or self._directory.joining:
@@ -138,23 +147,24 @@ class Checkpointing:
         self.saver.start()
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return the values that a joining rank needs to save with the others; called while all are at a sync point."""
+        """Return the values that a joining rank needs for `come`; called on a live rank at a sync point."""
         told = {**self._directory.for_joining_ranks(), "number": self._number}
         return told if self._pace is None else {**told, "number": self._pace.known, "group": list(self._pace.group)}
 
     def come(self, told: dict[str, Any]) -> None:
-        """Start saving together with the live ranks; called on a joining rank.
+        """Start to save together with the live ranks; called on a joining rank.
 
-        ``told`` is what `for_joining_ranks` returned on a live rank. Errors are those of `CheckpointDirectory.join`.
+        ``told`` is the result of `for_joining_ranks` on a live rank. Raises the errors of `CheckpointDirectory.join`.
         """
         self._directory.join(told)
         self._number = told["number"]
         self._start_saver()
 
     def _begin(self, original: Any) -> None:
-        """Call the callbacks' hook ``original``, then reserve memory for saves and create the save coordinator.
+        """Prepare saves when the training loop starts: allocate memory, and create the save coordinator.
 
-        Replicas are asynchronous from here on.
+        ``original`` is the strategy's ``on_train_start``, which is called first. Replicas that are asynchronous between
+        sync points are so when it returns.
         """
         original()
         trainer = self._trainer
@@ -176,7 +186,7 @@ class Checkpointing:
             self.resume.points.keeps = apart or self._settings.on_exception
 
     def _boundary(self) -> None:
-        """Poll the saver at the end of a batch, and let the coordinator save if a save is due."""
+        """Poll the saver at a safe point, and let the save coordinator save if a save is due."""
         self._recovery.got_on = True
         if self.saver is None or self._pace is None:
             return
@@ -191,15 +201,22 @@ class Checkpointing:
         self._pace.boundary(self._preempted)
 
     def save_together(self) -> None:
-        """Save, if a save is due and training uses parameter servers.
+        """Save if a save is due on any rank and training uses parameter servers; otherwise do nothing.
 
-        All ranks call this at a sync point, where they have one version of the weights and no push changes it.
+        All ranks call this at a sync point. At a sync point, all ranks have the same version of the weights, and no
+        rank pushes gradients.
         """
         if isinstance(self._pace, ServerSaves) and self.saver is not None:
             self._pace.save()
 
     def roll_back(self) -> int | None:
-        """Restore the newest good checkpoint on all ranks, except the data position; return its step, or None."""
+        """Restore the newest checkpoint that is marked as good, on all ranks; the position in the data does not change.
+
+        All ranks call this together.
+
+        Returns:
+            The step of that checkpoint; None if no good checkpoint was found, and nothing was changed.
+        """
         if self.saver is None:
             return None
         # The newest saves must be marked as good or deleted before a rank looks, or ranks would find different ones.
@@ -234,7 +251,7 @@ class Checkpointing:
             raise
 
     def _is_preempted(self, exception: BaseException) -> bool:
-        """Return whether this rank was told to stop, so that ``exception`` may be a consequence of the same signal."""
+        """Return whether this rank was told to stop by a signal, of which ``exception`` may be a consequence."""
         # Errors of this package have a known cause. Of these, only a lost peer can follow from the signal.
         if isinstance(exception, AsyncTrainingError):
             return self._preempted.told and isinstance(exception, PeerLost | CollectiveError)
@@ -243,7 +260,7 @@ class Checkpointing:
         return self._preempted.is_told()
 
     def _leave_preempted(self, exception: BaseException) -> NoReturn:
-        """Save with the other ranks, or alone if they cannot be met, and raise the exit with code `TRY_AGAIN`."""
+        """Save together with the other ranks, or alone if that is impossible; then exit with code `TRY_AGAIN`."""
         log.warning(
             "Rank %d was told to stop, and something that it needs has ended: %s", self._names.mine, in_words(exception)
         )
@@ -254,10 +271,11 @@ class Checkpointing:
         raise pytorch("utilities.exceptions").SIGTERMException(TRY_AGAIN) from exception
 
     def _meets(self, exception: BaseException) -> bool:
-        """Wait for all ranks at the sync point of a stop; return False if that is impossible.
+        """Wait for all ranks at the sync point at which all leave training early; return False if that is impossible.
 
-        It is impossible if this rank's model is half updated by an optimizer step, if ``exception`` is an error of this
-        package, if replicas are not asynchronous at the moment, or if another rank fails meanwhile.
+        It is impossible if an optimizer step has updated this rank's model only in part, if ``exception`` is an error
+        of this package, if replicas are not asynchronous at the moment, or if another rank fails during the wait.
+        ``exception`` is the error that has ended this rank's training.
         """
         strategy = self._trainer.strategy
         within = self.resume.points.step_position.within
@@ -277,9 +295,10 @@ class Checkpointing:
         return True
 
     def _save_what_was(self, exception: BaseException, reason: str = "exception") -> None:
-        """Save alone after an exception, without waiting for other ranks.
+        """Save this rank's training alone after an exception, without waiting for other ranks.
 
-        Errors are only logged, because the user must see ``exception``.
+        Errors of the save are only logged, because the user must see ``exception``. ``reason`` is the reason in the
+        manifest.
         """
         in_order = pytorch("utilities.exceptions").SIGTERMException | CheckpointError
         # The other ranks go on with the training, and save it themselves.
@@ -296,7 +315,10 @@ class Checkpointing:
             log.error("Rank %d: the training until this exception cannot be saved: %r", self._names.mine, error)
 
     def fail(self, exception: BaseException) -> None:
-        """Make the last save if the job is preempted, and log advice if the checkpoint may have caused the failure."""
+        """Make the last save of asynchronous replicas if ``exception`` says that the job is preempted.
+
+        Log advice if the checkpoint from which the fit was resumed may have caused the failure.
+        """
         preempted = isinstance(exception, pytorch("utilities.exceptions").SIGTERMException)
         # A preempted job must not lose its last save, while a failed one should end soon.
         self._patience_s = PATIENCE_S if preempted else FAILED_S
@@ -347,9 +369,15 @@ _MEETING = re.compile(r"\.[0-9a-f]{12}-\d+")
 
 
 class CheckpointDirectory:
-    """The directory into which the ranks of one fit save.
+    """The directory into which the ranks of one fit save. It is reserved for this fit until `close`.
 
-    It is reserved for this fit until `close`. ``group`` holds the ranks that see the same directory.
+    The attribute ``group`` has the stable ids of the ranks that see the same directory as this rank.
+
+    Args:
+        trainer: The Trainer.
+        store: The checkpoints in the directory.
+        settings: The settings that must be equal on all ranks, as text.
+        gather: Function that returns a value of each rank, in rank order.
     """
 
     def __init__(self, trainer: Any, store: CheckpointStore, settings: str, gather: Callable[[Any], list[Any]]) -> None:
@@ -364,14 +392,14 @@ class CheckpointDirectory:
         self._left = names_of(trainer).left
 
     def take(self) -> None:
-        """Lock the directory before a checkpoint is chosen or moved; wait until earlier programs' saves are written.
+        """Lock the directory, and wait until the saves of earlier programs are written. All ranks call this together.
 
-        A joining rank does not lock. It only waits for saves that an earlier process of its own rank is still writing.
-        Another call on the same rank changes nothing.
+        Call this before a checkpoint is chosen or renamed. A second call on the same rank does nothing. A joining rank
+        does not lock the directory. It only waits for saves that an earlier process of the same rank is still writing.
 
         Raises:
             SettingsMismatch: The ranks were given different checkpoint settings.
-            CheckpointError: Another program trains into the directory, or it cannot be written.
+            CheckpointError: Another program trains into the directory, or the directory is not writable.
         """
         if self.joining:
             abandon_saves_of(self._store, names_of(self._trainer).mine, PATIENCE_S)
@@ -387,9 +415,10 @@ class CheckpointDirectory:
             self._claim.wait(self._gather)
 
     def meet(self) -> None:
-        """Find out which ranks see this directory: each rank writes a file into it and lists the others' files.
+        """Find out which ranks see this directory, and set ``group``. All ranks call this together.
 
-        The first of these ranks then deletes leftovers of killed programs and unfinished checkpoints.
+        Each rank writes a file into the directory and lists the other ranks' files. The first rank of the group then
+        deletes unfinished checkpoints and other leftovers of killed programs.
         """
         store = self._store
         barrier = self._trainer.strategy.barrier
@@ -419,15 +448,17 @@ class CheckpointDirectory:
             log.warning("Rank %d: unfinished checkpoints cannot be deleted: %s", rank, error)
 
     def for_joining_ranks(self) -> dict[str, Any]:
-        """Return the values that a joining rank needs to share this directory."""
+        """Return the values that a joining rank needs for `join`."""
         return {"program": self.program, "group": self.group, "settings": self._settings}
 
     def join(self, told: dict[str, Any]) -> None:
-        """Share the directory with the live ranks; ``told`` is what `for_joining_ranks` returned on one of them.
+        """Share the lock on the directory with the live ranks; called on a joining rank.
+
+        ``told`` is the result of `for_joining_ranks` on a live rank.
 
         Raises:
             SettingsMismatch: The live ranks were given other checkpoint settings.
-            CheckpointError: This rank's directory is not the live ranks' one, or belongs to another program.
+            CheckpointError: This rank sees another directory than the live ranks, or another program has locked it.
         """
         if told["settings"] != self._settings:
             raise SettingsMismatch(
@@ -440,7 +471,7 @@ class CheckpointDirectory:
         self._claim.join()
 
     def follow(self) -> None:
-        """Take over the directory's lock if live ranks have changed, because the rank that held it may be lost."""
+        """Take over the lock on the directory if live ranks have changed and the rank that held the lock is lost."""
         left = names_of(self._trainer).left
         # The rank that held the lock may be among the lost ones.
         if self._claim is not None and left != self._left:

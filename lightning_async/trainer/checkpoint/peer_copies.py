@@ -1,8 +1,8 @@
-"""Copies of every rank's own state in the memory of the next rank, for a rank that dies and comes back.
+"""Copies of every rank's own state in the memory of another rank, for a rank that dies and comes back.
 
-At the end of each batch, `Peers.boundary` asks whether a copy is due, and sends what `TrainerState` captures. A rank
-that comes back asks all ranks for its copy before it waits to join. `JoinState.restore` first gives it rank 0's state,
-and `Peers.come` then replaces the parts that belong to each replica by its own copy.
+At the end of each batch, `Peers.boundary` asks whether a copy is due, and sends the state that `TrainerState` captures.
+A rank that comes back first asks all ranks for the copy of its state, and then joins. `JoinState.restore` gives it rank
+0's state. Finally `Peers.come` replaces, in this state, the parts that differ between replicas by those from the copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ _PATIENCE = 3
 
 
 class Peers:
-    """The copies of own states that the ranks of one fit keep for each other."""
+    """The exchange of copies between the ranks of one fit: each rank stores copies of another rank's own state.
+
+    A rank's own state is the part that the other replicas do not share, see `TrainerState.capture_own`. ``policy`` says
+    when a copy is due.
+    """
 
     def __init__(self, trainer: Any, policy: SavePolicy) -> None:
         self._trainer = trainer
@@ -49,9 +53,9 @@ class Peers:
         self._silent: dict[str, str] = {}
         self._asked = False
         self._known: tuple[Any, ...] = ()
-        """The live ranks, and their `RankMap`, when `_after` and `_to` were determined."""
+        """The live ranks and their `RankMap` at the time when `_after` and `_to` were determined."""
         self._after: tuple[Any, ...] = ()
-        """The rank that is to keep this rank's copies, and its `RankMap`; `_to` is its address."""
+        """The rank that is to store this rank's copies, and the `RankMap`; empty without one. `_to` is its address."""
         self._to: Address | None = None
         self._sent: tuple[Any, ...] = ()
         self._failed = 0
@@ -60,7 +64,13 @@ class Peers:
         self._cannot = False
 
     def start(self) -> None:
-        """Listen for copies and publish this rank's address; a joining rank also asks the others for its own copy."""
+        """Listen for copies from other ranks, and publish this rank's address; a second call does nothing.
+
+        A joining rank also asks the other ranks for the copy of its own state.
+
+        Raises:
+            AsyncTrainingError: This rank cannot listen at an address that the other ranks can reach.
+        """
         if self.keeper is not None:
             return
         strategy = self._trainer.strategy
@@ -89,9 +99,10 @@ class Peers:
         self._found, self._silent = find(mine, self._seal, others)
 
     def come(self) -> None:
-        """Replace the state taken over from rank 0 by this rank's own copy, which may be some steps older.
+        """Replace parts of the state that was received from rank 0 by this rank's own, from a copy that a peer stores.
 
-        Without a copy, or if it does not fit, this rank keeps rank 0's state and logs a warning.
+        This is called on a joining rank. The copy may be some steps older than the received state. If there is no copy,
+        or the copy does not fit, this rank keeps rank 0's state and logs a warning.
         """
         mine = names_of(self._trainer).mine
         self.start()
@@ -122,9 +133,9 @@ class Peers:
         tell("own_state", logging.WARNING, words, rank=mine, step=step, now=now)
 
     def boundary(self, epoch_end: bool) -> None:
-        """Copy this rank's own state to its peer, if a copy is due after this batch.
+        """Send a copy of this rank's own state to its peer, if a copy is due after this batch.
 
-        ``epoch_end`` says that the batch is the epoch's last one.
+        ``epoch_end`` says whether the batch is the epoch's last one.
         """
         if self.keeper is None or self._cannot or self._trainer.strategy.averager is None:
             return
@@ -163,7 +174,7 @@ class Peers:
             clock.put_off()
 
     def _look(self, names: StableIds) -> None:
-        """Choose the peer that keeps this rank's copies, if ranks have changed or the last choice has failed."""
+        """Choose the peer that stores this rank's copies, if ranks have changed or the last choice has failed."""
         live_ranks = self._trainer.strategy.live_ranks
         # Ranks that join get another `RankMap`, so comparing it notices a rank that has died and come back.
         if self._known == (names.left, live_ranks) and not (self._stale and time.monotonic() >= self._not_before):
@@ -184,13 +195,16 @@ class Peers:
         self._pause(self._to is None)
 
     def _pause(self, stale: bool) -> None:
-        """Set whether the peer must be chosen again; if so, not before a pause is over."""
+        """Set whether the peer must be chosen again.
+
+        If ``stale`` is True, `_look` chooses a peer again, but only after a pause.
+        """
         self._stale = stale
         if stale:
             self._not_before = time.monotonic() + _PAUSE_S
 
     def _take_result(self, sent: Sent) -> None:
-        """Count failed copies in a row, and warn once when there are several."""
+        """Process the result of one copy: count failed copies in a row, and warn once if there are several."""
         if sent.error is None:
             self._failed = 0
             return
@@ -207,7 +221,7 @@ class Peers:
             )  # fmt: skip
 
     def summarise(self) -> None:
-        """Log the number, size and cost of the copies."""
+        """Log the number, the size and the cost of this rank's copies."""
         if self._peer_copy_sender is None or self.keeper is None:
             return
         costs = self._peer_copy_sender.costs

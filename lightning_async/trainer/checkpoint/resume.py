@@ -1,4 +1,4 @@
-"""Exact resume within an epoch: the state that Lightning's own checkpoint does not hold."""
+"""Exact resume within an epoch: capture and restore the state that Lightning's own checkpoint does not hold."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from lightning_async.trainer.strategy_view import view_of
 
 
 class Resume:
-    """The position of a fit, captured at each batch boundary, and restored in another fit.
+    """The position of a fit, captured at each safe point, and restored in another fit.
 
     Lightning's checkpoint (`dump_checkpoint`) is taken at the same moment, and Lightning restores it. This class adds
-    random states, the loaders' positions after the last trained batch, gradients in accumulation, and the loops'
-    positions within their own code. A resumed fit is then bit-equal with one that was never interrupted.
+    random states, the loaders' positions after the last trained batch, accumulated gradients, and the position within
+    Lightning's loops. A resumed fit is then bit-equal with a fit that was never interrupted.
 
-    `where` is the kind of the last safe point:
+    The attribute `where` is the kind of safe point at which the fit is:
 
     - ``"batch"``: a batch is complete, including its validation;
     - ``"validation"``: a batch is complete and its validation runs; a resume repeats the validation from its beginning;
     - ``"epoch"``: an epoch is complete, including its hooks.
 
-    After a failure between safe points, `points` can still return a state.
+    After a failure between two safe points, `as_it_was` returns the last state from which the fit can resume.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -53,7 +53,7 @@ class Resume:
         self._limits = self.points.limits
         self._pending: dict[str, Any] | None = None
         self._longer: list[Undo] = []
-        """Undoes `_lengthen`, which gave the epoch under way more batches than its loader has now."""
+        """Functions that undo `_lengthen`, which has given the present epoch more batches than its loader has now."""
         self._live = self._in_batch_end = self._validation_is_due = False
 
     def install(self) -> list[Undo]:
@@ -78,7 +78,7 @@ class Resume:
         ]
 
     def problems(self) -> list[str]:
-        """Return what prevents an exact resume of this fit: one line for each problem, with its remedy."""
+        """Return the reasons why this fit cannot be resumed exactly: one line for each problem, with its remedy."""
         found = [problem for source in self.points.sources for problem in source.problems()]
         if type(self._trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher":
             found.append(
@@ -88,14 +88,22 @@ class Resume:
         return found
 
     def capture(self) -> dict[str, Any]:
-        """Return the state at this safe point, for `on_boundary`: plain values, and gradients by reference."""
+        """Return the state of the fit at this safe point: plain values, and gradients by reference.
+
+        Raises:
+            RuntimeError: The fit is not at a safe point. Call this from the function `on_boundary`.
+        """
         if self.where is None:
             raise RuntimeError("Resume.capture() works at safe points only: call it from `on_boundary`.")
         return self.points.capture(self.where)
 
     @contextlib.contextmanager
     def as_it_was(self) -> Iterator[LastSafeState]:
-        """Yield the state to resume from: the present one if the fit is at a safe point, else the last safe one."""
+        """Yield the state to resume from: the present one if the fit is at a safe point, else the last safe one.
+
+        Its ``resume`` is None if there is no such state. Use the state within the block only, see
+        `SafePoints.as_it_was`.
+        """
         if self.where is not None:
             yield LastSafeState(self.capture(), None)
         # The batch is complete and its validation has not begun, so the present state can be resumed as well.
@@ -113,7 +121,11 @@ class Resume:
                 yield state or LastSafeState(None, None)
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Resume from ``state`` when the fit starts, after Lightning has restored its own checkpoint; see `resized`."""
+        """Resume from ``state`` when the fit starts, after Lightning has restored its own checkpoint.
+
+        ``state`` is a result of `capture`, or of `resized` if the number of ranks has changed. None: restore nothing
+        more than Lightning does.
+        """
         self._pending = state
         self._limits.expect()
 
@@ -132,7 +144,10 @@ class Resume:
         return self._live and not searches_lr(self._trainer)
 
     def _boundary(self, where: str) -> None:
-        """Call `on_boundary` with `where` set for the duration of the call."""
+        """Call `on_boundary` at a safe point.
+
+        During the call, the attribute `where` has the value of the argument ``where``.
+        """
         if not self._active:
             return
         self.points.reach(where)
@@ -174,10 +189,15 @@ class Resume:
             self._boundary("validation")
 
     def _ask_for_loaders(self, loop: Any, of_epoch: str, original: Any) -> None:
-        """Call ``original``, which makes the loaders, with the epoch number at which the saved fit made them.
+        """Call ``original``, which makes the loaders, while `trainer.current_epoch` has the value of the saved fit.
 
-        This matters with ``reload_dataloaders_every_n_epochs``, because a loader may depend on `trainer.current_epoch`.
-        ``of_epoch`` is the key of that number in the state.
+        This value is the epoch in which the saved fit made its loaders. It matters with
+        ``reload_dataloaders_every_n_epochs``, because loaders may depend on `trainer.current_epoch`.
+
+        Args:
+            loop: Lightning's loop whose loaders are made.
+            of_epoch: Key of the epoch's number in the resume state.
+            original: Lightning's method, which this one patches.
         """
         made = self._pending["unsaved"][of_epoch] if self._active and self._pending is not None else -math.inf
         if loop._combined_loader is not None or math.isinf(made):
@@ -193,7 +213,10 @@ class Resume:
             epoch.completed = now
 
     def _load_loaders(self, original: Any) -> None:
-        """Replace the loaders by sources that know their position, and move the sources to the restored position."""
+        """Replace the loaders by sources that know their position, and move the sources to the restored position.
+
+        ``original`` is Lightning's method that loads the loaders' states. It is called only if no position is restored.
+        """
         if not self._active:
             original()
             return
@@ -280,10 +303,10 @@ class Resume:
         self._pending["unsaved"]["is_last_batch"] = left == 0 or done == most
 
     def _lengthen(self, left: int) -> None:
-        """Set the epoch's length to the ``left`` batches, unless the user limits it by ``limit_train_batches``.
+        """Set the epoch's length to the ``left`` remaining batches, unless the user has set ``limit_train_batches``.
 
-        After a division among another number of ranks, batches may be smaller, so the epoch may have more of them than
-        usual.
+        After the rest of the epoch was divided among another number of ranks, batches may be smaller. The epoch may
+        then have more of them than usual.
         """
         trainer = self._trainer
         if trainer.limit_train_batches != 1.0:
@@ -316,7 +339,7 @@ class Resume:
             epoch.on_advance_end(data_fetcher)
 
     def _start_epoch_again(self) -> None:
-        """Repeat, in the middle of an epoch, the hooks by which Lightning's callbacks prepare an epoch."""
+        """Call, in the middle of an epoch, the hooks by which Lightning's callbacks prepare an epoch."""
         trainer = self._trainer
         for kind in ("GradientAccumulationScheduler", "TQDMProgressBar"):
             for callback in callbacks_of(trainer, kind):
@@ -324,9 +347,10 @@ class Resume:
         self._go_on_averaging(in_epoch=True)
 
     def _go_on_averaging(self, in_epoch: bool = False) -> None:
-        """Have `StochasticWeightAveraging` create its scheduler now, as it does at the start of an epoch.
+        """Have `StochasticWeightAveraging` create its scheduler now, by calling its hook ``on_train_epoch_start``.
 
-        Keep the learning rates and BatchNorm's statistics, which that hook would reset.
+        The hook also resets the learning rates and BatchNorm's statistics. Their present values are restored after the
+        call. ``in_epoch`` says whether the fit resumes in the middle of an epoch.
         """
         trainer = self._trainer
         module = trainer.lightning_module

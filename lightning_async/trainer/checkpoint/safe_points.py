@@ -1,18 +1,20 @@
 """The state of a fit at its safe points, and the state that can be saved if the fit fails between two of them.
 
-`StepPosition` knows how far the fit is. This decides the state to resume from:
+A safe point is a moment from which training can be resumed exactly: the end of a batch, the end of an epoch, or a
+moment within a validation between two of its batches. Between two safe points, `StepPosition` has the phase of the fit.
+The phase decides from which state a resume continues:
 
-| the fit is within | the state |
+| the fit is within | the state from which a resume continues |
 | --- | --- |
-| fetching a batch, its hooks, forward, backward, clipping | that of the safe point before: the batch is repeated |
+| fetching a batch, its hooks, forward, backward, clipping | that of the last safe point: the batch is repeated |
 | after a backward pass whose gradients are not in the parameters (`updates`) | after the batch; see `WindowSteps` |
-| a step of the optimizer or of a scheduler | none: an unknown part of the step is written |
-| averaging, after the optimizer's step | after the batch; its schedulers step now |
-| hooks and loggers at the end of the batch | after the batch; a validation that is due is still to come |
+| a step of the optimizer or of a scheduler | none, because an unknown part of the step is done |
+| averaging, after the optimizer's step | after the batch; its schedulers step before the save |
+| hooks and loggers at the end of the batch | after the batch; a validation that is due follows after the resume |
 | a validation | before the validation, which is repeated |
 
-Each safe point keeps copies of everything that a batch changes before the optimizer's step: counters, random states,
-the position in the data, logged values and buffers. Parameters and optimizers do not change before that step.
+At each safe point, copies are made of everything that a batch changes before the optimizer's step: counters, random
+states, the position in the data, logged values and buffers. Parameters and optimizers do not change before that step.
 """
 
 from __future__ import annotations
@@ -52,9 +54,12 @@ class _Kept:
 
 
 class LastSafeState(NamedTuple):
-    """A state from which the fit can resume, as `Resume.capture` returns it.
+    """A state from which the fit can resume.
 
-    It also has the callbacks' states of that moment if hooks have run since.
+    Args:
+        resume: The state, as `Resume.capture` returns it; None if there is none.
+        callbacks: The callbacks' states at that safe point, if hooks of callbacks may have changed them since; None if
+            the present states are valid.
     """
 
     resume: dict[str, Any] | None
@@ -62,10 +67,10 @@ class LastSafeState(NamedTuple):
 
 
 class SafePoints:
-    """The states of one fit at its safe points.
+    """The states of one fit at its safe points, which are the moments from which training can be resumed exactly.
 
-    `reach` keeps a state at each safe point. `capture` returns the present state, and `as_it_was` the last one that can
-    be resumed.
+    `reach` stores a state at each safe point. `capture` returns the present state. `as_it_was` returns the last state
+    from which the fit can resume, also between two safe points.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -117,16 +122,20 @@ class SafePoints:
         }
 
     def _parts(self, where: str) -> list[int]:
-        """Return this rank's part of the epoch and the number of parts; nothing if it joined within the epoch."""
+        """Return the index of this rank's part of the epoch's data, and the number of parts.
+
+        Return an empty list if this rank has joined in the middle of the epoch and has no part of it. ``where`` is the
+        kind of safe point. For ``"epoch"`` the list is never empty.
+        """
         lost_rank_data = view_of(self._trainer.strategy).lost_rank_data
         if lost_rank_data is None:
             return self.dealt
         return [] if lost_rank_data.epoch.has_none and where != "epoch" else lost_rank_data.epoch.dealt or self.dealt
 
     def _moving(self) -> dict[str, Any]:
-        """Return random states, logged values and module modes, which a validation changes.
+        """Return random states, logged values and modes of modules.
 
-        A resume that repeats a validation needs the values from before that validation.
+        A validation changes these values. A resume that repeats the validation needs the values from before it.
         """
         return {
             "random": self.generators().take(),
@@ -135,7 +144,10 @@ class SafePoints:
         }
 
     def _callbacks(self) -> dict[str, Any]:
-        """Return copies of the callbacks' states, before hooks of an epoch's or validation's end change them."""
+        """Return copies of the callbacks' states.
+
+        Hooks at the end of an epoch or of a validation may change the originals.
+        """
         return _containers(pytorch("trainer.call")._call_callbacks_state_dict(self._trainer))
 
     def _place(self, where: str) -> tuple[bool, bool]:
@@ -145,7 +157,10 @@ class SafePoints:
         return len(getattr(fit._data_fetcher, "batches", ())) > 0, ended
 
     def _rest(self, where: str, held: bool) -> list[Any] | None:
-        """Return the loaders' positions if the epoch ended before its data, as at ``max_steps``; None otherwise."""
+        """Return the loaders' positions if the epoch ended before its data did, as at ``max_steps``; None otherwise.
+
+        ``held`` says whether a batch was fetched but not trained on.
+        """
         epoch = self._trainer.fit_loop.epoch_loop
         if where != "epoch" or not epoch.batch_progress.current.ready or epoch._num_ready_batches_reached():
             return None
@@ -157,7 +172,7 @@ class SafePoints:
 
     def reach(self, where: str) -> None:
         # A validation keeps its own state, in `begin_validation`.
-        """Keep the state of this safe point, in case the fit fails before the next one."""
+        """Store the state at this safe point, in case the fit fails before the next one."""
         if not self.keeps or where == "validation":
             return
         trainer = self._trainer
@@ -184,7 +199,7 @@ class SafePoints:
         self.step_position.begin_batch()
 
     def stepped_between(self) -> None:
-        """Keep the state again, because the optimizer has stepped at a sync point, outside of any batch."""
+        """Replace the stored state after the optimizer has stepped at a sync point, outside of any batch."""
         progress = self._trainer.fit_loop.epoch_loop.batch_progress
         if progress.total.ready != progress.total.completed or not progress.current.ready:
             self.step_position.within = StepPhase.STEP
@@ -194,11 +209,15 @@ class SafePoints:
 
     @contextlib.contextmanager
     def as_it_was(self, ending: bool = False) -> Iterator[LastSafeState | None]:
-        """Yield the last state that can be resumed from, for a moment that is no safe point; None if there is none.
+        """Yield the last state from which the fit can resume, at a moment between safe points; None if there is none.
 
-        `step_position` tells why there is none. Within the block, counters and buffers have the values of that state,
-        so that Lightning's checkpoint is of the same moment. With ``ending``, training goes no further, so a step whose
-        optimizer part is done is completed first: it is counted, and schedulers step.
+        If there is none, the attribute `step_position` has the reason. During the block, Lightning's counters and the
+        module's buffers have the values of the yielded state. A Lightning checkpoint that is captured in the block
+        therefore fits this state. After the block, counters and buffers have their present values again.
+
+        Args:
+            ending: Whether training ends here. If the optimizer has stepped but the loop has not counted the step yet,
+                the step is then completed first: it is counted, and schedulers step. Default: False.
         """
         within = self.step_position.within
         # Training ends, so what the loop would have done next can be done here.
@@ -240,7 +259,7 @@ class SafePoints:
             }
 
     def _complete_step(self) -> None:
-        """Count the optimizer's step as done and take the schedulers' steps, which Lightning would have done next."""
+        """Count the optimizer's step as done, and step the schedulers, as Lightning would have done next."""
         epoch = self._trainer.fit_loop.epoch_loop
         automatic = epoch.automatic_optimization.optim_progress.optimizer.step
         manual = epoch.manual_optimization
@@ -273,7 +292,7 @@ class SafePoints:
         return [part for each in progress for part in (each, each.total, each.current)]
 
     def _unsaved(self) -> dict[str, Any]:
-        """Return the state of module and loops that Lightning's checkpoint lacks; tensors by reference."""
+        """Return the state of module and loops that Lightning's checkpoint does not hold; tensors by reference."""
         trainer = self._trainer
         module = trainer.lightning_module
         # Only gradients to which the next backward pass adds. Automatic optimization zeroes all others first.
@@ -309,7 +328,7 @@ class SafePoints:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a state of `capture`, once Lightning has restored its own checkpoint."""
+        """Continue from a result of `capture`; called when Lightning has restored its own checkpoint."""
         self.modes.put(state["modes"])
         self._put_unsaved(state["unsaved"])
         LoggedValues(self._trainer).put(state["logged"])
@@ -321,7 +340,11 @@ class SafePoints:
 
     @torch.no_grad()
     def _put_unsaved(self, state: dict[str, Any]) -> None:
-        """Restore the values of `_unsaved`, once gradients are zeroed and DDP has made all ranks equal."""
+        """Restore a result of `_unsaved`: the state that Lightning's checkpoint does not hold.
+
+        Call this after gradients were zeroed and DDP has made all ranks equal, because either would overwrite that
+        state.
+        """
         trainer = self._trainer
         epoch = trainer.fit_loop.epoch_loop
         module = trainer.lightning_module
@@ -344,14 +367,16 @@ class SafePoints:
             _put_buffer(module, name, value, trainer.strategy.root_device)
 
     def keep_weight(self, state: dict[str, Any]) -> None:
-        r"""Rescale accumulated gradients after a resume to the number of batches that they replace, and warn of it.
+        r"""Rescale accumulated gradients after a resume, if their place in the window of batches has changed; log this.
 
-        After a resume, the next batch may have another place in its window of ``accumulate_grad_batches``.
+        A window is the ``accumulate_grad_batches`` batches of one optimizer step. After a resume, the next batch may
+        have another place in its window than at the save.
 
         .. math:: g \leftarrow \frac{p / k'}{m / k} g
 
-        The saved gradients are of :math:`m` batches in a window of :math:`k`. The next batch is number :math:`p`,
-        counted from 0, of a window of :math:`k'`.
+        The saved gradients are of :math:`m` batches in a window of :math:`k`. The next batch has number :math:`p`,
+        counted from 0, in a window of :math:`k'`. After rescaling, the gradients count as :math:`p` batches of that
+        window. ``state`` is a result of `_unsaved`, and is changed.
         """
         gradients = state["gradients"]
         then = state.get("window")
@@ -377,7 +402,10 @@ class SafePoints:
         )  # fmt: skip
 
     def _window(self) -> list[int] | None:
-        """Return the number of completed batches in a window and its size; None if Lightning does not accumulate."""
+        """Return the number of completed batches in the present accumulation window, and the window's size.
+
+        Return None if Lightning does not accumulate gradients.
+        """
         trainer = self._trainer
         loop = trainer.fit_loop.epoch_loop
         # `AccumulationWindows` replaces Lightning's accumulation, and saves its own state.
@@ -389,18 +417,19 @@ class SafePoints:
 
 
 def _containers(value: Any) -> Any:
-    """Return a copy of nested dicts and lists; other values by reference."""
+    """Return a copy of nested dicts and lists; all other values are not copied."""
     if isinstance(value, dict):
         return {name: _containers(entry) for name, entry in value.items()}
     return [_containers(entry) for entry in value] if isinstance(value, list) else value
 
 
 class Limits:
-    """The limits ``max_steps`` and ``max_epochs`` of a fit, raised for a moment when a fit resumes at its last step.
+    """The limits ``max_steps`` and ``max_epochs`` of a fit, raised for a moment if the fit resumes at its last step.
 
     Lightning does not start the loop of a fit that has taken its last step, even if the epoch or the training was not
-    finished. This class raises the limits for a moment, so that the loop starts, and only finishes the epoch and the
-    training. Other replicas may still have steps to take, and this rank must take part in their sync points.
+    finished. Other replicas may still have steps to take, and this rank must take part in their sync points. `lift`
+    therefore raises the limits, so that the loop starts. `put_back` restores them before a batch is trained on, so that
+    the loop only finishes the epoch and the training.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -409,17 +438,20 @@ class Limits:
         self._expected = False
 
     def now(self) -> list[float | None]:
-        """Return the limits that end training. A stopped training continues if a resume finds other limits."""
+        """Return the present limits of training: ``max_epochs``, ``max_steps``, and the duration of each `Timer`.
+
+        A checkpoint of a stopped training holds these limits. A resume with other limits continues the training.
+        """
         timers = [getattr(timer, "_duration", None) for timer in callbacks_of(self._trainer, "Timer")]
         return [self._trainer.max_epochs, self._trainer.max_steps, *timers]
 
     def are(self, limits: Sequence[float | None] | None) -> bool:
-        """Return whether ``limits``, saved when a training was stopped, are the present ones; False for None."""
+        """Return whether the saved ``limits`` of a stopped training equal the present ones; False for None."""
         return limits == self.now()
 
     @property
     def are_reached(self) -> bool:
-        """Whether training ends with this epoch."""
+        """Whether training ends with this epoch, because of a limit or a request to stop."""
         fit = self._trainer.fit_loop
         epochs = fit.max_epochs is not None and 0 <= fit.max_epochs <= fit.epoch_progress.current.processed
         steps = 0 <= fit.max_steps <= self._trainer.global_step
@@ -427,13 +459,14 @@ class Limits:
         return epochs or steps or (self._trainer.should_stop and fit._can_stop_early)
 
     def expect(self) -> None:
-        """Note that the fit resumes, so that the next `lift` may raise the limits."""
+        """Allow the next `lift` to raise ``max_steps`` and ``max_epochs``; called on a resume."""
         self._expected = True
 
     def lift(self, epoch_is_open: bool) -> None:
-        """Raise the limits if this rank has no step left, but another rank has, or this rank's epoch is unfinished.
+        """Raise ``max_steps`` and ``max_epochs`` of a resumed fit if this rank has no step left, but work to do.
 
-        All ranks call this together.
+        It has work to do if another rank has steps left, or if its own epoch is unfinished (``epoch_is_open``) at
+        ``max_steps``. Does nothing unless `expect` was called before. All ranks call this together.
         """
         expected = self._expected
         self._expected = False
@@ -451,7 +484,10 @@ class Limits:
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
-        """Let hooks read the user's limits within the block, while `lift` has raised them."""
+        """Restore the user's limits during the block, so that hooks read them; afterwards raise the limits again.
+
+        Does nothing if `lift` has not raised the limits.
+        """
         given = self._given
         self.put_back()
         yield
@@ -483,7 +519,7 @@ def _reached(now: int, limit: int) -> bool:
 
 
 class StepPhase(enum.Enum):
-    """The phases of a fit between two safe points. Their values complete a log line."""
+    """The phase in which a fit is between two safe points. The value of each phase is its description in the log."""
 
     NOTHING = "nothing was trained yet"
     BATCH = "a batch"
@@ -498,14 +534,17 @@ class StepPhase(enum.Enum):
 
 
 class StepPosition:
-    """The phase of a fit between two safe points: which part of a step is done, and whether it is half written."""
+    """The phase of a fit between two safe points: the attribute ``within`` says which part of a step is being executed.
+
+    From the phase follows which state can be saved, see the module's docstring.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.within = StepPhase.NOTHING
         self._accumulates = False
         self._steps = 0
-        """Number of nested optimizer steps under way, because the step of a subclass calls that of its base class."""
+        """Number of nested optimizer steps in progress: the step of a subclass may call the step of its base class."""
 
     def install(self) -> list[Undo]:
         epoch = self._trainer.fit_loop.epoch_loop
@@ -531,7 +570,10 @@ class StepPosition:
         self._steps = 0
 
     def gathered(self) -> None:
-        """Note that a failure from here on does not repeat the batch, whose gradients are outside the parameters."""
+        """Record that the batch's gradients were moved from the parameters into the window of gradients to be sent.
+
+        A resume after a failure from here on does not repeat the batch.
+        """
         self.within = StepPhase.GATHERED
 
     def _backward(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -579,13 +621,14 @@ class StepPosition:
 
 
 SMALL = 1 << 16
-"""Largest size in bytes of buffers that are always copied, as BatchNorm's kernels count no versions."""
+"""Largest size in bytes of a buffer that is always copied, because BatchNorm's kernels do not count versions."""
 
 
 class KeptBuffers:
-    """Copies of a module's buffers, which a forward pass changes.
+    """Copies of a module's buffers, which a forward pass may change.
 
-    Small buffers are copied at each `keep`. Large ones are copied once their version counter has changed.
+    `keep` copies small buffers every time. It copies a large buffer only if the buffer's version counter has changed
+    since the last call.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -593,7 +636,7 @@ class KeptBuffers:
         self._owners: list[tuple[str, dict[str, Tensor | None]]] = []
         self._copies: dict[str, Tensor] = {}
         self._seen: dict[str, tuple[Tensor, int | None]] = {}
-        """The large buffers, with the version at the last `keep`."""
+        """Each large buffer by name, with its version at the last `keep`."""
         self.look()
 
     def look(self) -> None:
@@ -624,7 +667,7 @@ class KeptBuffers:
 
     def _moves(self, name: str, buffer: Tensor) -> bool:
         # Inference tensors have no version counter, so they are copied always.
-        """Return whether a large buffer was replaced or written since this method was last called for it."""
+        """Return whether a large buffer was replaced or written since the last call of this method for this buffer."""
         version = None if buffer.is_inference() else buffer._version
         seen = self._seen.get(name)
         self._seen[name] = buffer, version
@@ -632,7 +675,7 @@ class KeptBuffers:
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
-        """Give the module's buffers the kept values within the block."""
+        """Give the module the stored copies as its buffers during the block."""
         live = [dict(buffers) for _, buffers in self._owners]
         for path, buffers in self._owners:
             buffers.update({name: self._copies.get(path + name, now) for name, now in buffers.items()})
@@ -652,10 +695,9 @@ class KeptBuffers:
 
 
 def _put_buffer(module: nn.Module, name: str, value: torch.Tensor, device: torch.device) -> None:
-    """Copy ``value`` into the module's buffer ``name`` if shape and dtype match; otherwise replace the buffer.
+    """Copy ``value`` into the module's buffer ``name`` if shape and dtype match; else replace the buffer by a copy.
 
-    The new buffer is a copy of ``value``. This is needed for buffers that serve as caches, which training may have
-    created or enlarged.
+    Replacing is needed for buffers that serve as caches, which training may have created or enlarged.
     """
     path, _, last = name.rpartition(".")
     owner = module.get_submodule(path)

@@ -1,4 +1,4 @@
-"""The settings of checkpoints, the clock that says when a save is due, and the exchange about it between ranks."""
+"""The settings of checkpoints, the clock that says when a save is due, and the gather by which ranks agree on it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from lightning_async.trainer.strategy_view import view_of
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that a user has given, equal on all ranks; see `FaultTolerantCheckpoint`."""
+    """The user's settings of checkpoints, equal on all ranks except the directory; see `FaultTolerantCheckpoint`."""
 
     dirpath: str
     save: SavePolicy
@@ -44,14 +44,23 @@ class Settings:
     objects: str
 
     def compared(self) -> str:
-        """Return the settings that must be equal on all ranks, as text. Hosts may have different directories."""
+        """Return the settings that must be equal on all ranks, as text.
+
+        The directory is left out, because hosts may have different ones.
+        """
         words = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if f.name != "dirpath")
         # Objects with the default representation count as equal if they are of one class.
         return re.sub(r" at 0x[0-9a-f]+", "", words)
 
 
 class SaveClock:
-    """The clock of one rank that says which saves are due, and when the last one was."""
+    """A record of one rank's last save, from which it follows whether the next save is due.
+
+    Args:
+        policy: Policy that says when a save is due.
+        costs: Measured costs of the saves so far.
+        step: Step number at which the clock starts, as if a save had been made there.
+    """
 
     def __init__(self, policy: SavePolicy, costs: Costs, step: int) -> None:
         self._policy = policy
@@ -61,7 +70,10 @@ class SaveClock:
         self._put_off = False
 
     def due_by_steps(self, step: int, epoch_end: bool) -> bool:
-        """Return whether a save is due on every rank by its number of steps, whatever the time."""
+        """Return whether a save is due because of the number of steps alone, whatever the time since the last save.
+
+        Ranks that take every step together get the same answer, without communication.
+        """
         return self._put_off or self._policy.due(SaveProgress(step, self.saved_step, 0.0, math.inf, epoch_end))
 
     def due(self, step: int, epoch_end: bool) -> bool:
@@ -72,8 +84,8 @@ class SaveClock:
     def asks(self, settings: Settings, busy: bool, step: int, ahead: int, epoch_end: bool) -> bool:
         """Return whether to begin a save that is due in ``ahead`` steps.
 
-        If the last save is still being written (``busy``), the setting decides whether to wait, to put the save off, or
-        to skip it.
+        If an earlier save is still being written (``busy``), the user's setting ``settings.busy`` decides: begin and
+        wait for the earlier save, put the new save off, or skip it.
         """
         if not self.due(step + ahead, epoch_end):
             return False
@@ -86,7 +98,10 @@ class SaveClock:
         return False
 
     def put_off(self) -> None:
-        """Note that a due save cannot begin yet, so that it stays due, even if it was due for an epoch's end only."""
+        """Record that a due save cannot begin yet.
+
+        The save stays due until `saved` is called, even if it was due only at an epoch's end.
+        """
         self._put_off = True
 
     def saved(self, step: int) -> None:
@@ -101,9 +116,13 @@ _made = itertools.count(1)
 
 
 class DelayedGather:
-    """An all-gather of one row of numbers from each rank at every step; the result is read a step later.
+    """An all-gather of one row of numbers from each rank at every step, whose result is read one step later.
 
-    Reading does not wait, because the exchange began one step earlier.
+    Reading usually does not wait, because the gather has begun one step earlier.
+
+    Args:
+        collectives: Communicator that only this object uses.
+        owned: Whether `close` closes the communicator, too. Default: False.
     """
 
     def __init__(self, collectives: Collectives, owned: bool = False) -> None:
@@ -123,9 +142,9 @@ class DelayedGather:
         self._pending = self._collectives.all_gather(torch.tensor(row, dtype=torch.float64))
 
     def ask(self, row: Sequence[float], patience: timedelta) -> list[list[float]]:
-        """Gather ``row`` from every rank now; empty if not all ranks call this within ``patience``.
+        """Gather ``row`` from every rank now; empty if not all ranks call this, or `send`, within ``patience``.
 
-        No exchange may follow this call.
+        After this call, the object must not gather again: only `close` may follow.
         """
         until = time.monotonic() + patience.total_seconds()
         try:
@@ -149,7 +168,7 @@ class DelayedGather:
 
 
 def lagged_of(owner: str, trainer: Any) -> DelayedGather | None:
-    """Return a delayed gather over the Trainer's ranks; None for a single rank. All ranks call this together.
+    """Create a `DelayedGather` over the Trainer's ranks; return None for a single rank. All ranks call this together.
 
     Raises:
         ValueError: The Trainer's strategy is neither of this package nor over torch.distributed. The message names the

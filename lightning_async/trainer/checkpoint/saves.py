@@ -1,4 +1,4 @@
-"""The coordinators of saves: when the ranks of a fit save, and which part each of them writes."""
+"""The save coordinators: they decide when the ranks of a fit save, and which part of the state each rank writes."""
 
 from __future__ import annotations
 
@@ -29,30 +29,32 @@ from lightning_async.trainer.namespace import in_words
 log = logging.getLogger(__name__)
 
 FAILED_S = 10.0
-"""Seconds to wait for saves under way when training has failed. The writer process finishes without its trainer."""
+"""Seconds to wait for unfinished saves after a failure. The writer process needs no trainer to complete them."""
 _TOGETHER = timedelta(seconds=5)
-"""Time for all ranks to notice a failure that a signal to all of them has caused. The sender will soon kill them."""
+"""Time for all ranks to notice a failure that a signal to all of them has caused; the sender kills them soon."""
 _PLACES = 2.0
-"""The smallest code of a place at which a rank has failed. Smaller numbers are requests to stop."""
+"""The smallest code of a safe point at which a rank has failed; 0 and 1 say whether a rank was told to stop."""
 _WHERE = ("batch", "batch end", "validation", "epoch")
-"""The safe points, as `Resume.where` names them."""
+"""The kinds of safe points, as `Resume.where` names them, and ``"batch end"``."""
 # Number of characters of an exception that a manifest keeps.
 _LONGEST = 1000
 
 
 @dataclass(frozen=True)
 class SavedFit:
-    """One fit, as a save coordinator sees it.
+    """One fit, with all that a save coordinator needs of it.
 
     Args:
         trainer: The Trainer.
-        saver: Writes the files.
+        saver: Manager of this rank's saves, which writes the files.
         settings: The user's settings.
         number: Number of the last save in the directory.
-        group: Ranks that see this rank's directory. One checkpoint in it has a part of each of them.
-        resume: Captures this rank's position, even before its first batch boundary, as it may save at a sync point.
+        group: Ranks that see the same directory as this rank. A checkpoint in it has a part of each of them.
+        resume: Captures this rank's position in the fit. It can do so even before the first batch boundary, because a
+            save may be made at an earlier sync point.
         state: Captures the Trainer's state.
-        call: Brings all ranks to a sync point at their next batch boundary; see `CollectiveActions`.
+        call: Function that asks all ranks to come to a sync point at their next batch boundary; see
+            `CollectiveActions`.
     """
 
     trainer: Any
@@ -66,7 +68,7 @@ class SavedFit:
 
 
 class SaveCoordinator(ABC):
-    """The base of the classes that decide when one rank saves.
+    """A base of the classes that decide when one rank saves.
 
     `LockstepSaves` is for ranks that take every step together, `AsyncSaves` for replicas that are asynchronous between
     sync points, and `ServerSaves` for weights on parameter servers.
@@ -80,7 +82,7 @@ class SaveCoordinator(ABC):
 
     @property
     def known(self) -> int:
-        """The number of the last save that all ranks know of."""
+        """The number of the newest save that this rank knows of."""
         return self._known
 
     @property
@@ -90,35 +92,49 @@ class SaveCoordinator(ABC):
 
     @abstractmethod
     def expect(self) -> None:
-        """Reserve memory for saves, after the first optimizer step has given the optimizers' state its final size."""
+        """Allocate memory for saves, after the first optimizer step has given the optimizers' state its final size."""
 
     @abstractmethod
     def boundary(self, preempted: Preemption) -> None:
-        """Save at this safe point if a save is due."""
+        """Save at this safe point if a save is due.
+
+        ``preempted.told`` says whether a signal has told this rank to stop.
+        """
 
     @abstractmethod
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
-        """Save alone when an exception ends the training; return whether a save was made."""
+        """Save this rank's training when an exception ends it; return whether a save was made.
+
+        Args:
+            exception: The exception, for the manifest.
+            reason: Reason of the save, for the manifest. Default: ``"exception"``.
+        """
 
     @abstractmethod
     def end(self, reason: str = "the end") -> None:
-        """Make the last save, or wait for it. All ranks call this."""
+        """Make the last save of the training, or wait until it is written. All ranks call this together."""
 
     def give_up(self) -> None:  # noqa: B027
-        """Tell the other ranks not to wait for this rank's part of a save, because training is over."""
+        """Report to the other ranks that this rank will not write its part of a save, because training is over."""
 
     def close(self) -> None:  # noqa: B027
-        """Release resources."""
+        """Close the communicator for agreeing on saves, if this coordinator has one."""
 
     def _capture(self, alike: frozenset[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state that is equal on all ranks, and this rank's own state, at this safe point."""
+        """Return the state that is equal on all ranks, and this rank's own state, at this safe point.
+
+        ``alike`` has the names of the parts that are equal on all ranks, see `TrainerState.capture`.
+        """
         shared, checkpoint = self._fit.state.capture(alike)
         return shared, {"checkpoint": checkpoint, "resume": self._fit.resume.capture()}
 
     def _manifest(self, reason: str, exception: BaseException | None = None) -> dict[str, Any]:
-        """Return the entries of a save's manifest.
+        """Return the fields that a save adds to its manifest.
 
-        After an ``exception`` no metric is computed, because that may wait for other ranks.
+        Args:
+            reason: Reason of the save.
+            exception: Exception that has ended training. With it, no metric is computed, because that may wait for
+                other ranks. Default: None.
         """
         trainer = self._fit.trainer
         # The property computes metrics, which is collective.
@@ -135,27 +151,30 @@ class SaveCoordinator(ABC):
         }
 
     def _trained(self) -> int:
-        """Return the number of batches that were trained on, including one whose hooks may still run."""
+        """Return the number of batches that were trained on, including a batch whose last hooks may still run."""
         return self._fit.trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     def _finish(self) -> None:
-        """Wait until all ranks have written, because a launcher may kill the live ranks as soon as one rank exits."""
+        """Wait until all ranks have written their parts of the last save. All ranks call this together.
+
+        Without this wait, a launcher may kill the live ranks as soon as one rank exits.
+        """
         self._fit.saver.wait(PATIENCE_S, settled=True)
         # No rank leaves before all have written.
         self._fit.trainer.strategy.barrier("the checkpoint is written")
 
     def _refuse(self) -> bool:
-        """Log why the fit cannot be saved at this moment; return False, which means that no save was made."""
+        """Log why the fit cannot be saved at this moment; return False, the result of `fail` if no save was made."""
         phase = self._fit.resume.points.step_position.within.value
         log.warning("Rank %d: there is no checkpoint of this moment: %s.", self._fit.trainer.global_rank, phase)
         return False
 
 
 class LockstepSaves(SaveCoordinator):
-    """Saves of ranks that take every step together, and of a single rank.
+    """A coordinator of saves for ranks that take every step together, and for a single rank.
 
-    A save that is due on one rank's clock is known to all ranks a step later, so that all save after the same batch. A
-    save that is due by the number of steps is known to every rank, and begins at once.
+    All ranks save after the same batch. A save that is due by time may be due on one rank only. All ranks learn of it
+    one step later, and save then. A save that is due by the number of steps is due on all ranks, and begins at once.
     """
 
     def __init__(self, fit: SavedFit) -> None:
@@ -163,16 +182,20 @@ class LockstepSaves(SaveCoordinator):
         self._clock = SaveClock(fit.settings.save, fit.saver.costs, fit.trainer.global_step)
         self._lagged = lagged_of("FaultTolerantCheckpoint", fit.trainer)
         self._failed = False
-        """Whether any rank has failed; `_asked` has learned so from its row."""
+        """Whether any rank has failed, as its row in the last gather has said."""
         self._stale = False
-        """Whether the next rows were sent before the last save, and may ask for that save again."""
+        """Whether the rows received next were sent before the last save, and may request that same save again."""
 
     def expect(self) -> None:
         shared, own = self._capture(ALIKE)
         self._fit.saver.expect(self._fit.trainer.global_step, self._group, shared, own)
 
     def boundary(self, preempted: Preemption) -> None:
-        """Save at this safe point if a save is due: on all ranks, or within a validation on a single rank."""
+        """Save at this safe point if a save is due; all ranks call this together, and all save.
+
+        Within a validation nothing is saved, except by a single rank that was told to stop. If any rank was told to
+        stop, save and end this process. ``preempted.told`` says whether this rank was.
+        """
         trainer = self._fit.trainer
         clock = self._clock
         # Ranks validate unequal numbers of batches, so several ranks cannot save together here.
@@ -207,7 +230,11 @@ class LockstepSaves(SaveCoordinator):
         self._save("the end" if last else "due")
 
     def _asked(self, mine: list[bool]) -> list[bool]:
-        """Return which requests any rank had made one step ago, and send ``mine``; a single rank gets ``mine`` back."""
+        """Send this rank's requests, and return the requests that any rank has sent one step ago.
+
+        ``mine`` has one flag for each kind of request: a save is due, the saver is busy, this rank was told to stop. A
+        single rank gets ``mine`` back.
+        """
         if self._lagged is None:
             return mine
         rows = self._lagged.receive() or [[0.0] * len(mine)]
@@ -220,8 +247,8 @@ class LockstepSaves(SaveCoordinator):
     def _stop(self, preempted: Preemption) -> NoReturn:
         """Save and end this process: with all ranks, or alone if another rank has failed before this safe point.
 
-        A rank can fail unnoticed while ranks exchange nothing, for example while gradients accumulate, and then it does
-        not reach this safe point.
+        While ranks exchange nothing, for example while gradients accumulate, a failure of one rank goes unnoticed. That
+        rank does not reach this safe point.
         """
         if self._lagged is not None and not self._failed:
             # These rows were sent at this safe point. A rank that has failed has sent its place of failure instead.
@@ -257,9 +284,9 @@ class LockstepSaves(SaveCoordinator):
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
         """Save alone after an exception; return whether a save was made.
 
-        The state that all ranks share is complete on this rank, so one rank's save is enough: a rank makes none if
-        another rank has already begun the same save. If a signal has told all ranks to stop and all are at the same
-        safe point, they save together.
+        The state that all ranks share is complete on this rank, so the save of one rank is enough. This rank makes none
+        if another rank has already begun the same save. If ``reason`` is ``"preemption"`` and all ranks are at the same
+        safe point, all ranks save together instead.
         """
         trainer = self._fit.trainer
         # Nothing was trained since the last save, and that save was written.
@@ -281,9 +308,10 @@ class LockstepSaves(SaveCoordinator):
     def _all_are_here(self, resume: Any) -> bool:
         """Return whether all ranks have failed at the same safe point; all ranks get the same answer.
 
-        The ranks gather one row of numbers from each. The last number of a failed rank's row says at which safe point
-        it has failed. A rank that has not failed takes part with its usual row, whose last number says whether the rank
-        was told to stop: that is smaller than any number of a safe point, so all ranks recognise such a row.
+        The ranks gather one row of numbers from each rank. In the row of a failed rank, the last number is the code of
+        the safe point at which the rank has failed. A rank that has not failed takes part with its usual row. The last
+        number of a usual row is 0 or 1, for whether the rank was told to stop. Codes of safe points are larger than 1,
+        so the two kinds of row cannot be confused. ``resume`` is this rank's resume state at the safe point.
         """
         if self._lagged is None:
             return False
@@ -292,7 +320,7 @@ class LockstepSaves(SaveCoordinator):
         return bool(rows) and all(row[-1] == place for row in rows)
 
     def end(self, reason: str = "the end") -> None:
-        """Wait until the save of the last epoch's end is written, so that a later program finds it."""
+        """Wait until all ranks have written the save at the end of the last epoch, so that a later program finds it."""
         self._finish()
 
     def close(self) -> None:
@@ -305,10 +333,14 @@ def _failed(rows: Sequence[Sequence[float]]) -> bool:
 
 
 class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
-    """The base of the saves of replicas that are asynchronous between sync points.
+    """A base of the coordinators for replicas that are asynchronous between sync points.
 
-    A signal to stop becomes a vote, after which all ranks end together. All ranks must see one directory, unless every
-    step is synchronous and no weights are on servers: then each directory holds a complete checkpoint.
+    A signal to stop is sent to all ranks as a vote, and all ranks end training together. All ranks must see one
+    directory. Only if every step is synchronous and no weights are on servers, there may be several directories, each
+    with a complete checkpoint.
+
+    Raises:
+        ValueError: The ranks see different directories, although they must see one.
     """
 
     def __init__(self, fit: SavedFit) -> None:
@@ -345,14 +377,17 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     @property
     @abstractmethod
     def _in_step(self) -> bool:
-        """Whether a request to save from one rank makes all ranks save after the same next step."""
+        """Whether a request to save from one rank makes all ranks save after the same step, which is the next one."""
 
     @abstractmethod
     def _ask(self) -> None:
         """Ask all ranks to save soon."""
 
     def _attach(self) -> None:
-        """Attach to the strategy's averager, which is replaced when training begins again or ranks have joined."""
+        """Attach to the strategy's present averager.
+
+        The strategy replaces its averager when training begins again or when ranks have joined.
+        """
         before = self._averager
         self._averager = self._fit.trainer.strategy.averager
         if before is self._averager:
@@ -378,10 +413,10 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._ask()
 
     def _follow(self) -> None:
-        """See to it that no save is forgotten when ranks are lost.
+        """Make saves due again that were requested or begun, and then failed because a rank was lost.
 
-        A request for a save may be lost with a rank, so after a loss this rank may send it again. If the saver has
-        given up a save because a lost rank had not written its part, a save is due again.
+        A request for a save may be lost together with a rank, so after a loss this rank may request the save again. If
+        the saver has given up a save because a lost rank had not written its part, a save is due again.
         """
         left = names_of(self._fit.trainer).left
         if left != self._left:
@@ -392,7 +427,7 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
             self._clock.put_off()
 
     def _agreed(self, averager: Any, state: LastSafeState) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the state that all ranks agree on, and this rank's own, captured together with ``state``."""
+        """Return the state that all ranks agree on, and this rank's own state with the resume state of ``state``."""
         strategy = self._fit.trainer.strategy
         alike = strategy.alike if strategy.served else REPLICAS
         shared, checkpoint = self._fit.state.capture(alike, state.callbacks)
@@ -400,9 +435,9 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return shared, {"checkpoint": checkpoint, "resume": state.resume, "clocks": averager.clocks()}
 
     def fail(self, exception: BaseException, reason: str = "exception") -> bool:
-        """Save this replica alone, with the servers' state, after an exception; return whether a save was made.
+        """Save this replica alone after an exception; return whether a save was made.
 
-        All ranks can resume from this save.
+        With parameter servers, the save has the servers' state. All ranks can resume from this save.
         """
         trainer = self._fit.trainer
         if self._trained() == self._batches:
@@ -419,11 +454,18 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
     def _save_together(
         self, reason: str, wanted: bool = True, queue: bool = False
     ) -> tuple[int, int, list[int]] | None:
-        """Save if any rank has ``wanted`` a save; return its number, step and ranks. All ranks call this together.
+        """Save at a sync point if any rank wants a save.
 
-        The result is None if no rank has wanted one. If an earlier save is still being written, this one waits for it.
-        With ``queue`` it does not wait, but is written after that save. If there is no free memory for it, this rank
-        writes no part of the save, and logs a warning.
+        All ranks call this together, and agree on one number and step.
+
+        Args:
+            reason: Reason of the save, for the manifest.
+            wanted: Whether this rank wants a save. Default: True.
+            queue: Whether the copy may begin while an earlier save is being written. If then no buffer is free, this
+                rank logs a warning and writes no part of the save. Default: False, wait for the earlier save.
+
+        Returns:
+            The number of the save, its step, and the ranks that save into this directory; None if no rank wants a save.
         """
         strategy = self._fit.trainer.strategy
         averager = strategy.averager
@@ -454,13 +496,17 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
         return number, step, ranks
 
     def end(self, reason: str = "the end") -> None:
-        """Make the last save. All ranks call this at a sync point, and save again if a rank was lost meanwhile."""
+        """Make the last save; repeat it if a rank is lost meanwhile. All ranks call this together at a sync point."""
         while not self._is_whole(reason):
             rank = names_of(self._fit.trainer).mine
             log.warning("Rank %d: ranks were lost during the last save: the live ranks save once more.", rank)
 
     def _is_whole(self, reason: str) -> bool:
-        """Save; return False, on all ranks, if a rank was lost and the save is incomplete for that reason."""
+        """Save together with all ranks, wait for the save, and return whether it counts as the last save.
+
+        Return False, on all ranks, if a rank of the save was lost and the save was not committed. The caller then saves
+        again. ``reason`` is the reason in the manifest.
+        """
         saved = self._save_together(reason)
         assert saved is not None
         number, _, ranks = saved
@@ -471,11 +517,11 @@ class _SyncPointSaves(SaveCoordinator, SyncPointParticipant):
 
 
 class AsyncSaves(_SyncPointSaves):
-    """Saves of asynchronous replicas.
+    """A coordinator of saves for asynchronous replicas.
 
-    A save belongs to a round. The rank on which a save is due marks the next round. Each rank that takes part in that
-    round keeps a share of the round's result, and writes it at its own next batch boundary together with its own state.
-    No rank waits for another.
+    A save belongs to a round. If a save is due on a rank, this rank asks all ranks to mark the next round. Each rank
+    that takes part in the marked round keeps a share of the round's result. At its next batch boundary, the rank writes
+    this share together with its own state. No rank waits for another.
     """
 
     @property
@@ -521,19 +567,27 @@ class AsyncSaves(_SyncPointSaves):
         self._clock.saved(self._step)
 
     def give_up(self) -> None:
-        """Tell the other ranks that this rank will not write its part of marked rounds, because training is over."""
+        """Report to the other ranks that this rank will not write its part of a save, because training is over.
+
+        The marked round of such a save has completed since this rank's last batch boundary.
+        """
         self._give_up(self._averager.marks.lost(all=True), "its training ended before its next batch boundary")
 
     def _give_up(
         self, marks: list[Mark], why: str = "another round had come before this replica's next batch boundary"
     ) -> None:
-        """Tell the other ranks not to wait for this rank's part of the marked saves, because it is never written."""
+        """Report to the other ranks that this rank will not write its part of the marked saves.
+
+        Args:
+            marks: Marks of these saves: number, step and members of each.
+            why: Reason, for the other ranks.
+        """
         for number, step, members in marks:
             log.warning("Rank %d comes too late for its part of save %d.", names_of(self._fit.trainer).mine, number)
             self._fit.saver.give_up(number, step, why, self._ranks(members))
 
     def _take(self) -> None:
-        """Write this rank's part of the save that a marked round belongs to, if there is one."""
+        """Write this rank's part of a save, if a round that was marked for a save has completed since the last call."""
         self._give_up(self._averager.marks.lost())
         # A round that this rank has marked or taken part in, and whose share it still has to write.
         marked = self._averager.marks.take()
@@ -560,22 +614,25 @@ class AsyncSaves(_SyncPointSaves):
                 log.warning("Rank %d leaves out its part of save %d: %s", mine, number, error)
 
     def _ranks(self, members: Sequence[str]) -> list[int]:
-        """Return the stable ids of those ranks in ``members`` that save into this directory."""
+        """Return those ranks among ``members`` that save into this directory, as stable ids."""
         names = members if self._live_ranks is None else tuple(map(self._live_ranks.called, members))
         return [rank for rank in map(int, names) if rank in self._group]
 
     def at_sync_point(self) -> None:
-        """Write this rank's part of marked rounds in which it takes part while it waits at a sync point."""
+        """Write this rank's part of a save while this rank waits at a sync point.
+
+        A marked round may complete during this wait.
+        """
         self._take()
 
 
 class ServerSaves(_SyncPointSaves):
-    """Saves of the workers of parameter servers.
+    """A coordinator of saves for the workers of parameter servers.
 
-    The rank on which a save is due calls all ranks to a sync point at their next batch boundary (`SavedFit.call`). No
-    push is under way there, and all have one version of the servers' weights. Each rank writes its part of the weights
-    and of the optimizer's state, and its own state. In synchronous mode the call travels with a step, and all meet
-    after that step.
+    If a save is due on a rank, this rank asks all ranks to come to a sync point at their next batch boundary
+    (`SavedFit.call`). At the sync point no push is under way, and all ranks have one version of the servers' weights.
+    Each rank writes a part of the weights and of the optimizer's state, and its own state. In synchronous mode the
+    request travels with a step, and all ranks come to the sync point after that step.
     """
 
     # Duration of the sync point that was called for the save, which counts as its cost.
@@ -583,7 +640,10 @@ class ServerSaves(_SyncPointSaves):
 
     @property
     def _step(self) -> int:
-        """The step number. In synchronous mode all ranks with data have the same one, which saves by steps require."""
+        """The step number. In synchronous mode it is equal on all ranks with data.
+
+        Saves that are due by the number of steps require equal step numbers.
+        """
         return self._averager.step if self._in_step else self._averager.global_step()
 
     @property
@@ -600,7 +660,7 @@ class ServerSaves(_SyncPointSaves):
         self._fit.call()
 
     def save(self) -> None:
-        """Save if a save is due on any rank. All ranks call this at a sync point, where they have one model."""
+        """Save if a save is due on any rank. All ranks call this at a sync point, where they have the same model."""
         self._attach()
         if self._save_together("due", self._asked, queue=self._fit.settings.busy != "wait") is None:
             return
@@ -614,6 +674,6 @@ class ServerSaves(_SyncPointSaves):
         super().end(reason)
 
     def after_sync_point(self, waited_s: float) -> None:
-        """Note how long this rank waited at a sync point that was called for a save."""
+        """Record how long this rank has waited, if the sync point was called for a common decision, such as a save."""
         if self._averager.sync_points.coming is SyncPointKind.DECIDE:
             self._waited_s = waited_s
