@@ -1,16 +1,19 @@
-"""The engine: exchanges between replicas in the background, each of headers, a payload and a commit.
+"""The engine: exchanges of data between replicas, in the background.
 
-Each rank has a control plane with a thread of its own. In a header every rank says what it has; all ranks draw the same
-decision from all headers, move the payload, and commit it once all have it. An exchange that fails changes nothing, and
-is repeated by the live ranks in new groups. The engine knows no algorithm: components register what they move.
+Each rank has a control plane with a thread of its own. An exchange has three phases. In the first, every rank sends a
+header, a short message that says what data it has ready and whether it waits at a sync point. From the headers of all
+ranks, every rank computes the same decision. In the second phase, ranks exchange the payload, for example the
+parameters of a round. In the third, each rank commits the exchange: its result becomes final once all ranks have the
+payload. An exchange that fails changes nothing, and is repeated by the live ranks in new groups. The engine knows no
+algorithm: components, such as model averaging and gradient averaging, register what they exchange.
 
-- `ControlPlane` holds the shared parts; `EngineLoop` is the engine's thread; `GroupRecovery` forms new groups.
+- `ControlPlane` holds what all components share; `EngineLoop` is the engine's thread; `GroupRecovery` forms new groups.
 - `EngineComponent` and `RoundType` are the interfaces of components, implemented in `averaging` and `gradients`.
 - `Replica` lays a module's tensors out in flat `Buckets`; `SharedState` is the rest of what both threads share.
-- `SyncPoints` and `LightningCollectives` serve the training thread where all ranks must meet.
+- `SyncPoints` and `LightningCollectives` are for the training thread, where all ranks must meet.
 
-Threads: the training thread writes parameters, packs and merges. The engine's thread serves headers and payloads, and
-never writes parameters. Both wait on the one lock `SharedState.changed`.
+Threads: the training thread writes parameters, packs them into buckets, and merges results into them. The engine's
+thread exchanges headers and payloads, and never writes parameters. Both wait on the one lock `SharedState.changed`.
 
 Read shared_state, buckets and decision first, then control_plane and transfer, and last sync_points and collectives.
 """

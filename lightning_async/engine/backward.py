@@ -20,7 +20,7 @@ _PART_BYTES = 25 << 20
 
 
 class LayoutSpan(NamedTuple):
-    """A run of parameters in a layout that are passed on together.
+    """A run of consecutive parameters in a layout whose gradients are sent together.
 
     It consists of the parameters ``first`` to ``last - 1``, which are the elements ``start`` to ``end - 1``.
     """
@@ -133,7 +133,10 @@ class Backward:
                 self._taken = [*(_mark(p) for p in self._params[span.first : span.last]), *self._taken]
 
     def finish(self) -> list[int]:
-        """End the pass: have all other spans taken, and return the parameters whose gradients changed after that."""
+        """End the backward pass: report the spans that were not reported during the pass.
+
+        Returns the indices of the parameters whose gradients changed after their span had been reported.
+        """
         for missing in self._missing:
             missing.clear()
         self._tell()

@@ -1,14 +1,15 @@
-"""The two flat buckets in which a replica's values travel between ranks, and the thread that owns them at a time.
+"""The two flat buckets in which a replica's values are sent and received, and which thread owns the buckets at present.
 
     FREE --- the training thread packs ---> TRAINING --- a message is ready ---> FREE
-    FREE --- headers have decided on a payload ---> ENGINE --- committed: the result has arrived ---> FREE
-    FREE --- the training thread takes what has arrived ---> TRAINING --- merged ---> FREE
+    FREE --- all ranks' headers decide that a payload is exchanged ---> ENGINE --- the result has arrived ---> FREE
+    FREE --- the training thread takes what has arrived ---> TRAINING --- merged into the parameters ---> FREE
 
-While the engine's thread composes and serves a header (`announced`), no new message becomes ready, so that what the
-header says stays true. The bucket `sent` holds the snapshot of the parameters; from the first header on it holds the
-rule's message, and after the round the snapshot again. The bucket `received` holds the last target: a
-replica that was absent in a round moves by the difference between the round's target and the last one. While the
-training thread has yet to take a result, the results of further rounds land in a third, borrowed bucket.
+While the engine's thread exchanges a header (`announced`), no new message becomes ready, so that the header stays true.
+
+The bucket `sent` holds the snapshot of the parameters. During an exchange it holds the averaging rule's message, and
+afterwards the snapshot again. The bucket `received` holds the target of the last round. A replica that was absent in a
+round needs the last target: it adds the difference between the round's target and the last target to its parameters.
+Until the training thread has taken a result, the results of further rounds are received in a third, borrowed bucket.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Message:
 
     @property
     def ready(self) -> bool:
-        """Whether the message has come so far that a header may announce it. The caller holds the lock."""
+        """Whether the message is complete, so that the next header may announce it. The caller holds the lock."""
         return True
 
 
@@ -50,14 +51,20 @@ class RoundType(ABC):
 
     @abstractmethod
     def begin(self, plan: Any, id: int, parts: Sequence[Any]) -> InFlightRound:
-        """Return the record of exchange ``id``, with this rank's message and the bucket that the payload lands in.
+        """Return the record of exchange ``id``, with this rank's message and the bucket that receives the result.
 
-        ``plan`` is the component's plan, and ``parts`` are its parts of all ranks' headers.
+        Args:
+            plan: The component's plan of the exchange.
+            id: Number of the exchange.
+            parts: The component's part of each rank's header.
         """
 
     @abstractmethod
     def move(self, exchange: Any) -> None:
-        """Move the payload; if that fails, keep message and committed state, so that the round can be repeated."""
+        """Exchange the payload with the other ranks.
+
+        If this fails, the message and the committed state stay as they were, so that the exchange can be repeated.
+        """
 
     @abstractmethod
     def commit(self, exchange: Any) -> None:
@@ -76,7 +83,7 @@ class RoundType(ABC):
 
 @dataclass
 class InFlightRound:
-    """The record of one exchange, from the decision of all headers to the merge on the training thread."""
+    """The record of one exchange, from the decision to make it until the training thread has merged its result."""
 
     id: int  # of the exchange, the same on all ranks
     kind: RoundType
@@ -105,8 +112,8 @@ class BucketOwner(enum.Enum):
 class Buckets:
     """Two flat fp32 buckets of a replica, with at most one message that waits and one result that has arrived.
 
-    The two threads pass the buckets to each other by `owner`. A thread that changes it holds the lock of the shared
-    state.
+    The buckets belong to the training thread or to the engine's thread, as `owner` says. A thread that changes `owner`
+    holds the lock of the shared state.
     """
 
     def __init__(self, replica: Replica, shared_state: SharedState) -> None:
@@ -124,9 +131,10 @@ class Buckets:
         self.lay_out()
 
     def lay_out(self, registered: Callable[[Tensor], Tensor] = lambda bucket: bucket) -> None:
-        """Allocate both buckets anew, and pack the parameters into `received`.
+        """Allocate the buckets `sent` and `received` anew, and pack the parameters into `received`.
 
-        ``registered`` returns a copy of a bucket in the memory from which the transport moves it best.
+        ``registered`` returns a copy of a bucket in memory that the transport can use best, such as memory that is
+        registered with NCCL.
         """
         replica = self.replica
         self.sent = self.received = torch.empty(0)  # frees the old ones first, as there may be no room for four buckets
@@ -135,7 +143,7 @@ class Buckets:
         replica.pack_(self.received)
 
     def begin(self, registered: Callable[[Tensor], Tensor]) -> None:
-        """Make the present parameters the last target, before any exchange.
+        """Take the present parameters as the target of the last round, because there was no round yet.
 
         Buckets that are not on the CPU are allocated anew; for ``registered`` see `lay_out`.
         """
@@ -152,7 +160,10 @@ class Buckets:
         return registered(torch.zeros(numel, device=device, pin_memory=pin))[ROOM:]
 
     def release(self) -> None:
-        """End the engine's use of the buckets for one header and its payload. The caller holds the lock."""
+        """Free the buckets after the engine's thread has exchanged a header and its payload.
+
+        The caller holds the lock.
+        """
         self.announced = False
         if self.owner is BucketOwner.ENGINE:
             self.owner = BucketOwner.FREE
@@ -168,16 +179,19 @@ class Buckets:
         self.owner = BucketOwner.TRAINING
 
     def take_when(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
-        """Wait for ``condition``, then take the buckets; ``see`` raises if the condition cannot come true."""
+        """Wait until ``condition`` is true, then take the buckets for the training thread.
+
+        ``see`` is called repeatedly during the wait, and raises if the condition cannot become true.
+        """
         with self._changed:
             self._shared_state.wait(condition, see)
             self.take()
 
     @contextmanager
     def alone(self, see: Callable[[], None]) -> Iterator[None]:
-        """Let the training thread use the buckets, but only once no header is under way.
+        """Let the training thread use the buckets during the block; wait until no header is being exchanged.
 
-        The payload that follows a header could overwrite the buckets.
+        The payload that follows a header could overwrite the buckets. For ``see`` see `take_when`.
         """
         self.take_when(lambda: not self.announced, see)
         with self.used():
@@ -185,9 +199,9 @@ class Buckets:
 
     @contextmanager
     def used(self, message: Message | None = None) -> Iterator[None]:
-        """Let the training thread use the buckets that it took; on leaving, ``message`` becomes ready.
+        """Let the training thread use the buckets that it has taken, during the block; then mark ``message`` as ready.
 
-        After an error no message becomes ready, and the buckets are free again.
+        After an error the message is not ready, and the buckets are free again.
         """
         try:
             yield
@@ -204,9 +218,9 @@ class Buckets:
                 self._changed.notify_all()
 
     def announce(self) -> Message | None:
-        """Note that a header is under way; return the message that it announces, if any.
+        """Record that a header is being exchanged; return the message that it announces, if any.
 
-        The caller holds the lock, and the training thread does not own the buckets.
+        The caller holds the lock. The buckets must not belong to the training thread.
         """
         assert self.owner is not BucketOwner.TRAINING, self.owner
         self.announced = True
@@ -215,7 +229,7 @@ class Buckets:
 
     @property
     def has_message(self) -> bool:
-        """Whether there is a message that headers may announce. The caller holds the lock."""
+        """Whether a message is ready, so that this rank's next header can announce it. The caller holds the lock."""
         return self.message is not None and self.message.ready
 
     def claim(self) -> None:
@@ -236,7 +250,10 @@ class Buckets:
         return self.sent if sent_is_free else self._bucket()
 
     def turn(self, target: Tensor) -> Tensor:
-        """Make ``target``, the result of a round without this rank, the last target; return the one before it."""
+        """Record ``target``, the result of a round in which this rank was absent, as the last target.
+
+        Returns the target of the round before it.
+        """
         before = self.received
         self.received = target
         if target is self.sent:
@@ -274,7 +291,7 @@ class _Handover:
             self._event = torch.cuda.current_stream(self._device).record_event()
 
     def take(self, *tensors: Tensor) -> None:
-        """Order this thread's further work after the recorded work.
+        """Make this thread's CUDA stream wait for the work that `give` has recorded on the other thread's stream.
 
         ``tensors`` were allocated on the other stream; their memory is kept until this stream has used them.
         """

@@ -107,7 +107,10 @@ class LightningCollectives:
                 return answer
 
     def generation(self) -> int:
-        """Meet all ranks, and return the generation in which they met; while asynchronous, this rank's generation."""
+        """Wait for all ranks, and return the generation of the process groups in which they meet.
+
+        While replicas train asynchronously (`asynchronous`), return this rank's generation without waiting.
+        """
         if self.asynchronous:
             return self.calls.generation
         self._compare("who is left")
@@ -207,8 +210,8 @@ class LightningCollectives:
     def hand_over(self, state: Packed | None, src: int = 0) -> Any:
         """Send the packed ``state`` of rank ``src`` to all others, which get the object; rank ``src`` gets None.
 
-        This is for large objects: large tensors move in parts, straight into the memory of the receiver. Unlike
-        `broadcast`, it keeps no answer and is not repeated when new groups are formed.
+        This is for large objects: large tensors are sent in parts, straight into the memory of the receiver. Unlike
+        `broadcast`, it is not repeated when new groups are formed: it fails if a rank is lost meanwhile.
         """
         text, is_pickle = self.broadcast(("", False) if state is None else (state.text, state.is_pickle), src)
         plain, tensors = (None, state.tensors) if state is not None else make_room(text)
@@ -272,10 +275,10 @@ class LightningCollectives:
     def _compare(
         self, what: str, data: Tensor = _NOTHING, checksum: int = 0, pickled: bool = False
     ) -> tuple[list[list[int]], Tensor]:
-        """Compare what all ranks are about to do; return each rank's three numbers, and the first bytes of its data.
+        """Check that all ranks are about to call the same operation, and exchange the start of their data.
 
-        The numbers are the size of the data, its checksum, and whether it is pickled. Raises GateMismatch on every rank
-        where the ranks call different operations.
+        Returns, for each rank, the numbers (size of the data, its checksum, whether it is pickled), and the first bytes
+        of its data, up to `_ROOM`. Raises GateMismatch on every rank if the ranks call different operations.
         """
         row = torch.zeros(_ROW_BYTES, dtype=torch.uint8)
         text = bytearray(what.encode()[:_TEXT_BYTES])
@@ -384,7 +387,7 @@ class CallRecovery(NamedTuple):
 
 
 class CallAnswer(NamedTuple):
-    """The answer to one call; equal on all ranks that have it."""
+    """The result of one collective call, as it is kept for ranks that have not received it; equal on all ranks."""
 
     value: Tensor | None
     generation: int  # the generation in which all ranks took part
@@ -544,10 +547,11 @@ class ReplayableCalls:
     def settle(
         self, gather: Callable[[Tensor], Tensor], broadcast: Callable[[Tensor, int], Tensor], generation: int
     ) -> None:
-        """Compare the call numbers of all ranks in a new generation; a rank that is ahead hands over its answers.
+        """Compare, in a new generation, how many collective calls each rank has completed.
 
-        All engines' threads call this together. Raises AsyncTrainingError where the numbers differ by more than they
-        can on ranks that run the same program.
+        A rank that has completed more calls sends the results to the others. The engine's threads of all ranks call
+        this together. Raises AsyncTrainingError if the numbers differ by more than they can on ranks that run the same
+        program.
         """
         with self._changed:
             done = self._done

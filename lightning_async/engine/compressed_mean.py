@@ -25,15 +25,15 @@ class CompressedMean(ABC):
 
     .. math:: q_i = \mathrm{C}(u_i), \qquad \bar q = \sum_i w_i q_i
 
-    For parameters, the message :math:`u_i` is overwritten by :math:`q_i`, which the other ranks decode. The replica is
-    then treated as if it had been at :math:`q_i`, and moves by the displacement from there. So the error
-    :math:`u_i - q_i` stays in its parameters and becomes part of its next message. This is error feedback without a
-    buffer, and a round that fails leaves nothing to undo. Gradients do not stay anywhere, so their errors are added to
-    a ``residual``, and the message is left as it is.
+    For parameters, the message :math:`u_i` is overwritten by :math:`q_i`, which the other ranks decode. The replica
+    then adds the difference between the mean and :math:`q_i` to its parameters. So the error :math:`u_i - q_i` stays in
+    its parameters and becomes part of its next message. This is error feedback without a buffer, and a round that fails
+    leaves nothing to undo. Gradients do not stay anywhere, so their errors are added to a ``residual``, and the message
+    is not changed.
 
-    Messages move in parts of the given ``sizes``. In each part, this rank averages and encodes
-    ``num_carried`` elements of the mean for all others; `carried_residual` keeps the errors of this second encoding,
-    unless a ``residual`` takes them.
+    Messages are sent in parts of the given ``sizes``. In each part, this rank averages and encodes ``num_carried``
+    elements of the mean for all others. This second encoding has errors, too: they are added to the ``residual``, or,
+    if there is none, to `carried_residual`.
 
     Source: Karimireddy et al., "Error Feedback Fixes SignSGD", 2019, https://arxiv.org/abs/1901.09847
     """
@@ -60,15 +60,16 @@ class CompressedMean(ABC):
 
         Args:
             out: Flat fp32 tensor for the mean.
-            message: Message of this rank, finite, or None if it has none. It is overwritten by its decoding; with a
-                residual it is left as it is, and may be the same tensor as ``out``.
+            message: Message of this rank, finite, or None if it has none. Without a
+                ``residual``, it is overwritten by its decoded values. With a ``residual`` it is only read, and may be
+                the same tensor as ``out``.
             weights: Weight of each rank; zero for a rank without a message.
             residual: Errors of this rank's earlier messages, which are added to this message. It is overwritten by the
                 error of encoding this sum, plus the error of encoding this rank's part of the mean. With weights of 1,
                 the messages and residuals of all ranks before the call add up to the result plus the residuals after.
 
         Returns:
-            The `carried_residual` to keep when the round commits; zeros where there is a residual.
+            The new `carried_residual`, which the caller keeps when the round commits. With a ``residual``: zeros.
         """
         carried_residual = self.carried_residual.clone()
         start = 0
@@ -83,7 +84,15 @@ class CompressedMean(ABC):
     def _average(
         self, part: Tensor, message: Tensor | None, weights: Sequence[float], carried: Tensor, residual: Tensor | None
     ) -> None:
-        """Average one part as `move_` does; ``carried`` is its slice of `carried_residual`, and is updated."""
+        """Average one part of the messages as `move_` does. The result is written into ``part``.
+
+        Args:
+            part: This part of the bucket for the mean.
+            message: This part of this rank's message; None if it has none.
+            weights: Weight of each rank.
+            carried: This part of `carried_residual`, which is updated.
+            residual: This part of `move_`'s ``residual``; None if there is none.
+        """
         ...
 
 
@@ -126,7 +135,11 @@ class CodedMean(CompressedMean):
     def _average_by_columns(
         self, part: Tensor, message: Tensor | None, shares: Tensor, carried: Tensor, residual: Tensor | None
     ) -> None:
-        """Average this rank's columns of all messages, and gather the averages of all ranks."""
+        """Average this rank's columns of all ranks' messages, and gather the averages of all ranks.
+
+        The messages are the rows of a table, and each rank averages other columns of it. The arguments are those of
+        `_average`, with ``shares`` as weights.
+        """
         width = len(carried)
         self._encode(part, message, self.world_size * width, residual)
         peers = self._received.rows(self.world_size, width)

@@ -1,12 +1,14 @@
-"""The control plane of one rank: shared parts of its components, the engine's thread, and recovery from failures.
+"""The control plane of one rank: what its components share, the engine's thread, and recovery from failures.
 
     IDLE --> HEADER --> PAYLOAD --> COMMIT --> IDLE
     any of these --(an operation fails)--> FAILED --(new groups are formed)--> IDLE
 
-Components and strategies use `ControlPlane` only. `EngineLoop` is the engine's thread: it answers every header for its
-rank and carries out the decision of all headers. `GroupRecovery` forms the groups of the next generation. A failed
-exchange never leaves ranks with different models: either all ranks commit it after all have the payload, or each rank
-commits it as soon as it has the payload, and keeps the payload for ranks that lack it.
+Before each exchange, every rank sends a header to all others; it says what the rank has ready. `EngineLoop` is the
+engine's thread: it sends this rank's header, and does what follows from the headers of all ranks. `GroupRecovery` forms
+the groups of the next generation. Components and strategies use `ControlPlane` only.
+
+A failed exchange never leaves ranks with different models. Either all ranks commit it after all have the payload, or
+each rank commits it as soon as it has the payload, and keeps the payload for ranks that lack it.
 """
 
 from __future__ import annotations
@@ -68,11 +70,11 @@ class ControlPlane:
     """The parts that all components of one rank share: shared state, buckets, transfer, and the engine's thread.
 
     Args:
-        collectives: Root communicator for CPU tensors; headers go over a fork of it.
-        membership: Liveness, generations, and the bell that calls for a header at once. Its owner starts and closes it.
+        collectives: Communicator for CPU tensors; headers are sent over a fork of it.
+        membership: Which ranks are live, the generations, and requests for headers. The caller starts and closes it.
         replica: The tensors to move. All ranks must start with equal parameters.
         timeouts: Timeouts of headers, payloads and recovery.
-        payload: Root communicator of which payloads use a fork. Default: ``collectives``.
+        payload: Communicator of which payloads use a fork. Default: ``collectives``.
         part_bytes: Largest size of one part of a payload. Default 16 MiB.
         now: Clock in seconds. Default: `time.monotonic`.
         calls: Collective calls of the training thread, which are repeated when new groups are formed.
@@ -122,7 +124,10 @@ class ControlPlane:
         self.components.append(component)
 
     def on_mark(self, copy: Callable[[InFlightRound], Any]) -> None:
-        """Have ``copy`` called with every marked exchange when it commits; `SharedState.marked` gets the result."""
+        """Register ``copy``, which is called with each exchange that ranks have marked for a checkpoint.
+
+        It is called when the exchange is committed, and its result goes to `SharedState.marked`.
+        """
         self._loop.on_mark = copy
 
     def start(self) -> None:
@@ -177,7 +182,10 @@ class ControlPlane:
             self.shared_state.changed.notify_all()
 
     def ring(self) -> None:
-        """Ask every rank, with a message or without, to answer the header that carries this rank's present state."""
+        """Ask all ranks to exchange headers now, even ranks that have no message.
+
+        The header carries this rank's present state.
+        """
         with self.shared_state.changed:
             # A header that is composed already does not carry the newest state: then the next one is rung for.
             seq = max(self._loop.seq, self.shared_state.composed + 1)
@@ -189,7 +197,10 @@ class ControlPlane:
             self.shared_state.changed.notify_all()
 
     def vacated(self) -> Tensor:
-        """Return the bucket `received` for overwriting, after saving a copy of a payload that other ranks may lack."""
+        """Return the bucket `received`, so that it can be overwritten.
+
+        If other ranks may lack its payload, save a copy first.
+        """
         self._loop.held.keep()
         return self.buckets.received
 
@@ -264,7 +275,7 @@ class EngineLoop:
                 self._recover(error)
 
     def _wait_for_cause(self) -> bool:
-        """Wait until this rank has a reason to take part in the next header; return False when the engine closes."""
+        """Wait until there is a reason to exchange headers with the other ranks; return False if the engine closes."""
         box = self._box
         with box.changed:
             while not box.closing:
@@ -285,9 +296,9 @@ class EngineLoop:
         return buckets.has_message or box.sync_point is not SyncPointKind.NONE or self._membership.bell >= self.seq
 
     def _is_stalled(self) -> bool:
-        """Return whether other ranks need not wait for this one, because its training thread is silent.
+        """Return whether the training thread has been silent for so long that other ranks need not wait for this rank.
 
-        They must wait, however, if a component is indispensable. The caller holds the lock.
+        It is False if an engine component cannot do without this rank. The caller holds the lock.
         """
         silent_s = self._now() - self._box.last_seen
         return silent_s > self._timeouts.grace.total_seconds() and not any(
@@ -442,9 +453,9 @@ class EngineLoop:
         self._regroup.attempts = 0
 
     def _recover(self, error: PeerLost | CollectiveError) -> None:
-        """Form a new generation of all live ranks, and ring for its first header.
+        """Form a new generation of all live ranks, and ask all of them to exchange headers at once.
 
-        Bells that were rung in older generations do not count in the new one.
+        Requests for headers (`ControlPlane.ring`) that were made in older generations do not count in the new one.
         """
         self._to(Stage.FAILED)
         self.seq = _first_seq(self._regroup.after(error))
@@ -463,7 +474,8 @@ class EngineLoop:
 def _first_seq(generation: int) -> int:
     """Return the first header number of a generation, which is higher than any number of older generations.
 
-    A bell names the header that it rings for, so a bell of an older generation rings for no header of this one.
+    A request for a header (`ControlPlane.ring`) carries the header's number. So a request of an older generation does
+    not match any header of this one.
     """
     return (generation << 32) + 1
 
@@ -578,7 +590,10 @@ class GroupRecovery:
         return self._transfer.result(self._transfer.small.broadcast(data, source))
 
     def look_for_the_cause(self) -> None:
-        """Wait up to 2 s for heartbeats to tell which rank has failed, and raise PeerLost, which names that rank."""
+        """Wait for heartbeats to tell which rank has failed, and raise PeerLost, which names that rank.
+
+        Returns after 2 s if the heartbeats tell of no failure.
+        """
         until = self._now() + _HEARSAY_S
         while self._now() < until and not self._shared_state.closing:
             self._membership.check()
@@ -590,9 +605,9 @@ class GroupRecovery:
             self._calls.abandon()
 
     def _go_on_without(self, missing: list[str]) -> None:
-        """Go on without the ``missing`` ranks, which are not in the next generation.
+        """Continue without the ``missing`` ranks, which are not in the next generation.
 
-        Raises `Closed` if they ended in order at the last sync point, and PeerLost if too few ranks are left.
+        Raises `Closed` if they ended normally at the last sync point, and PeerLost if too few ranks are left.
         """
         box = self._shared_state
         left = self._membership.left()

@@ -49,13 +49,19 @@ class EngineComponent:
         return False
 
     def compose(self) -> Any:
-        """Return this rank's part of the header, without its message. The caller holds the lock."""
+        """Return this component's part of the rank's header, as far as it does not depend on a message.
+
+        The caller holds the lock.
+        """
         return self.blank
 
     def complete(self, part: Any, message: Message | None, compare: bool) -> Any:
-        """Return ``part`` with the facts of ``message``.
+        """Return ``part``, the component's part of the header, completed with what ``message`` says.
 
-        With ``compare``, because all ranks wait at one sync point, the part also holds fingerprints of the model.
+        Args:
+            part: Result of `compose`.
+            message: The message that the header announces; None if there is none.
+            compare: Whether all ranks wait at one sync point; then the part also has fingerprints of the model.
         """
         return part
 
@@ -71,7 +77,10 @@ class EngineComponent:
         return None
 
     def settle(self, headers: Sequence[Header], parts: Sequence[Any]) -> tuple[bool, ComponentPlan | None]:
-        """Return whether the sync point at which all ranks wait may open, and the plan of an exchange needed before."""
+        """Return whether the sync point at which all ranks wait may open, so that they continue.
+
+        The second result is the plan of the exchange that is needed before, or None.
+        """
         return True, None
 
     def opened(self, here: bool) -> None:
@@ -97,7 +106,7 @@ class RoundDecision(NamedTuple):
 
     @property
     def compare(self) -> bool:
-        """Whether the next header compares models, as all ranks stand at a sync point that is still closed."""
+        """Whether the next headers contain fingerprints of the models, because all ranks wait at a sync point."""
         return self.common.place is not SyncPointKind.NONE and not self.opens and not self.common.late
 
 
@@ -133,7 +142,10 @@ def decide(
 
 
 class CommonDecision(NamedTuple):
-    """The part of a decision that does not depend on components."""
+    """What all ranks do next, as far as it does not depend on the engine's components.
+
+    It says which ranks are behind, which votes hold, and which sync point may open.
+    """
 
     votes: Vote = Vote.NONE  # the union of all ranks' votes
     catch_up: int | None = None  # id of the exchange that some ranks committed, and the others commit now
@@ -174,9 +186,11 @@ def survey(headers: Sequence[Header], busy: bool = False) -> CommonDecision:
 
 
 def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
-    """Return the sync point that can open: SYNCHRONISE if a rank waits there, else the one at which all wait.
+    """Return the sync point that can open, so that the ranks that wait there continue.
 
-    Return NONE if some ranks must go to another one first. Raises GateMismatch where ranks wait at different ones.
+    It is SYNCHRONISE if a rank waits there, else the sync point at which all ranks wait. It is NONE if ranks wait at
+    different sync points, and a vote asks some of them to visit another one first; they come back later. Raises
+    GateMismatch if ranks wait at different sync points without such a vote.
     """
     places = {(h.sync_point, h.sync_point_index if h.sync_point is SyncPointKind.EPOCH_END else 0) for h in headers}
     synchronise = any(h.sync_point is SyncPointKind.SYNCHRONISE for h in headers)
@@ -196,11 +210,11 @@ def _place(headers: Sequence[Header], votes: Vote) -> SyncPointKind:
 
 
 def between_steps(headers: Sequence[Header]) -> Vote:
-    """Return the votes on which ranks must not act after headers without an exchange; the next headers repeat them.
+    """Return the votes that ranks must ignore after headers without an exchange. The next headers repeat these votes.
 
-    A header without an exchange may come when one rank has passed its batch boundary and another has not. If both
-    acted on the vote at their next boundaries, one would take its next synchronous step alone. With an exchange, all
-    ranks that take synchronous steps are in the same step.
+    A header without an exchange may come when one rank has passed its batch boundary and another has not. If both acted
+    on the vote at their next boundaries, one would take its next synchronous step alone. With an exchange, all ranks
+    that take synchronous steps are in the same step.
 
     >>> between_steps([Header(in_step=True), Header()]), between_steps([Header(in_step=True, excused=True), Header()])
     (<Vote.STOP|END: 3>, <Vote.NONE: 0>)
@@ -215,7 +229,10 @@ def between_steps(headers: Sequence[Header]) -> Vote:
 
 
 def places_of(headers: Sequence[Header], names: Sequence[str]) -> dict[str, float]:
-    """Return the place in the data of each rank that takes part, by stable id; in a consensus all take part."""
+    """Return how far each rank is in its data, by stable id, for the ranks that take part in the round.
+
+    In a consensus all ranks take part.
+    """
     ready = max(h.ready for h in headers)
     return {name: h.place for name, h in zip(names, headers, strict=True) if h.ready == ready}
 
@@ -236,7 +253,10 @@ def ready_for(headers: Sequence[Header]) -> int:
 
 
 def mark_of(headers: Sequence[Header], members: Sequence[str]) -> Mark | None:
-    """Return the checkpoint that belongs to the round of these headers; None if no rank asks for one.
+    """Return the checkpoint that ranks make of the round of these headers; None if no rank asks for one.
+
+    Its number is the next one after the largest number of the headers. Its members are the ranks that have a message
+    ready or wait at a sync point.
 
     >>> standing = Header(sync_point=SyncPointKind.TRAIN_END)
     >>> mark_of([Header(votes=Vote.SAVE, ready=1, clock=9, saved=3), Header(saved=2), standing], ["0", "2", "3"])
@@ -261,7 +281,7 @@ def _check_layouts(headers: Sequence[Header]) -> None:
 
 
 def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
-    """Return the numbers of a header's parts, one part after the other.
+    """Return the numbers of a header's parts, one part after the other, as they are sent.
 
     >>> to_row([Header(ready=2, votes=Vote.END)])[:3]
     [1.0, 2.0, 2.0]
@@ -270,7 +290,14 @@ def to_row(parts: Sequence[tuple[Any, ...]]) -> list[float]:
 
 
 def from_rows(blanks: Sequence[tuple[Any, ...]], rows: Sequence[Sequence[float]]) -> list[list[Any]]:
-    """Return the parts that `to_row` has turned into rows, by part, then by rank; each has the type of its blank.
+    """Undo `to_row` for the rows of all ranks.
+
+    Args:
+        blanks: One tuple for each part of a header; it gives the part's type.
+        rows: One row of numbers for each rank.
+
+    Returns:
+        For each part, a list with the part of each rank's header.
 
     >>> from_rows([Header()], [to_row([Header(sync_point=SyncPointKind.STOP)])])[0][0].sync_point
     <SyncPointKind.STOP: 4>
@@ -296,12 +323,14 @@ def _like(blank: tuple[Any, ...], row: Sequence[float]) -> Any:
 
 @functools.lru_cache(maxsize=32)
 def _casts(blank: tuple[Any, ...]) -> list[Any]:
-    """Return the type of each number in a part; None for a float."""
+    """Return the types of the numbers in a part of a header; None for a float."""
     return [None if isinstance(x, float) else type(x) for x in _flat(blank)]
 
 
 def batches_per_second(pace: tuple[float, ...]) -> float:
-    """Return a rank's batches per second from its pace; 0.0 where the pace is unknown.
+    """Return a rank's batches per second; 0.0 if its pace is unknown.
+
+    ``pace`` is a tuple of seconds for a batch's data, compute and communication, and of the batch's samples.
 
     >>> batches_per_second((0.1, 0.3, 0.1, 8.0))
     2.0
@@ -311,7 +340,10 @@ def batches_per_second(pace: tuple[float, ...]) -> float:
 
 
 def relative_speed(pace: tuple[float, ...], paces: Iterable[tuple[float, ...]], unknown: float) -> float:
-    """Return a rank's speed divided by that of the fastest; ``unknown`` where some rank's speed is unknown.
+    """Return a rank's batches per second, divided by those of the fastest rank.
+
+    ``pace`` and ``paces`` are as in `batches_per_second`; three zeros mean that the pace is unknown. If any pace is
+    unknown, the result is ``unknown``.
 
     >>> relative_speed((0.0, 0.5, 0.0, 8.0), [(0.0, 0.5, 0.0, 8.0), (0.0, 0.25, 0.0, 8.0)], unknown=1.0)
     0.5

@@ -1,11 +1,11 @@
 r"""The tensors of one replica, their layout in a flat bucket, and how they take up a mean that arrives late.
 
-`Replica` packs tensors into a bucket and merges a bucket into them. `ModuleTensors` says which tensors a module holds,
-and what becomes of each kind when replicas agree. `RunningMean` and `merge_late_` are for averages over time
-(statistics of BatchNorm, Adam's moments). Each update :math:`x \leftarrow d\,x + u` keeps a part :math:`d` of the
-value. After :math:`k` updates since a snapshot :math:`s`, the value is :math:`d^k s + U`. If the replica had held the
-mean :math:`m` of all replicas at the snapshot, its value would be :math:`x + d^k (m - s)` now. Merged in this way, no
-update is lost, and a variance stays positive.
+`Replica` packs tensors into a bucket and merges a bucket into them. `ModuleTensors` says which tensors a module has,
+and which of them are averaged or compared. `RunningMean` and `merge_late_` are for tensors that are themselves running
+means, such as statistics of BatchNorm and Adam's moments. Each update :math:`x \leftarrow d\,x + u` keeps a part
+:math:`d` of the value. After :math:`k` updates since a snapshot :math:`s`, the value is :math:`d^k s` plus what the
+updates have added. If the replica had held the mean :math:`m` of all replicas at the snapshot, its value would be
+:math:`x + d^k (m - s)` now. This is the value that the merge gives: no update is lost, and a variance stays positive.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ class _Section:
 class Replica:
     """The tensors of one replica that are averaged, and their layout in a bucket.
 
-    The bucket holds, in this order: the parameters, to which the rule applies; the floating-point buffers, unless they
-    are kept; and the optimizers' state, where it is averaged. Buffers and optimizer state always take the plain
-    work-weighted mean (with ``"broadcast"``, buffers take one replica's values), and keep their updates since the
-    snapshot, see `RunningMean`. A complex number counts as two real ones. Buffers and optimizer state may be assigned
-    anew while training.
+    The bucket contains, in this order: the parameters, to which the averaging rule applies; the floating-point buffers,
+    unless each replica keeps its own; and the optimizers' state, where it is averaged. Buffers and optimizer state
+    always take the plain work-weighted mean, or, with ``"broadcast"``, buffers take one replica's values. Their updates
+    since the snapshot are added to the mean, see `RunningMean`. A complex number counts as two real ones. Buffers and
+    optimizer state may be assigned anew while training.
 
-    The parameters are divided into ``fragments`` runs of about equal size in bytes; each round moves one fragment, in
-    turn. Buffers and optimizer state lie after the last fragment, and move with it. So each element moves once in as
-    many rounds as there are fragments.
+    The parameters are divided into ``fragments`` of about equal size in bytes; each round sends one fragment, in turn.
+    Buffers and optimizer state are sent with the last fragment. So each element is sent once in as many rounds as there
+    are fragments.
 
-    Other tensors move at a consensus only, in their own precision, and only where replicas differ. Integer and bool
-    buffers become the maximum over replicas. Frozen parameters become the mean, and so do float64 tensors, because the
-    fp32 bucket rounds them.
+    Other tensors are made equal at a consensus only, and only if replicas differ. Integer and bool buffers become the
+    maximum over replicas. Frozen parameters become the mean. Float64 tensors become the mean, too, in float64: the fp32
+    bucket would round them.
 
     Buckets are on ``device``, preferably the parameters' device; on the CPU they are pinned if parameters are on a GPU.
     Only the training thread packs and merges. Raises as `ModuleTensors` does, and ValueError for more ``fragments``
@@ -107,9 +107,10 @@ class Replica:
         optimizer_state: Callable[[], Sequence[Tensor]] | None = None,
         running_means: Callable[[], Sequence[RunningMean]] | None = None,
     ) -> None:
-        """Lay out the bucket anew, with the tensors that ``optimizer_state`` returns at its end. Default: as before.
+        """Lay out the bucket anew. The tensors that ``optimizer_state`` returns come last in it.
 
-        ``running_means`` returns how each of these tensors averages over time. Default: unknown.
+        ``running_means`` returns, for each of these tensors, which running mean it is (its decay and its number of
+        updates). Default: unknown. Without arguments, the functions of the last call are used again.
         """
         if optimizer_state is not None:
             self._state = optimizer_state
@@ -142,7 +143,10 @@ class Replica:
         """A fingerprint of the layout, equal on all ranks whose messages have the same layout."""
 
     def note_agreed(self) -> None:
-        """Note that all replicas hold one model now, and that infinite values in its buffers (masks) are intended."""
+        """Record that all replicas hold one model now.
+
+        Infinite values in its buffers, such as masks, pass later checks.
+        """
         self.refresh()
         self.tensors.accept_infinite()
         buffers = self._buffers
@@ -195,7 +199,7 @@ class Replica:
         return self._fragments[fragment].plan.layout
 
     def digests(self) -> tuple[int, int]:
-        """Return the digest of the parameters that travel, and of all other tensors that replicas share."""
+        """Return two digests: of the parameters that rounds send, and of all other tensors that replicas share."""
         self.refresh()
         rest = [*self._buffers.tensors, *self._averages.tensors, *self.tensors.apart.values()]
         return digest([*self.parameters, *self.remainders.values()]), digest(rest)
@@ -210,7 +214,10 @@ class Replica:
         return is_finite([*self.parameters, *self._averages.tensors, *self.watched()]), is_finite(rest)
 
     def judge_packed(self, bucket: Tensor, fragment: int) -> tuple[bool, bool]:
-        """Return the two answers of `judge` for a snapshot of ``fragment`` that was packed into ``bucket``."""
+        """Return whether a packed snapshot of ``fragment`` is finite.
+
+        The first result is for the parameters and the optimizer state, the second one for the buffers.
+        """
         if ops.all_finite(self.of_round(bucket, fragment)):
             return True, True
         if fragment != self.last_fragment:
@@ -231,14 +238,17 @@ class Replica:
         return bucket[self.layout.numel :]
 
     def of_round(self, bucket: Tensor, fragment: int) -> Tensor:
-        """Return the part of a bucket that a fragment's round moves; the last has buffers and optimizer state, too."""
+        """Return the part of a bucket that is sent in a round of ``fragment``.
+
+        The last fragment's part also contains the buffers and the optimizer state.
+        """
         section = self._fragments[fragment]
         return bucket[section.start : self.numel if fragment == self.last_fragment else section.end]
 
     def pack_(self, bucket: Tensor, fragment: int | None = None) -> None:
-        """Pack all tensors into ``bucket`` as fp32; with ``fragment``, only those that a round of it moves.
+        """Pack all tensors into ``bucket`` as fp32, or only those that are sent in a round of ``fragment``.
 
-        For a round, buffers are packed as differences from `reference`.
+        With ``fragment``, buffers are packed as differences from `reference`.
         """
         self.refresh()
         self.pack_parameters_(self.of_rule(bucket), None if fragment is None else (fragment,))
@@ -271,14 +281,15 @@ class Replica:
     def scale_(
         self, out: Tensor, source: Tensor, shares: Mapping[int, float], is_source: bool, of_rule: bool = True
     ) -> None:
-        """Write ``out = share * source`` for what rounds of some fragments move: this rank's term of the mean.
+        """Write this rank's term of the mean, ``share * source``, into ``out``, for the fragments in ``shares``.
 
         Args:
             out: Bucket to write to.
             source: Bucket with this rank's snapshot.
             shares: Share of this rank in the mean, by fragment.
             is_source: Whether broadcast buffers come from this rank; from all others they are zero.
-            of_rule: Whether to write the part to which the rule applies. Default: True.
+            of_rule: Whether to write the parameters, too. Default: True. Buffers and optimizer state are always
+                written.
         """
         for fragment, share in shares.items():
             here, there = (self.of_round(bucket, fragment) for bucket in (out, source))
@@ -312,11 +323,12 @@ class Replica:
             target: Bucket with the target of a round, or with the model of a consensus.
             base: Bucket with the values from which the parameters move to ``target``; this call overwrites it.
             with_state: Whether to overwrite buffers and optimizer state, too.
-            buffers_too: False where ``target`` holds no buffers, because the rank that broadcasts them was absent.
+            buffers_too: False if ``target`` has no buffers, because the rank that broadcasts them was absent.
                 Default: True.
-            still: Whether the parameters have not changed since they were packed; then float64 parameters keep their
-                digits beyond fp32. Default: False.
-            of_round: Whether buffers in ``target`` are differences from `reference`. Default: False.
+            still: True if the parameters have not changed since they were packed. Then float64 parameters keep the
+                digits that fp32 does not have. Default: False.
+            of_round: Whether ``target`` is a round's result, whose buffers are differences from `reference`. Default:
+                False.
             fragments: Fragments of the parameters to move. Default: all.
         """
         self.refresh()
@@ -337,9 +349,13 @@ class Replica:
             p.add_(rest)
 
     def merge_late_(self, target: Tensor, snapshot: Tensor, updates: Updates, buffers_too: bool = True) -> None:
-        """Merge a round's mean in ``target`` into buffers and optimizer state, whose updates since ``snapshot`` stay.
+        """Merge a round's mean into the buffers and the optimizer state, and keep their updates since the snapshot.
 
-        ``updates`` is the result of `updates` at the snapshot.
+        Args:
+            target: Bucket with the round's mean.
+            snapshot: Bucket with this rank's snapshot.
+            updates: Numbers of updates at the snapshot, from the method `updates`.
+            buffers_too: Whether buffers are merged. Default: True.
         """
         self.refresh()
         buffers = self._buffers
@@ -362,10 +378,10 @@ class Replica:
 
 
 class ModuleTensors:
-    """The parameters and buffers of a module by name, sorted by what becomes of them; shared tensors count once.
+    """The parameters and buffers of a module by name, in groups: averaged, compared, or left alone when replicas agree.
 
-    Raises ValueError for an unknown policy, for tensors that are not materialised yet (lazy modules), and for tensors
-    that can be neither averaged nor compared.
+    Shared tensors count once. Raises ValueError for an unknown policy for buffers, for tensors that are not
+    materialised yet (lazy modules), and for tensors that can be neither averaged nor compared.
     """
 
     def __init__(self, module: nn.Module, policy: BufferPolicy) -> None:
@@ -389,7 +405,10 @@ class ModuleTensors:
         return {} if self._policy == "keep" else floating
 
     def running_means(self) -> list[RunningMean]:
-        """Return how each buffer in `averaged` averages over time, with its updates so far."""
+        """Return, for each buffer in `averaged`, which running mean it is, such as a BatchNorm's.
+
+        This includes how often it was updated.
+        """
         found: dict[int, RunningMean] = {}
         for layer in self._layers:
             for buffer, positive in ((layer.running_mean, False), (layer.running_var, True)):
@@ -412,9 +431,9 @@ class ModuleTensors:
             mine[name].copy_(value)
 
     def follow_buffers(self) -> bool:
-        """Use buffers that were reassigned; return whether there were any.
+        """Use the new tensor where the module has assigned another one to a buffer; return whether there were any.
 
-        Raises AsyncTrainingError where a buffer was added or removed, or changed its shape or type.
+        Raises AsyncTrainingError if a buffer was added or removed, or changed its shape or type.
         """
         known = self._buffers
         now = dict(self._module.named_buffers())
@@ -476,7 +495,10 @@ class ModuleTensors:
         return {n: p for n, p in real_ones.items() if n not in self.trained and p.dtype in _KINDS}
 
     def accept_infinite(self) -> None:
-        """Note which buffers and frozen parameters are infinite; replicas agree now, so this is on purpose (masks)."""
+        """Record which buffers and frozen parameters have infinite values.
+
+        This is called when all replicas agree, so these values are intended, as in attention masks.
+        """
         fp32 = {name: b.float() if b.dtype is torch.float64 else b for name, b in self.averaged.items()}
         self._infinite = frozenset(name for name, t in {**fp32, **self._frozen}.items() if not is_finite([t]))
 
@@ -547,7 +569,10 @@ def _check_materialised(module: nn.Module) -> None:
 
 
 def describe(module: nn.Module) -> list[str]:
-    """Return one line for each parameter and buffer, frozen ones included; equal on all replicas of one model."""
+    """Return a line with name, shape and type for each parameter and buffer, frozen ones included.
+
+    Replicas of one model have equal lines.
+    """
     _check_materialised(module)
     named = [*module.named_parameters(), *module.named_buffers()]
     lines = FlatLayout([t for _, t in named], [n for n, _ in named]).describe()
@@ -558,7 +583,10 @@ def describe(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class RunningMean:
-    """The way in which a tensor averages over time; the defaults are for a tensor of which nothing is known."""
+    """A description of a tensor that is a running mean: its decay, and how often it was updated.
+
+    The defaults are for a tensor of which nothing is known.
+    """
 
     decay: float | None = 1.0  # the part of its value that stays at an update; None: the mean of all updates so far
     updates: Tensor | float = 0.0  # number of updates so far; a tensor where a module or optimizer counts them
@@ -567,7 +595,7 @@ class RunningMean:
 
 
 def count(means: Sequence[RunningMean]) -> list[Tensor]:
-    """Return copies of the numbers of updates so far, on the devices of their counters, without waiting for a GPU."""
+    """Return a copy of each running mean's number of updates, on its counter's device, without waiting for a GPU."""
     counted = []
     for key, indices in _by_counter(means).items():
         updates = [means[i].updates for i in indices]
@@ -579,7 +607,10 @@ def count(means: Sequence[RunningMean]) -> list[Tensor]:
 
 
 def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.dtype] | None, list[int]]:
-    """Return the indices of means whose counters can be stacked, by the counters' device and type."""
+    """Return the indices of running means in groups whose counters can be stacked.
+
+    The key is the device and the type of the group's counters; it is None for means whose counter is no tensor.
+    """
     found: dict[tuple[torch.device, torch.dtype] | None, list[int]] = {}
     for i, mean in enumerate(means):
         key = (mean.updates.device, mean.updates.dtype) if isinstance(mean.updates, Tensor) else None
@@ -588,11 +619,11 @@ def _by_counter(means: Sequence[RunningMean]) -> dict[tuple[torch.device, torch.
 
 
 def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return a row of fp64 for each tensor: the part of its snapshot that is left, and 1 if updates have reduced it.
+    """Return how much of each running mean is still its value at the snapshot, after the updates since then.
 
-    The part is :math:`d^k` after :math:`k` updates, and :math:`n / (n + k)` for a mean of all :math:`n + k` updates so
-    far. It is 0 where a counter went back, because the average has started over. ``then`` is the result of `count` at
-    the snapshot.
+    Returns a row of fp64 for each tensor: this part, and 1 if updates have reduced it. The part is :math:`d^k` after
+    :math:`k` updates with decay :math:`d`. It is :math:`n / (n + k)` for a mean of all :math:`n + k` updates so far. It
+    is 0 if a counter went back, because the mean has started over. ``then`` is the result of `count` at the snapshot.
     """
     rows: list[Tensor] = []
     order: list[int] = []
@@ -615,7 +646,7 @@ def remaining(means: Sequence[RunningMean], then: Sequence[Tensor], device: torc
 
 
 def _moved(values: Tensor, device: torch.device) -> Tensor:
-    """Return a small tensor on a device, without waiting for a GPU."""
+    """Return a copy of a small tensor on a device, without waiting for a GPU."""
     return values.to(device, non_blocking=device.type == "cuda")
 
 
@@ -652,10 +683,17 @@ def merge_late_(
     then: Sequence[Tensor],
     reference: Tensor | None = None,
 ) -> None:
-    """Move tensors to the mean of all replicas' snapshots, and keep their updates since then; see `late_mean`.
+    """Move running means to the mean of all replicas' snapshots, and keep their updates since the snapshot.
 
-    ``mean`` and ``snapshot`` are flat buckets, from which ``reference`` was subtracted. ``means`` says how each tensor
-    averages over time, and ``then`` is the result of `count` at the snapshot.
+    See `late_mean`.
+
+    Args:
+        tensors: The running means.
+        mean: Flat bucket with the mean of all replicas' snapshots.
+        snapshot: Flat bucket with this replica's snapshot.
+        means: Description of each running mean.
+        then: Result of `count` at the snapshot.
+        reference: Bucket that was subtracted from ``mean`` and ``snapshot``. Default: None, nothing was subtracted.
     """
     left = remaining(means, then, mean.device)
     device = mean.device

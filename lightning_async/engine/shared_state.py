@@ -1,8 +1,8 @@
-"""The state that the training thread and the engine's thread of one rank share, beside the buckets, under one lock.
+"""The state that the training thread and the engine's thread of one rank share, under one lock.
 
-`SharedState` holds that state. `Header` is the part of it that a rank sends to all others before each exchange.
-`SyncPointKind`, `Arrival` and `Vote` say at which sync point a rank waits, how the
-wait ended, and what a rank asks of all others.
+`SharedState` holds this state, apart from the buckets. `Header` is the part of it that a rank sends to all others
+before each exchange. `SyncPointKind`, `Arrival` and `Vote` say at which sync point a rank waits, how the wait ended,
+and what a rank asks of all others.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Vote(enum.Flag):
 
     @property
     def lasting(self) -> Vote:
-        """The votes that remain once a sync point has opened: all but those that ask ranks to come to one."""
+        """The votes that remain after a sync point: all except those that ask ranks to come to a sync point."""
         return self & ~(Vote.VALIDATE | Vote.SYNCHRONISE | Vote.DECIDE | Vote.EPOCH)
 
 
@@ -151,9 +151,9 @@ class SharedState:
     error: BaseException | None = None  # the error that has ended the engine's thread
 
     def wait(self, condition: Callable[[], bool], see: Callable[[], None]) -> None:
-        """Wait on the training thread for ``condition``; ``see`` raises failures meanwhile.
+        """Wait on the training thread until ``condition`` is true. The caller holds the lock.
 
-        The caller holds the lock.
+        ``see`` is called every half second, and raises if the engine has failed.
         """
         while not condition():
             # The wait is short, so that `see` passes on a signal and notes that this thread lives.
@@ -161,7 +161,10 @@ class SharedState:
             self.changed.wait(0.5)
 
     def stands_at(self, sync_point: SyncPointKind) -> bool:
-        """Return whether the training thread goes on when ``sync_point`` opens. The caller holds the lock."""
+        """Return whether the training thread may continue when ``sync_point`` opens. The caller holds the lock.
+
+        At SYNCHRONISE this is so only for a rank that waits there.
+        """
         return sync_point is not SyncPointKind.SYNCHRONISE or self.sync_point is sync_point
 
     def open_sync_point(self, sync_point: SyncPointKind, now: float) -> None:

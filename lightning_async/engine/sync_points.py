@@ -22,14 +22,17 @@ class SyncPointParticipant:
         """Clean up after waiting for ``waited_s`` at a sync point, opened or not. The caller holds the lock."""
 
     def leave_sync_point(self) -> None:
-        """Take up changes made at the last sync point, before the next batch or sync point."""
+        """Apply what the last sync point has changed, before the next batch or sync point."""
 
     def before_batch(self) -> None:
         """Prepare for a batch."""
 
 
 class SyncPoints:
-    """The training thread's sync points and votes; the engine's thread serves headers while it waits."""
+    """The training thread's sync points and votes.
+
+    While it waits, the engine's thread exchanges headers with other ranks.
+    """
 
     def __init__(self, control: ControlPlane, *participants: SyncPointParticipant) -> None:
         self._control = control
@@ -135,7 +138,7 @@ class SyncPoints:
             self._box.pace = pace
 
     def tell_place(self, place: float) -> None:
-        """Set the place in the data after the coming step, which the next message carries."""
+        """Record how far this rank will be in its data after the coming step. The next message carries this number."""
         with self._box.changed:
             self._box.place = place
 

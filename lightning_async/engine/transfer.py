@@ -1,7 +1,7 @@
-"""Waits for bytes between ranks, which end with a death, with closing, and with a new generation.
+"""Waiting for data from other ranks. A wait ends if a rank dies, if the engine closes, or if new groups are formed.
 
-`Transfer` waits for headers and payloads. `UncommittedRound` keeps the exchange that some ranks have committed and
-others have not.
+`Transfer` waits for headers and payloads. `UncommittedRound` keeps an exchange that some ranks have committed and
+others have not, so that all can commit it.
 """
 
 from __future__ import annotations
@@ -92,7 +92,10 @@ class Transfer:
         return self._wait(self.small.all_gather(row), None, every)
 
     def all_have(self, tally: float, doubt: bool) -> float | None:
-        """Wait until all ranks have the payload; return the sum of all tallies, or None where any has ``doubt``."""
+        """Wait until all ranks have the payload; return the sum of the ranks' ``tally``, such as their samples.
+
+        Returns None if any rank has a ``doubt``: it does not know yet whether it can use what it has received.
+        """
         rows = self.meet(torch.tensor([tally, doubt], dtype=torch.float64))
         total, doubts = rows.sum(dim=0).tolist()
         return None if doubts else total
@@ -114,20 +117,22 @@ class Transfer:
             self.result(self.large.broadcast(part, source))
 
     def registered(self, buffer: Tensor) -> Tensor:
-        """Return a copy of a bucket in memory from which the transport moves it best, or the bucket itself."""
+        """Return a copy of ``buffer`` in memory that the transport can use best, or ``buffer`` itself."""
         return self.large.registered(buffer)
 
 
 class UncommittedRound:
     """The last exchange of this rank, while some ranks may have committed it and others may not.
 
-    two steps    all ranks say that they have the payload, then each commits. A rank that loses the last answer is
-                 `behind`: it has the payload, and commits once the next header says that others did
-    at once      each rank commits once it has the payload. A rank whose move of the payload fails is `behind` without
-                 it, and gets it from a rank that is `ahead`. A rank that is `ahead` keeps the payload in the bucket
-                 in which it landed, until the next header has shown that no rank lacks it
+    There are two ways to commit; the type of the exchange says which one is used.
 
-    No rank is behind by more than one exchange, because a header meets all ranks before the next exchange begins.
+        two steps    all ranks say that they have the payload, then each commits. A rank that loses the last answer is
+                     `behind`: it has the payload, and commits once the next header says that others did
+        at once      each rank commits once it has the payload. A rank that fails to receive the payload is `behind`
+                     without it, and gets it from a rank that is `ahead`. A rank that is `ahead` keeps the payload in
+                     the bucket in which it was received, until the next header has shown that no rank lacks it
+
+    No rank is behind by more than one exchange, because all ranks exchange headers before the next exchange begins.
     """
 
     def __init__(self, buckets: Buckets, transfer: Transfer) -> None:
@@ -139,13 +144,16 @@ class UncommittedRound:
 
     @property
     def id(self) -> int:
-        """The id of the exchange whose payload this rank holds for others; 0 where there is none that they may need."""
+        """The number of the exchange whose payload other ranks may need from this rank; 0 if there is none."""
         if self.behind is not None and not self.behind.at_once:
             return self.behind.id
         return 0 if self.ahead is None else self.ahead.id
 
     def all_have(self, exchange: InFlightRound) -> bool:
-        """Wait until all ranks have the payload, and settle it while any has doubts; return whether to commit it."""
+        """Wait until all ranks have the payload; return whether to commit the exchange.
+
+        If a rank is in doubt whether it can use the payload, the ranks settle that first.
+        """
         self.behind = exchange  # from here on others may commit it, even if this rank never gets their answer
         while (tally := self._transfer.all_have(exchange.tally, exchange.doubt)) is None:
             self.behind = None
@@ -162,7 +170,10 @@ class UncommittedRound:
         self.ahead = exchange if exchange.at_once else None
 
     def keep(self) -> None:
-        """Copy a payload that others may lack out of the buckets, before the training thread overwrites it."""
+        """Copy the payload out of the buckets, if other ranks may lack it.
+
+        The caller is about to overwrite the buckets.
+        """
         if self.ahead is not None:
             self.ahead.target = self.ahead.target.clone()
 
@@ -170,10 +181,14 @@ class UncommittedRound:
         self.behind = self.ahead = None
 
     def catch_up(self, id: int, source: int | None, is_behind: bool) -> InFlightRound | None:
-        """Return the exchange ``id`` for this rank to commit, as some ranks have; None if this rank already has.
+        """Return the exchange ``id``, which some ranks have committed, so that this rank commits it, too.
 
-        All ranks call this together. ``source`` is the rank that broadcasts the payload, see `source_of`. ``is_behind``
-        says that this rank has not committed the exchange.
+        Returns None if this rank has committed it already. All ranks call this together.
+
+        Args:
+            id: Number of the exchange.
+            source: Rank that broadcasts the payload, see `source_of`; None if all ranks have it.
+            is_behind: Whether this rank has not committed the exchange.
         """
         mine = self.behind if is_behind else self.ahead
         if mine is not None and mine.id != id:
@@ -190,7 +205,10 @@ class UncommittedRound:
 
 
 def source_of(headers: Sequence[Header], id: int) -> int | None:
-    """Return the rank that broadcasts the payload of exchange ``id`` to those that lack it; None if no rank does.
+    """Return the first rank that holds the payload of exchange ``id``, if another rank lacks it, else None.
+
+    A rank lacks it if it has not committed the exchange (``Header.exchange`` is ``id``) and does not hold the payload
+    (``Header.held`` is not ``id``).
 
     >>> source_of([Header(exchange=7, held=7), Header(exchange=8)], 7)
     >>> source_of([Header(exchange=7), Header(exchange=8, held=7)], 7)

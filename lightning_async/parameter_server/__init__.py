@@ -5,7 +5,8 @@ gradients, and pushes them; an optimizer on the server applies each push once, w
 
 - `Server` answers workers, with one thread for each worker and one lock around its `Store`.
 - `ServerProcess` starts a supervisor process, which starts the server process, and starts it again when it is killed.
-- `Worker` is the model of one worker as a table on the servers; it speaks to them through a `Client`.
+- `Worker` pulls weights into a model's parameters and pushes gradients, through a `Client`. The weights of one `Worker`
+  are one table on the servers.
 - `ParameterGroups` holds one `Worker` for each group of parameters.
 
 Processes and threads: the worker sends its requests from one thread at a time; the server process has a thread for

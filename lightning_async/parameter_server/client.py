@@ -1,10 +1,11 @@
 """A worker's connections to its servers: pushes, pulls, and recovery when a server dies.
 
     push n: fill `gradients`, send them to all servers, wait for all answers
-    a server dies: connect again, say hello with the same life, repeat the request; the server knows if it applied n
+    a server dies: connect again, repeat the request; the server knows by n whether it has applied the push
 
 A push stays in this process's memory, unchanged, until it is answered. `Client` sends each request to all servers at
-once, through one `ShardConnection` for each. `PushResiduals` and `Arrived` are the two ends of a compressed push.
+once, through one `ShardConnection` for each. `PushResiduals` compresses a push on the worker, and `Arrived`
+decompresses it on the server.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class ServerAnswer:
         durable: Version of each server's newest snapshot, which survives the loss of its host; -1: there is none.
         lost: Number of this worker's pushes that a server had acknowledged, and then lost with its host.
         in_step: Whether the next update combines one push of each worker.
-        called: In the mode ``"sync"``, whether any worker made its push of this round with ``call=True``. All workers
-            get the same value for a round.
+        called: In the mode ``"sync"``, whether any worker asked for a sync point by a push with ``call=True`` in this
+            round. All workers get the same value for a round.
         restored: Number that grows whenever a server starts from a snapshot, because versions go back then.
     """
 
@@ -80,7 +81,7 @@ class Client:
         absent_s: Seconds after which a server that cannot be reached is lost.
         compression: Compression of pushes. Default: None, pushes are fp32.
         consistent: Whether a pull takes one version of all servers, see `consistency`.
-        table: Number of the servers' table.
+        table: Index of the table of weights on the servers, of which there is one for each group of parameters.
         overlap: Whether gradients may be computed at weights older than the last pull, see `ShardConnection`.
     """
 
@@ -119,7 +120,10 @@ class Client:
         return [_floats(line.dial.incoming) for line in self._lines]
 
     def bring(self, field: str) -> None:
-        """Send the contents of `gradients` as the optimizer state's field of this name, before `start`."""
+        """Send the field ``field`` of a restored optimizer state, such as a momentum, to the servers.
+
+        The caller has written the field into the send buffer `gradients`. Call this before `start`.
+        """
         self._ask_with_all({"do": "bring", "field": field})
 
     def start(
@@ -132,7 +136,9 @@ class Client:
         anew: bool = False,
         warmup_steps: int | None = None,
     ) -> ServerAnswer:
-        """Join the servers, and pull; servers that have no weights take the contents of `gradients` as their weights.
+        """Join the servers, and pull.
+
+        Servers that have no weights yet take the initial weights, which the caller has written into `gradients`.
 
         Args:
             optimizer: Name of the optimizer, see `make_optimizer`. Default: ``"delta"``, pushes are added to the
@@ -222,9 +228,10 @@ class Client:
         return replace(pulled, **how, resent=answer.resent + pulled.resent)
 
     def begin_parts(self) -> None:
-        """Note that no part of the next push has been sent yet.
+        """Begin a push that is sent in parts.
 
-        The caller then fills `gradients` from the end to the beginning, and sends each part with `leave`.
+        The caller then fills `gradients` from the end to the beginning, and calls `leave` to send each part that is
+        filled.
         """
         for line in self._lines:
             line.begin_part()
@@ -235,8 +242,8 @@ class Client:
         Does nothing with compression.
 
         Args:
-            parts: Start and end of the part in each server's `gradients`: the tail, the part directly before those that
-                were sent, or a part that has changed since it was sent.
+            parts: Start and end of the part in each server's `gradients`. Parts are sent from the end to the beginning.
+                A part that has changed since it was sent may be sent again.
         """
         itemsize = torch.float32.itemsize
         for line, (start, end) in zip(self._lines, parts, strict=True):
@@ -248,11 +255,17 @@ class Client:
         return self._answer(self._ask_all({"do": "snapshot"}), pulled=False)
 
     def read(self, field: str) -> tuple[dict[str, Any], ...]:
-        """Read a field of all servers' state into `weights`; return their ``fields``, ``scalars`` and ``version``."""
+        """Read one field of all servers' state into the buffer `weights`.
+
+        Returns each server's answer, with its ``fields``, ``scalars`` and ``version``.
+        """
         return tuple(self._ask_all({"do": "read", "field": field}))
 
     def rest(self, sync_point: int) -> None:
-        """Tell the servers that pushes up to this sync point do not wait for this worker; later pushes do again."""
+        """Tell the servers that other workers' pushes need not wait for this worker until this sync point.
+
+        Pushes after the sync point wait for it again.
+        """
         self._ask_all({"do": "rest", "sync_point": sync_point})
 
     def give_up(self) -> None:
@@ -261,7 +274,10 @@ class Client:
             line.give_up()
 
     def lags(self) -> tuple[dict[str, Any], ...]:
-        """Return each server's histogram of lag, see `in_words`, with the ``mean`` of recent lags."""
+        """Return how late pushes were, for each server: a histogram of lags, and the ``mean`` of recent lags.
+
+        See `in_words`.
+        """
         lags = [reply["lags"] for reply in self._ask_all({"do": "lags"})]
         return tuple({**each, "counts": {int(key): count for key, count in each["counts"].items()}} for each in lags)
 
@@ -310,7 +326,7 @@ class Client:
 
 
 class ShardConnection:
-    """A worker's connection to one server, also when one process of the server replaces another.
+    """A worker's connection to one server. It outlives the server's process, if another process replaces it.
 
     Used by one thread at a time, except for `give_up`. When the server's process dies, the connection is made again,
     and a request without an answer is repeated.

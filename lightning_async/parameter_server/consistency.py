@@ -1,15 +1,16 @@
-"""Rules that say which worker waits for which, and pulls of one version of all servers.
+"""Rules that say which worker waits for which, and pulls that get one version from all servers.
 
 `WorkerRules` say how a server treats its workers; the pure functions `live`, `round_due` and `awaited` follow them.
 
 A consistent `pull` has two requests. First the worker asks all servers to hold: they apply no more pushes, and each
-answers with the number of the last push of each worker that it has applied. The highest numbers of all answers are the
-cut. Then the worker pulls at the cut: a server applies waiting pushes that belong to the cut, sends the weights once
-all of these are applied, and ends the hold.
+answers with the number of the last push of each worker that it has applied. The cut is, for each worker, the highest
+number in any answer. Then the worker pulls at the cut: a server applies waiting pushes that belong to the cut, sends
+the weights once all of these are applied, and ends the hold.
 
 If one server has applied its part of a push, the other servers' parts are on their way, and the pull waits for them. If
-the push's worker is gone, they never come: the pull does not wait for them, and contains the parts that were applied. A
-hold ends after a limit, or with the worker's connection; if the limit was too short, the worker asks again.
+the worker that made the push is gone, they never come: the pull does not wait for them, and contains the parts that
+were applied. A hold ends after a limit, or with the worker's connection. If the limit was too short, the worker asks
+again.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class WorkerRules:
         return NoCorrection() if self.mode == "sync" else make_policy(self.staleness, optimizer, arguments)
 
     def plain(self) -> dict[str, Any]:
-        """Return the rules in JSON's terms."""
+        """Return the rules as a dict of JSON values."""
         return {**vars(self), "staleness": stated_staleness(self.staleness)}
 
 
@@ -122,9 +123,16 @@ def live(workers: Workers, sync_point: int = 0) -> set[str]:
 def round_due(
     worker_rules: WorkerRules, version: int, workers: Workers, waiting: Collection[str], sync_point: int = 0
 ) -> bool:
-    """Return whether to apply the waiting pushes: all live workers have pushed.
+    """Return whether to apply the waiting pushes: whether every live worker has pushed, or rests at ``sync_point``.
 
     Before the first update, `num_workers` workers must also have joined.
+
+    Args:
+        worker_rules: Rules of the server.
+        version: Version of the weights; 0 before the first update.
+        workers: The server's entry of each worker; ``rests`` is the sync point at which the worker rests, or -1.
+        waiting: Workers whose pushes wait.
+        sync_point: Number of sync points before these pushes. Default: 0.
 
     >>> entry = {"live": True, "rests": -1}
     >>> two = WorkerRules(mode="sync", num_workers=2)
@@ -142,6 +150,14 @@ def awaited(
 ) -> set[str]:
     """Return the workers that a worker has to wait for after its push; empty if it may continue.
 
+    Args:
+        worker_rules: Rules of the server.
+        workers: The server's entry of each worker; ``push`` is the number of its last push, ``clock`` its progress.
+        waiting: Workers whose pushes wait to be applied together.
+        worker: The worker that has pushed.
+        number: Number of its push.
+        sync_point: Number of sync points before this push. Default: 0.
+
     >>> fast = {"live": True, "rests": -1, "push": 5, "clock": 5}
     >>> slow = {"live": True, "rests": -1, "push": 1, "clock": 1}
     >>> awaited(WorkerRules(mode="ssp", max_staleness=3), {"a": fast, "b": slow}, [], "a", 5)
@@ -158,7 +174,9 @@ def awaited(
 
 
 def applied_by(workers: Workers) -> Cut:
-    """Return the number of each worker's last push that a server has applied.
+    """Return, for each worker, the number of its last push that the server has dealt with.
+
+    A push is dealt with if it was applied (``push``), or if the worker has said that it needs no update (``said``).
 
     >>> applied_by({"a": {"client": "3f", "push": 4}, "b": {"client": "9c", "push": 1, "said": 2}})
     {('a', '3f'): 4, ('b', '9c'): 2}
@@ -167,7 +185,7 @@ def applied_by(workers: Workers) -> Cut:
 
 
 def plain(cut: Cut) -> list[list[Any]]:
-    """Return a cut in JSON's terms."""
+    """Return a cut (the number of each worker's last push) as a list of JSON values."""
     return [[*worker, number] for worker, number in cut.items()]
 
 
@@ -182,7 +200,10 @@ class _Hold:
 
 
 class ConsistentReads:
-    """The holds that workers have on one server. The caller of each method holds the server's lock."""
+    """The consistent reads of one server. A worker that reads holds the server: no push is applied until it has read.
+
+    The caller of each method holds the server's lock.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -202,17 +223,19 @@ class ConsistentReads:
         self._holds.pop(worker, None)
 
     def holds(self, worker: str) -> bool:
-        """Return whether the worker's hold still lasts."""
+        """Return whether the worker still keeps the server from applying pushes, because it is about to read."""
         hold = self._holds.get(worker)
         return hold is not None and self._now() < hold.until
 
     def allow(self, pushes: Mapping[str, int], workers: Workers, connected: Collection[str]) -> bool:
-        """Return whether pushes with these numbers, by worker, may be applied now.
+        """Return whether these pushes may be applied now, although workers hold the server for their reads.
+
+        A worker's hold ends here if its time is over, or if the worker is not connected.
 
         Args:
             pushes: Number of each worker's push.
             workers: Entries of the workers.
-            connected: Names of connected workers; a hold of any other worker ends.
+            connected: Names of connected workers.
         """
         if not self._holds:
             return True
@@ -229,7 +252,9 @@ class ConsistentReads:
 
 
 def missing(cut: Cut, workers: Workers) -> bool:
-    """Return whether some push of the cut has not been applied yet; pushes of forgotten workers do not count.
+    """Return whether some push of the cut has not been applied yet.
+
+    A push does not count if the server has forgotten its worker, or if the worker has been started again since.
 
     >>> workers = {"a": {"client": "3f", "push": 4}}
     >>> missing({("a", "3f"): 5}, workers), missing({("a", "3f"): 4, ("b", "9c"): 7, ("a", "1d"): 9}, workers)

@@ -7,8 +7,9 @@
     call: training 3 is over        ------->  ends the process, once no worker is connected
     (the workers' processes end)              receives no worker's heartbeat any more: ends
 
-`JobBoard` holds these notes in the store, `DedicatedServer` follows them on a rank that serves, and `Attendance` finds
-out when the workers have ended. `Agreement` is the workers' component at sync points.
+`JobBoard` reads and writes these calls and answers in the store. `DedicatedServer` carries out the calls on a rank that
+is a server, and `Attendance` finds out when the workers have ended. With `Agreement`, workers at a sync point wait
+until all of them have the same weights.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class JobBoard:
         self._store.write("call", call)
 
     def dismiss(self, run: int) -> None:
-        """Write that the training of this number is over."""
+        """Write that training number ``run`` is over, so that its servers end."""
         self._store.write("call", {"run": run, "over": True})
 
     def answers(self, run: int, num_servers: int, patience: WaitWithLog) -> list[dict[str, Any]]:
@@ -86,14 +87,17 @@ class JobBoard:
         return [address for server in range(num_servers) for address in notes[server]["addresses"]]
 
     def check(self, run: int, server: int) -> dict[str, Any]:
-        """Return a server's answer, empty if there is none; raise AsyncTrainingError if the server cannot serve."""
+        """Return what a server has published for training number ``run``, such as its address, or an empty dict.
+
+        Raises AsyncTrainingError if the server has published that it cannot start.
+        """
         note = self.answered(run, server)
         if "error" in note:
             raise AsyncTrainingError(f"server {server} cannot go on: {note['error']}")
         return note
 
     def called(self) -> dict[str, Any]:
-        """Return the last call; empty if there was none."""
+        """Return the first worker's last call for servers, or to end them; empty if there was none."""
         return self._store.read("call")
 
     def answer(self, run: int, server: int, note: Mapping[str, Any]) -> None:
@@ -101,20 +105,20 @@ class JobBoard:
         self._store.write(f"answer/{run}/{server}", note)
 
     def answered(self, run: int, server: int) -> dict[str, Any]:
-        """Return a server's answer; empty if there is none."""
+        """Return what a server has published for training number ``run``, such as its address, or an empty dict."""
         return self._store.read(f"answer/{run}/{server}")
 
 
 class DedicatedServer:
-    """A rank that serves: it starts one server for each training of the workers, and ends it afterwards.
+    """A rank that is a server: it starts one server process for each training of the workers, and ends it afterwards.
 
-    The servers are separate processes, which outlive the rank's process. If the rank is started again, workers continue
-    with the same servers.
+    If the rank itself dies, its server processes live on. If the rank is started again, workers continue with the same
+    server processes.
 
     Args:
-        board: Notes of the job.
+        board: The job's entries in the store, by which workers and servers find each other.
         number: Number of the server.
-        host: Address of this host for workers on other hosts. Default: None, the server serves this host only.
+        host: Address of this host for workers on other hosts. Default: None, only workers of this host can connect.
     """
 
     def __init__(self, board: JobBoard, number: int, host: str | None = None) -> None:
@@ -134,7 +138,10 @@ class DedicatedServer:
         return self._run is not None
 
     def follow(self) -> None:
-        """Start or end servers as the workers' last call says; raise AsyncTrainingError if one cannot be started."""
+        """Start or end server processes, if the workers have called for it.
+
+        Raises AsyncTrainingError if a server process cannot be started.
+        """
         call = self._board.called()
         # Nothing has changed: there is no call, an unknown training is over, or this one is being served.
         if not call or (call["over"] and call["run"] != self._run) or (not call["over"] and call["run"] == self._run):
@@ -144,7 +151,10 @@ class DedicatedServer:
             self._begin(call)
 
     def wait(self, woken: int) -> None:
-        """Wait for a moment, or until descriptor ``woken`` is readable; replace servers whose supervisor has ended."""
+        """Wait for a moment, or until descriptor ``woken`` is readable.
+
+        Meanwhile, replace each server process whose supervisor has ended.
+        """
         for descriptor in self._own.keys() & connection.wait([woken, *self._own], _LOOK_S):
             self._restart(descriptor)
 
@@ -168,7 +178,7 @@ class DedicatedServer:
                 os.close(descriptor)
 
     def end(self) -> None:
-        """End the servers of a training that is over, once no worker is connected."""
+        """Wait until no worker is connected, and end the server processes of a training that is over."""
         while self._adopted:
             # An adopted server is no child of this process, so it is told by a message.
             tell_over(dial(self._adopted.pop(), 0, 0))
@@ -282,7 +292,8 @@ class Agreement(EngineComponent):
     """The engine component that opens a sync point once all workers have the weights of the last push.
 
     A worker at a sync point has no push under way, and pulls after its last push. The worker that comes last therefore
-    pulls weights that contain all pushes, on every server, and has the highest version. Equal versions mean equal bits.
+    pulls weights that contain all pushes, on every server, and has the highest version. The others pull until they have
+    this version. Equal versions mean weights that are equal to the bit.
     """
 
     blank = WorkerVersion()
@@ -293,7 +304,12 @@ class Agreement(EngineComponent):
         control.register(self)
 
     def pulled(self, versions: Sequence[int], restored: int = 0) -> None:
-        """Note the versions of this worker's weights. Runs on the training thread."""
+        """Record the versions of the weights that this worker has pulled. Runs on the training thread.
+
+        Args:
+            versions: Version of each server's shard.
+            restored: Number that grows when servers restore a snapshot. Default: 0.
+        """
         with self._shared_state.changed:
             self._mine = WorkerVersion(float(restored), float(sum(versions)))
 

@@ -19,11 +19,11 @@ class PushTotals:
         pushes: Number of pushes.
         pulls: Number of pulls.
         version: Number of optimizer steps in the weights that were pulled last.
-        earlier: Number of these steps that were taken before the servers last began with this worker's weights, see
+        earlier: Part of ``version`` that was counted before the servers were last given this worker's weights, see
             `begin`.
         lag: Lag of the last push.
         lag_sum: Sum of the lags of all pushes that were not empty.
-        timed_pushes: Number of pushes that were not empty.
+        timed_pushes: Number of pushes that were not empty; only these have a lag.
         sent_bytes: Bytes of pushes, after compression.
         pulled_bytes: Bytes of pulled weights.
         asked_s: Seconds that requests took.
@@ -57,7 +57,7 @@ class PushTotals:
             self.asked_s += time.monotonic() - began
 
     def begin(self) -> None:
-        """Note that servers have begun with this worker's weights, so that their versions count from 0 again."""
+        """Record that the servers were given this worker's weights, so that their versions count from 0 again."""
         # Servers count from zero again, while this worker's total continues.
         self.earlier = self.version
 
@@ -115,7 +115,7 @@ class WorkerSteps:
 
     where :math:`p_0` is the mean when training begins, and :math:`v` is the version. Each of the first :math:`w`
     versions combines one push of each worker, and each later version combines :math:`K` pushes. :math:`N` is the number
-    of workers when a version is pulled.
+    of workers. At each pull, :math:`N` of that moment applies to the versions since the last pull.
 
     Args:
         steps: Number of steps of each worker when training begins.
@@ -138,7 +138,7 @@ class WorkerSteps:
         self._version = version
 
     def see(self, version: int, num_workers: int) -> int:
-        """Note a version that was pulled, and the number of workers; return the mean number of steps."""
+        """Record a version that was pulled, and the number of workers; return the workers' mean number of steps."""
         if (new := version - self._version) > 0:
             # Versions in step hold one push of each worker, and move the mean by a whole step.
             together = max(0, min(version, self._in_step) - self._version)
@@ -148,7 +148,7 @@ class WorkerSteps:
 
     @property
     def steps(self) -> tuple[int, int]:
-        """The mean over the workers of their numbers of steps, rounded down: when training began, and now."""
+        """Two means over the workers of their numbers of steps, rounded down: when training began, and now."""
         return int(self.first), int(self._mean)
 
     def plain(self) -> dict[str, Any]:

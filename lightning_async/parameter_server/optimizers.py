@@ -1,8 +1,9 @@
-"""The optimizers of servers, made by name and arguments in JSON's terms; see `ServerOptimizer` and `make_optimizer`.
+"""The optimizers of servers, created from a name and arguments in JSON values; see `make_optimizer`.
 
-A step reads one bank of memory, which stays as it is, and fills another one, piece by piece, in any order. Fused ops
-read and write each piece once, together with the reply to the worker. All other optimizers are torch's own classes. An
-optimizer is refused if its step for one element depends on other elements.
+A shard's arrays exist twice, in two banks. An optimizer step reads one bank, which stays as it is, and writes the other
+one, piece by piece, in any order. SGD, Adam and their kind have fused ops, which read and write each piece once,
+together with the reply to the worker. For other optimizers, torch's own classes are used. An optimizer is refused if
+its step for one element depends on other elements.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ShardSpan(NamedTuple):
         return [self.old[name] for name in names]
 
     def after(self, *names: str) -> list[Tensor]:
-        """Return these arrays as the step fills them."""
+        """Return the arrays of `new` with these names, which the step writes."""
         return [self.new[name] for name in names]
 
 
@@ -87,7 +88,10 @@ class ServerOptimizer(ABC):
 
     @abstractmethod
     def step(self, span: ShardSpan, scalars: Scalars, rates: ServerRates) -> Scalars:
-        """Fill the span's ``new`` arrays; return the new scalars, which are the same for every piece."""
+        """Take an optimizer step on one piece of the shard: read the span's old arrays, and write its ``new`` arrays.
+
+        Returns the optimizer's new scalars, such as its number of steps; they are the same for every piece.
+        """
 
 
 class Delta(ServerOptimizer):
@@ -128,9 +132,10 @@ class Sgd(ServerOptimizer):
 class DanaStep(ServerOptimizer):
     """SGD with a momentum for each worker, by `ops.server_dana_`; see `algorithms.staleness.Dana`.
 
-    The field ``momentum_buffer`` is the sum of all workers' momenta, and workers pull the field ``ahead``. For a step
-    with one worker's push, the banks also hold that worker's ``momentum``. A step with all workers' pushes together
-    changes no worker's momentum; the next step with one worker's push then starts ``momentum_buffer`` from zero.
+    The field ``momentum_buffer`` is the sum of all workers' momenta, and workers pull the field ``ahead``. A step with
+    one worker's push also reads and writes that worker's ``momentum``. A step with all workers' pushes together, as in
+    rounds, changes no worker's momentum. The next step with one worker's push then starts ``momentum_buffer`` from
+    zero.
 
     Args:
         lr: Learning rate, as in torch's SGD.
@@ -170,11 +175,11 @@ class DanaStep(ServerOptimizer):
         return {"reach": rate * mu}
 
     def without(self, old: Bank, new: Bank, momenta: Sequence[Tensor], scalars: Scalars) -> None:
-        """Fill ``new`` with ``old`` minus the momenta of workers that are gone.
+        """Subtract the momenta of workers that are gone from the sum of momenta.
 
         Args:
-            old: The valid bank.
-            new: The bank to fill.
+            old: Arrays before.
+            new: Arrays to write: the others are copied from ``old``.
             momenta: Momenta of the workers that are gone.
             scalars: Scalars of the optimizer.
         """
@@ -221,7 +226,7 @@ def make_optimizer(
         name: Name of a class of torch.optim, or ``"delta"``: pushes are added to the weights.
         arguments: Arguments of the class's constructor, without the parameters.
         known: Whether these arguments were accepted before. An optimizer with a fused op then skips the check by
-            torch's class, which takes a second. Default: False.
+            torch's class, which takes about a second. Default: False.
         momentum_by_worker: Whether each worker has its own momentum. Default: False.
 
     Raises:
@@ -278,7 +283,10 @@ def _fused(name: str, options: Mapping[str, Any]) -> ServerOptimizer | None:
 
 
 def begun(state: Mapping[str, Tensor] | None, scalars: Mapping[str, float] | None) -> Scalars:
-    """Return the scalars of an optimizer that begins with this state; a state with fields counts as a step taken."""
+    """Return the scalars of an optimizer that begins with this state.
+
+    If the state has any field, such as a momentum, at least one step was taken, so the field is not initialised again.
+    """
     return {**({_BEGUN: 1.0} if state else {}), **(scalars or {})}
 
 

@@ -29,13 +29,13 @@ _BYTES = 4  # bytes of an element on a server: fp32
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive elements of a key in a server's shard.
+    """A run of consecutive elements of one tensor (key), as a server's shard holds them.
 
     Args:
-        key: Number of the key.
+        key: Index of the tensor.
         start: First element.
         stop: Element after the last one.
-        offset: Place of the first element in the shard.
+        offset: Index of the first element in the shard.
     """
 
     key: int
@@ -86,7 +86,10 @@ class ServerPartition:
 
     @classmethod
     def of(cls, named: Mapping[str, Tensor], num_servers: int = 1, bigarray_bound: int = 1_000_000) -> ServerPartition:
-        """Return the partition of these tensors, by name."""
+        """Return the partition of named tensors.
+
+        A tensor of ``bigarray_bound`` elements or more is split over all servers.
+        """
         shapes = tuple(tuple(tensor.shape) for tensor in named.values())
         return cls(tuple(named), shapes, num_servers, bigarray_bound)
 

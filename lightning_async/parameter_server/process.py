@@ -1,8 +1,8 @@
 """Server processes: starting them, ending them, and replacing one whose supervisor was killed.
 
-`ServerProcess` is one server under its supervisor, and `ServerStart` holds the settings that the servers of one
-training share. `Guard` replaces a server whose supervisor was killed, and with it the server's memory. The new server
-listens under the same name, and begins with the newest snapshot.
+`ServerProcess` is one server under its supervisor, a process that restarts the server. `ServerStart` holds the settings
+that the servers of one training share. If a supervisor is killed, the server's memory is lost, and `Guard` starts a new
+server. The new server listens under the same name, and begins with the newest snapshot.
 """
 
 from __future__ import annotations
@@ -104,7 +104,6 @@ class ServerProcess:
 
     @property
     def supervisor(self) -> int:
-        """Process id of the supervisor."""
         assert self._process is not None
         return self._process.popen.pid
 
@@ -119,7 +118,7 @@ class ServerProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether the supervisor has been killed; the server's memory is gone with it."""
+        """Whether the process that supervises the server was killed. The server's memory is then lost, too."""
         return self._process is not None and (self._process.popen.poll() or 0) < 0
 
     def tell_to_end(self) -> None:
@@ -176,10 +175,10 @@ class ServerProcess:
 
 
 class Shelving(NamedTuple):
-    """The folder of one training's snapshots.
+    """The settings of one training's snapshots: where servers write them, and how often.
 
     Args:
-        folder: The folder. Default: None, servers take no snapshots.
+        folder: Folder of the snapshots. Default: None, servers take no snapshots.
         every_s: Seconds between two snapshots. Default: 60.
     """
 
@@ -240,7 +239,7 @@ class Guard:
 
     Args:
         start: Settings with which servers are started.
-        own: Servers by number; the guard changes this mapping until it is closed.
+        own: Servers by number. The guard writes the new servers into this mapping, until `close` is called.
     """
 
     def __init__(self, start: ServerStart, own: dict[int, ServerProcess]) -> None:

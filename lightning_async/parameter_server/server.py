@@ -2,20 +2,20 @@
 
 A worker may send these requests:
 
-    hello       my name and my life -> my life, and my last push that was applied
+    hello       my name and the id of my process -> the id, and the number of my last push that was applied
     initialise  the first weights; `bring` sends fields of the optimizer's state before
     push        a gradient -> the version that contains it
     pull        -> weights of one version
     read        -> weights, or a field of the optimizer's state
-    rest        do not wait for me until a push comes from beyond this sync point
+    rest        do not wait for me, until a worker pushes after this sync point
     leave       do not wait for me any more
     forget      do not wait for these workers any more; any process may send this
     snapshot    write a snapshot now
     hold        apply no push until I pull
 
-A life is the id of one process of a worker. It begins with the worker's first hello, and may use several connections.
-It ends when another process takes the worker's name, or when the server forgets the worker. Pushes of one life are
-numbered from 1, without gaps, and are applied in order. A worker repeats a push whose answer was lost; the server then
+The id of a worker's process, its life, is given by the server at the worker's first hello. One process may use several
+connections. Its id becomes invalid when another process takes the worker's name, or when the server forgets the worker.
+Pushes of one process are numbered from 1, without gaps, and are applied in this order. A worker repeats a push whose answer was lost; the server then
 answers, and does not apply the push again. Each push is therefore applied once, whichever process dies.
 """
 
@@ -84,7 +84,6 @@ class Server:
 
     @property
     def connected(self) -> int:
-        """Number of workers that have a connection."""
         return len(self._sessions.channels)
 
     def serve(self, channel: PeerChannel, first: tuple[dict[str, Any], int] | None = None) -> None:
@@ -118,7 +117,6 @@ class Server:
             self._gone(worker, channel)
 
     def close(self) -> None:
-        """Break off all connections."""
         with self._changed:
             for channel in self._sessions.channels.values():
                 channel.break_off()
@@ -251,7 +249,10 @@ class Server:
         return reply, self._transfer.give(worker, channel, header, filled == self._store.version)
 
     def _pull_at(self, worker: str, channel: PeerChannel, header: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """Answer a pull with the weights at the worker's cut, or with none if the worker's hold has ended."""
+        """Answer a consistent pull: wait until all pushes of the worker's cut are applied, and send the weights.
+
+        Sends no weights if the worker's hold has ended, because later pushes may have been applied.
+        """
         wanted = consistency.from_plain(header["cut"])
         self._cuts.wants(worker, wanted)
         self._changed.notify_all()
@@ -271,7 +272,11 @@ class Server:
         return self._cuts.allow(pushes, self._store.known, self._sessions.channels)
 
     def _until(self, worker: str, channel: PeerChannel, there: Callable[[], bool]) -> None:
-        """Wait until ``there`` returns True; meanwhile forget workers that stay away, and apply complete rounds."""
+        """Wait until ``there()`` is true.
+
+        Meanwhile, forget workers that do not come back, and apply rounds of pushes that are complete. Raises if
+        ``channel`` is not the worker's connection any more.
+        """
         while not there():
             # The wait releases the lock, so the worker may have a newer connection, or none, afterwards.
             self._changed.wait(_HELD_S)
@@ -333,11 +338,11 @@ class Server:
 
 
 class WorkerSessions:
-    """The workers of one server: their lives, their connections, and how long each has been silent.
+    """The workers of one server: the id of each worker's process, its connection, and how long it has been silent.
 
-    A worker whose connection has ended is away until it says hello again under its life. The server forgets a worker
-    that leaves, is silent for too long, or does not come back. It then frees the worker's memory, and refuses the
-    worker's life.
+    A worker whose connection has ended is away until it connects again from the same process. The server forgets a
+    worker that leaves, is silent for too long, or does not come back. It then frees the worker's memory, and refuses
+    requests of this process from then on.
 
     Two clocks measure these times. Both advance little while no worker is active, so that a pause of all workers, such
     as a validation, evicts nobody. The clock of silence advances when workers push; the clock of absence advances when
@@ -411,7 +416,11 @@ class WorkerSessions:
             self._active_at[worker] = self._clock if served else math.inf
 
     def pushed(self, sync_point: int = 0) -> set[str]:
-        """Note a push whose worker has passed this many sync points; return live workers silent for too long."""
+        """Advance the clock of silence, because a worker has pushed.
+
+        Returns the live workers that were silent for too long. ``sync_point`` is the number of sync points that the
+        worker has passed.
+        """
         now = self._now()
         # The minimum keeps a common pause of all workers from counting as silence.
         self._clock += min(now - self._pushed_at, _IDLE * self._worker_rules.dead_after_s)
@@ -440,7 +449,7 @@ class WorkerSessions:
         self._store.remember(workers)
 
     def rest(self, worker: str, sync_point: int) -> None:
-        """Let pushes up to this sync point not wait for the worker; later pushes wait for it again.
+        """Record that pushes up to this sync point need not wait for the worker; later pushes wait for it again.
 
         Once all workers rest at the sync point, they have the same weights, and get the same clock.
         """
@@ -457,7 +466,10 @@ class WorkerSessions:
         self.forget(worker)
 
     def forget(self, *names: str) -> None:
-        """Forget workers for good: their lives are refused from now on; their pushes stay applied."""
+        """Forget workers for good: requests of their processes are refused from now on.
+
+        Pushes that were applied stay applied.
+        """
         workers = self._store.workers
         lives = self._store.record["lives"]
         for name in names:
@@ -490,13 +502,14 @@ class TableInitialization:
             raise RequestError("settings", f"worker {worker!r} comes with plan {fingerprint}, the server has {mine}.")
 
     def bring(self, field: str, memory: Tensor) -> None:
-        """Keep a copy of ``memory`` for `begin`, as the optimizer state's field of this name."""
+        """Keep a copy of ``memory``: `begin` uses it as the field ``field`` of the optimizer's state."""
         self._brought[field] = memory.view(torch.float32).clone()
 
     def begin(self, header: Mapping[str, Any], memory: Tensor) -> None:
-        """Initialize the store with the worker's weights, unless it has weights; raise RequestError if settings differ.
+        """Initialize the store with the worker's weights, unless it has weights.
 
-        If the header says ``anew``, weights that the store has are replaced.
+        Raises RequestError if the worker's settings differ from the store's. If the header says ``anew``, weights that
+        the store has are replaced.
         """
         # Taken even if the server has weights already, to free the memory.
         state = {name: self._brought.pop(name, None) for name in header["fields"]}
@@ -594,7 +607,10 @@ class RequestTransfer:
         return target.nbytes if field is None or plain else self.read(channel, field)
 
     def read(self, channel: PeerChannel, field: str) -> int:
-        """Put a field into the channel and return its bytes; raise RequestError if no field has this name."""
+        """Copy a field of the state into the channel, for a worker that reads it; return the field's size in bytes.
+
+        Raises RequestError if no field has this name.
+        """
         fields = self.fields
         if field not in fields:
             raise RequestError("request", f"there is no {field!r}; there are {sorted(fields)}.")
@@ -603,7 +619,7 @@ class RequestTransfer:
 
     @property
     def fields(self) -> list[str]:
-        """Names of the fields that a worker can read."""
+        """Names of the arrays that a worker can read: the weights, and the fields of the optimizer's state."""
         return ["params", *self._store.state]
 
     def _target(self, channel: PeerChannel) -> torch.Tensor:

@@ -100,15 +100,15 @@ def _end(server: ServerTables) -> None:
 
 
 class _Calls:
-    """The callers of one listening socket, each answered on a thread of its own.
+    """The processes that connect to one listening socket. Each is answered on a thread of its own.
 
     The number and the time of connections without a first message are limited, so that strangers do not exhaust
     threads.
 
     Args:
-        server: Tables of the server that answers.
+        server: Tables of the server, which answer the requests.
         listener: Socket for processes of this host, or for other hosts.
-        about: Description of the server, for callers that ask for it.
+        about: Description of the server, for processes that ask for it.
     """
 
     def __init__(self, server: ServerTables, listener: socket.socket, about: dict[str, Any]) -> None:
@@ -164,7 +164,10 @@ class _Calls:
 
 
 class ServerTables:
-    """The tables of one server: those that its memory holds, and others once a worker names them.
+    """The tables of one server. A table holds the weights and the optimizer state of one group of parameters.
+
+    A new server process finds the tables of the one before in their memory. Other tables are added when a worker names
+    them.
 
     Args:
         memories: Descriptors of anonymous files, `TABLES` in number, one for each table, see `Store`.

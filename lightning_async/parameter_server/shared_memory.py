@@ -2,8 +2,9 @@
 
     journal | params 0, params 1, momentum 0, momentum 1, ... | of each worker: momentum 0, momentum 1, pulled, spare |
 
-An array that updates change has two places: an update fills the invalid one, and the journal says which one is valid.
-The arrays of one worker are mapped when they are first needed, and freed when the worker is gone for good.
+Each array that updates change exists twice. An update reads one copy and writes the other. The journal then records
+that the new copy is the valid one. The arrays of one worker are mapped when they are first needed, and freed when the
+worker is gone for good.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ class SharedArrays:
     Args:
         descriptor: Descriptor of the file.
         numel: Number of elements of each array.
-        shared: Names of arrays that all workers share, each in two places, see `banks`.
-        own: Names of arrays of each worker, each in two places.
-        kept: Names of arrays of each worker, each in one place and, if `spare` is used, in a second one.
+        shared: Names of arrays that all workers share. Each exists twice, see `banks`.
+        own: Names of arrays that each worker has for itself, and that updates change. Each exists twice.
+        kept: Names of arrays that each worker has for itself, and that updates do not change. Each exists once, or
+            twice if `spare` is used.
         threads: Number of threads that work on large arrays.
 
     Raises:
-        OSError: There is no memory.
+        OSError: The memory cannot be allocated.
     """
 
     def __init__(
@@ -68,13 +70,15 @@ class SharedArrays:
         """The shared arrays, twice: in the one place and in the other."""
 
     def slot(self, number: int) -> tuple[Arrays, Arrays]:
-        """Return both banks of a worker's own arrays; arrays with one place are the same in both.
+        """Return both copies of the arrays that belong to one worker.
+
+        An array that exists once is the same in both results.
 
         Args:
             number: Number of the worker's slot.
 
         Raises:
-            OSError: There is no memory.
+            OSError: The memory cannot be allocated.
         """
         if number not in self._slots:
             size = self._slot_bytes - len(self._kept) * self._array_bytes
@@ -86,13 +90,13 @@ class SharedArrays:
         return self._slots[number]
 
     def spare(self, number: int) -> Arrays:
-        """Return a second copy of each array of ``kept``, of which `slot` returns the first.
+        """Return a second copy of one worker's arrays that otherwise exist once; `slot` returns the first copy.
 
         Args:
             number: Number of the worker's slot.
 
         Raises:
-            OSError: There is no memory.
+            OSError: The memory cannot be allocated.
         """
         if number not in self._spares:
             size = len(self._kept) * self._array_bytes
@@ -117,7 +121,7 @@ class SharedArrays:
                 slot.madvise(mmap.MADV_REMOVE)
 
     def share_out(self, do: Callable[[slice], T]) -> list[T]:
-        """Call a function with each piece of an array; return the results, in no particular order."""
+        """Call ``do`` on several threads with the slice of each piece of an array; return the unordered results."""
         return share_out(do, self._pieces, self._threads)
 
     def copy(self, *pairs: tuple[Tensor, Tensor]) -> None:

@@ -65,7 +65,8 @@ class Snapshots:
     def version(self) -> int:
         """The newest version whose pushes are all in the folder's newest snapshot; -1 if there is none.
 
-        The caller holds the lock. A push that waits in a buffer changes no version, so that a snapshot may lack it.
+        The caller holds the lock. A push that waits in a buffer has not changed the version yet, so a snapshot of this
+        version may lack it.
         """
         if not self._store.ready or self._taken.get("incarnation") != self._store.incarnation:
             return -1
@@ -255,7 +256,7 @@ class RequestError(Exception):
 
 @contextmanager
 def memory_for(worker: str, worker_rules: WorkerRules) -> Iterator[None]:
-    """Turn an OSError of the block into a RequestError that says which memory is missing."""
+    """Turn an OSError that is raised in the ``with`` block into a RequestError that says for what memory is missing."""
     try:
         yield
     except OSError as error:

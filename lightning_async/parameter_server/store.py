@@ -93,22 +93,22 @@ class Store:
 
     @property
     def contents(self) -> Mapping[str, Any]:
-        """The number of weights, the optimizer and the staleness policy, and the fingerprint of the plan of shards."""
+        """A description of what the store holds: number and layout of the weights, optimizer, and staleness policy."""
         return self._held.record["contents"]
 
     @property
     def params(self) -> Tensor:
-        """The weights of `version`; they stay unchanged until the second update from now."""
+        """The weights of `version`. The next update leaves this tensor unchanged; the update after it overwrites it."""
         return self._held.bank["params"]
 
     @property
     def state(self) -> Mapping[str, Tensor]:
-        """The fields of the optimizer and the policy."""
+        """The tensors that the optimizer and the staleness policy keep, by name."""
         return {name: tensor for name, tensor in self._held.bank.items() if name not in ("params", AHEAD, BUFFER)}
 
     @property
     def parts(self) -> Mapping[str, Tensor]:
-        """All arrays of the weights' size, by name."""
+        """The weights and all other arrays of their size, by name."""
         return self._held.parts
 
     @property
@@ -136,7 +136,7 @@ class Store:
 
     @property
     def known(self) -> Mapping[str, Mapping[str, Any]]:
-        """The workers' entries, read-only."""
+        """The store's entry of each worker, by the worker's name; read-only."""
         return self._held.record["workers"]
 
     def initialise(
@@ -197,7 +197,7 @@ class Store:
         self.note(**restored(record))
 
     def note(self, **entries: Any) -> None:
-        """Write these entries into the record."""
+        """Write these entries into the shard's record, which outlives the server's process."""
         self._held.commit({**self.record, **entries})
 
     def push(
@@ -266,7 +266,12 @@ class Store:
         return self.version
 
     def count(self, pushes: Mapping[str, int], called: bool = False) -> None:
-        """Count pushes that change no weights."""
+        """Count pushes that change no weights, such as empty ones.
+
+        Args:
+            pushes: Number of each worker's push.
+            called: Whether a worker asked for a sync point in this round. Default: False.
+        """
         self.remember(with_pushes(self.known, pushes, {"lag": 0, "dropped": False, "called": called}))
 
     def pull(self, worker: str, target: Tensor, spare: bool = False, plain: bool = False) -> None:
@@ -275,8 +280,8 @@ class Store:
         Args:
             worker: Name of the worker.
             target: Memory of the shard's size.
-            spare: Whether a copy that the policy needs of these weights goes to the worker's spare place. Default:
-                False.
+            spare: Some policies keep a copy of the weights that a worker has pulled. Whether to write this copy to the
+                second of the worker's two places, because the first one is still in use. Default: False.
             plain: Whether to copy the weights themselves, even if workers compute gradients at predicted ones. Default:
                 False.
         """
@@ -320,7 +325,7 @@ class Store:
         self._held.shard.copy(*((target, parts[name]) for name, target in targets.items()))
 
     def close(self) -> None:
-        """Free the memory, unless another process has the file open, too."""
+        """Unmap the memory. The system frees it once no process has its file open."""
         self._optimizer = None
         self._held.close()
 
@@ -371,7 +376,7 @@ class ShardArrays:
 
     @property
     def bank(self) -> Arrays:
-        """The valid bank of shared arrays."""
+        """The valid bank: the copy of the shared arrays that workers read. The next update writes the other bank."""
         return self.shard.banks[self.record["bank"]]
 
     @property
@@ -398,7 +403,10 @@ class ShardArrays:
         self._shard = SharedArrays(self._descriptor, numel, shared, self._own, self._kept, self._threads)
 
     def fill(self, params: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Fill the first shared bank with the weights and the fields of the optimizer's state; zero all others."""
+        """Write the weights and the given fields of the optimizer's state into the first bank.
+
+        All other fields are set to zero.
+        """
         for name, field in self.shard.banks[0].items():
             if name in ("params", AHEAD):
                 field.copy_(params)
@@ -426,8 +434,9 @@ class ShardArrays:
         """Return the state from which an update starts.
 
         Args:
-            own: Both banks of the worker's own arrays, as the method `own` returns them. Default: none.
-            bank: Index of the valid bank of ``own``. Default: 0.
+            own: The two copies of the arrays that belong to the worker alone, as the method `own` returns them.
+                Default: none.
+            bank: Index of the valid copy in ``own``. Default: 0.
         """
         # The banks hold the optimizer's fields from the first step on; an optimizer of torch makes its own there.
         banks = self.shard.banks
@@ -443,14 +452,15 @@ class ShardArrays:
         return StateBeforePush(old, new, scalars, means, self.record["gathered"])
 
     def own(self, worker: str, spare: bool = False) -> tuple[Arrays, Arrays]:
-        """Return both banks of a worker's own arrays, which stay until the worker is forgotten.
+        """Return the two copies of the arrays that the shard keeps for one worker, until the worker is forgotten.
 
         Args:
             worker: Name of the worker.
-            spare: Whether to return the spare place of the pulled weights, and not the first one. Default: False.
+            spare: Whether to return the second place of the weights that the worker has pulled, in place of the first
+                one. Default: False.
 
         Raises:
-            OSError: There is no memory.
+            OSError: The memory cannot be allocated.
         """
         if not (self._own or self._kept):
             return {}, {}
@@ -533,7 +543,10 @@ def in_words(lags: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def restored(snapshot: Record) -> dict[str, Any]:
-    """Return the record's entries that change when this snapshot is restored; ``restored`` grows each time."""
+    """Return the entries of the shard's record that change when this snapshot is restored.
+
+    The entry ``restored`` is a number that grows with each restore.
+    """
     # The clock makes the number grow even if the same snapshot is restored twice.
     when = max(snapshot.get("restored", 0) + 1, int(time.time()))
     return {"incarnation": secrets.token_hex(8), "lives": snapshot["lives"] + LOST_LIVES, "restored": when}
@@ -542,7 +555,12 @@ def restored(snapshot: Record) -> dict[str, Any]:
 def with_pushes(
     workers: Mapping[str, Mapping[str, Any]], pushes: Mapping[str, int], changes: Mapping[str, Any]
 ) -> dict[str, Mapping[str, Any]]:
-    """Return the workers' entries once these pushes are applied; forgotten workers stay forgotten.
+    """Return the entries of all workers after these pushes are applied. Workers that were forgotten stay forgotten.
+
+    Args:
+        workers: Entries of the workers.
+        pushes: Number of each worker's push.
+        changes: Fields that are set in the entries of these workers.
 
     >>> with_pushes({"a": {"push": 1, "clock": 3}}, {"a": 2}, {"lag": 0})
     {'a': {'push': 2, 'clock': 4, 'lag': 0}}

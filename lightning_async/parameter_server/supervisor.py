@@ -39,12 +39,12 @@ _QUICK_DEATHS = 5  # deaths in a row: the cause would kill the next server, too
 
 
 def main(control: int, handed: list[int], settings: dict[str, Any]) -> None:
-    """Keep a server running, until an order to stop, or until the server ends by itself.
+    """Keep a server running, until an order ends it, or until it ends by itself.
 
     Args:
-        control: Descriptor of a socket that is connected to the starter. Each byte is an order: `STOP`, `END` or
-            `DRAIN`. When the starter closes the socket, or ends, the server ends once no worker has been connected for
-            a while.
+        control: Descriptor of a socket that is connected to the starter. Each byte is an order: `STOP` kills the
+            server, `END` ends it, and `DRAIN` ends it once no worker is connected. If the starter closes the socket, or
+            ends, the server ends once no worker has been connected for a while.
         handed: Descriptors for the server, see `server_main.main`.
         settings: Settings of the server, see `server_main.main`.
     """
@@ -79,13 +79,13 @@ def _watch(server: subprocess.Popen[bytes], orders: socket.socket, ours: int, or
 
     Args:
         server: The server's process.
-        orders: Socket of orders from the starter.
+        orders: Socket of orders from the process that started the supervisor.
         ours: This process's end of the pipe to the server.
-        orphaned: Whether the starter is gone already.
+        orphaned: Whether the process that started the supervisor is gone already.
 
     Returns:
-        ``"ended"`` or ``"killed"`` after the order `END` or `STOP`, otherwise an empty text; and whether the starter is
-        gone.
+        ``"ended"`` after the order `END`, ``"killed"`` after the order `STOP`, otherwise an empty text; and whether the
+        process that started the supervisor is gone.
     """
     death = os.pidfd_open(server.pid)
     stop = ""

@@ -77,7 +77,7 @@ class ParameterGroups:
         return any(self.workers[table].pulled for table in self._asked)
 
     def take_(self) -> None:
-        """Write the pulled weights to the parameters of the tables of the last request."""
+        """Write the weights of the last request into the parameters."""
         for table in self._asked:
             if self.workers[table].pulled:
                 self.workers[table].take_()
@@ -87,7 +87,10 @@ class ParameterGroups:
 
     @contextmanager
     def backward(self, send: Send | None) -> Iterator[None]:
-        """Send gradients during the block's backward pass, see `StreamingPush`; without ``send``, only after it."""
+        """Send gradients during the block's backward pass, see `StreamingPush`.
+
+        Without ``send``, nothing is sent in the block.
+        """
         for worker in self.workers:
             worker.begin_gradients()
             if send is not None:
@@ -111,7 +114,12 @@ class ParameterGroups:
         return all(self.workers[table].is_finite for table in tables)
 
     def push(self, rates: Mapping[int, float | None], **how: Any) -> None:
-        """Push the gradients of the tables in ``rates``, with these learning rates."""
+        """Push the gradients of some tables.
+
+        Args:
+            rates: Learning rate, by the number of the table; None if the servers' optimizer has none.
+            **how: Further arguments of `Worker.push`.
+        """
         self._asked = list(rates)
         self._count([self.workers[table].push(lr=lr, **how) for table, lr in rates.items()], how["weight"] > 0.0)
 
@@ -129,7 +137,7 @@ class ParameterGroups:
         self._count([worker.push_change(**how) for worker in self.workers], how["weight"] > 0.0)
 
     def meet(self) -> None:
-        """Pull the servers' weights of all tables, see `Worker.meet`."""
+        """Pull the servers' weights of all tables, as `Worker.meet` does for one."""
         self._asked = range(len(self.workers))
         for worker in self.workers:
             worker.meet()
@@ -147,10 +155,10 @@ class ParameterGroups:
         """Return the state for a checkpoint, or None if there is none.
 
         Args:
-            first: Whether this is the first worker, whose state also holds the plans.
+            first: Whether this is the first worker. Its state also says how the tables are divided among servers.
 
         Returns:
-            The residual of compression under ``carried_residual``, and the plans under ``plans``.
+            The residual of compression under ``carried_residual``, and the divisions of the tables under ``plans``.
         """
         state: dict[str, Any] = {}
         if residual := {name: each for worker in self.workers for name, each in worker.carried_residual().items()}:
@@ -233,14 +241,20 @@ def described(owner: str, optimizers: Sequence[Optimizer]) -> list[ParameterGrou
 def described_again(
     owner: str, optimizers: Sequence[Optimizer], before: Sequence[ParameterGroup]
 ) -> list[ParameterGroup]:
-    """Describe optimizers that have loaded a checkpoint, but with the learning rates of ``before``."""
+    """Describe the parameter groups of optimizers that have loaded a checkpoint.
+
+    The learning rates are those of ``before``. ``owner`` is named in error messages.
+    """
     found = described(owner, optimizers)
     rates = [{key: was.arguments[key] for key in ("lr",) if key in was.arguments} for was in before]
     return [now._replace(arguments={**now.arguments, **rate}) for now, rate in zip(found, rates, strict=True)]
 
 
 def rates_of(optimizer: Optimizer, groups: Sequence[ParameterGroup], tables: Sequence[int]) -> dict[int, float | None]:
-    """Return the learning rates of these tables for a push; raise ValueError if another setting has changed."""
+    """Return the learning rates of these tables for a push, by table; None for an optimizer without a learning rate.
+
+    Raises ValueError if a setting other than the learning rate has changed.
+    """
     rates: dict[int, float | None] = {}
     for table in tables:
         now = optimizer.param_groups[groups[table].group]

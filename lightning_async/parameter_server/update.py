@@ -1,10 +1,11 @@
-"""The steps by which a server applies a push, as its policy of staleness asks for them.
+"""The steps by which a server applies a push, as the staleness policy asks for them.
 
     measure    how far the weights have moved since the worker pulled them, and the gradient's norm
     weigh      the policy gives the push a weight, or drops it
     correct    the policy changes the gradient, in a copy of each piece
-    gather     add the push to a buffer, until it holds as many pushes as the policy wants
-    step       fill one bank from the other; then predict the weights that workers pull, if the policy does
+    gather     add the push to a buffer, until the buffer has as many pushes as the policy wants
+    step       take an optimizer step, which reads one of the two banks (copies of the arrays) and writes the other
+               one; then predict the weights that workers pull, if the policy wants it
 
 `ShardUpdates` does all of them, on a shard's pieces.
 """
@@ -51,12 +52,18 @@ class Means(NamedTuple):
     pushes: int = 0
 
     def with_step(self, norm: float, decay: float) -> Means:
-        """Return the means with one more update; the first updates weigh equally."""
+        """Return the running means after one more update of this ``norm``. The first updates weigh equally.
+
+        Then an old update's weight falls by the factor ``decay`` with each new one.
+        """
         part = max(1 - decay, 1 / (self.steps + 1))
         return self._replace(step=self.step + (norm - self.step) * part, steps=self.steps + 1)
 
     def with_lag(self, lag: int, decay: float) -> Means:
-        """Return the means with one more push; the first pushes weigh equally."""
+        """Return the running means after one more push with this ``lag``. The first pushes weigh equally.
+
+        Then an old push's weight falls by the factor ``decay`` with each new one.
+        """
         part = max(1 - decay, 1 / (self.pushes + 1))
         return self._replace(lag=self.lag + (lag - self.lag) * part, pushes=self.pushes + 1)
 
@@ -65,11 +72,11 @@ class StateBeforePush(NamedTuple):
     """The state of a shard before a push.
 
     Args:
-        old: The valid bank, with the worker's own arrays.
-        new: The bank to fill, with the worker's own arrays.
+        old: The arrays to read: the shard's valid bank, and the arrays that the shard keeps for this worker.
+        new: The arrays to write: the other bank, and the second copy of the worker's arrays.
         scalars: Scalars of the optimizer.
-        means: Running means of the shard.
-        gathered: Number of pushes in the buffer.
+        means: Running means of the lag and of the norm of updates.
+        gathered: Number of pushes in the buffer of pushes that are applied together.
     """
 
     old: Bank
@@ -81,12 +88,12 @@ class StateBeforePush(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardUpdates:
-    """The updates of one shard.
+    """The steps of an update, on one shard.
 
     Args:
-        policy: Policy of staleness.
+        policy: Staleness policy.
         optimizer: Optimizer of the server.
-        pieces: Calls a function with each piece of the shard.
+        pieces: Function that calls a given function with each piece of the shard.
     """
 
     policy: StalenessPolicy
@@ -94,7 +101,6 @@ class ShardUpdates:
     pieces: Pieces
 
     def is_finite(self, gradient: Tensor) -> bool:
-        """Return whether all elements of the gradient are finite."""
         return all(self.pieces(lambda here: ops.all_finite(piece_of(gradient, here))))
 
     def weigh(self, before: StateBeforePush, gradient: Tensor, lag: int) -> Weight | None:
@@ -114,7 +120,7 @@ class ShardUpdates:
         return self.policy.weigh(PushFacts(lag, moved, before.means.step, norm))
 
     def gather(self, before: StateBeforePush, gradient: Tensor, weight: Weight) -> None:
-        """Add a push to the buffer."""
+        """Add a push, with its weight, to the buffer of pushes that are applied together."""
         old = before.old
         new = before.new
 
@@ -200,7 +206,10 @@ class ShardUpdates:
 
 
 def shared_arrays(policy: StalenessPolicy, optimizer: ServerOptimizer) -> tuple[str, ...]:
-    """Return the names of the arrays that belong to all workers, each in two places."""
+    """Return the names of the arrays that all workers share.
+
+    Each of them exists twice, so that one copy stays valid.
+    """
     ahead = (AHEAD,) if policy.predicts else ()
     buffer = (BUFFER,) if policy.buffer_size > 1 else ()
     return ("params", *optimizer.fields, *policy.fields, *ahead, *buffer)

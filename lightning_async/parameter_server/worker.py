@@ -28,7 +28,9 @@ Parts = list[tuple[slice, Tensor]]
 
 
 class Worker:
-    """The model of one worker, as a table on its servers. Used by one thread at a time.
+    """One worker's access to a model on servers: it pulls weights into parameters, and pushes gradients.
+
+    The weights are one table on the servers. Used by one thread at a time.
 
     Args:
         named: The parameters by name, on any device, of any floating-point type of at most 32 bits.
@@ -91,7 +93,10 @@ class Worker:
         return sum(pushed), sum(each.nbytes for each in self.client.weights)
 
     def begin_gradients(self) -> None:
-        """Note the versions of the weights in the parameters, as a backward pass begins."""
+        """Record which versions of the servers' weights the parameters have, as a backward pass begins.
+
+        The next push tells the servers these versions.
+        """
         self._at = self._taken
 
     def fill_gradients(self) -> None:
@@ -141,7 +146,7 @@ class Worker:
         return answer
 
     def push_change(self, **how: Any) -> ServerAnswer:
-        """Push a change of the parameters, see `fill_change`."""
+        """Push the change of the parameters that `fill_change` has computed. ``how`` is passed to `push`."""
         answer = self.push(**how)
         if not self.pulled:  # nothing newer was pulled, so the next change begins where this one ends
             for outgoing, base in zip(self.client.gradients, self.client.weights, strict=True):
@@ -155,7 +160,7 @@ class Worker:
         return answer
 
     def meet(self) -> ServerAnswer:
-        """Pull the servers' weights themselves, even if workers compute gradients at predicted weights."""
+        """Pull the servers' actual weights, even if workers compute gradients at predicted weights."""
         return self.pull("params")
 
     @torch.no_grad()
@@ -257,7 +262,7 @@ def plan_of(named: Mapping[str, Tensor], num_servers: int, bigarray_bound: int) 
         bigarray_bound: Number of elements from which a parameter is split, see `ServerPartition`.
 
     Raises:
-        ValueError: A parameter has more than 32 bits, which servers do not hold.
+        ValueError: A parameter's elements have more than 32 bits, which servers do not support.
     """
     found = {name: real(p.detach()) for name, p in named.items()}
     # fp32 on servers would lose bits silently.
@@ -298,10 +303,10 @@ class StreamingPush:
         return self._backward is not None and self._backward.under_way
 
     def begin(self, send: Send) -> None:
-        """Begin to send the gradients of a backward pass.
+        """Begin to send the gradients of a backward pass. No push may be under way.
 
         Args:
-            send: Runs requests to servers in order. No push may be under way.
+            send: Function that runs requests to servers one after another.
         """
         if self._wasted or any(p.device.type != "cpu" for p in self._params):
             return
@@ -372,7 +377,7 @@ class ExternalWrites:
         self._overwritten |= self._changed()
 
     def end(self, base: Literal["pulled", "pushed"]) -> None:
-        """Note that the parameters now equal the weights that were pulled, or pushed."""
+        """End a write of the parameters: record that they now equal the weights that were pulled, or pushed."""
         self._seen = self._versions()
         self.base = base
 
@@ -424,7 +429,7 @@ def _put(tensors: Sequence[Tensor | None], places: Sequence[Parts]) -> None:
 
 
 def _paired(flat: Sequence[Tensor], places: Sequence[Parts]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of the elements, and of their places in shards, in the same order."""
+    """Return two lists of equal length: pieces of the flat tensors, and the views of shards that they fill."""
     elements = []
     pieces = []
     for tensor, parts in zip(flat, places, strict=True):
